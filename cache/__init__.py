@@ -1,0 +1,1 @@
+"""Where rows live: placement, the store client, partitions, local redis-servers. Knows no Beam."""

@@ -1,0 +1,1 @@
+"""What reads the future: sources, encoding, batching, the oracle, the schedule's format. Knows no torch."""

@@ -1,0 +1,1 @@
+"""What learns: models, optimizers, the step, the exchange, launch, reports."""

@@ -1,0 +1,39 @@
+"""The exceptions of cache/: one tree, one clear line each (field, rule, value, remedy)."""
+
+from __future__ import annotations
+
+
+class CacheError(Exception):
+    """Anything that cache/ raises on purpose."""
+
+
+class RowError(CacheError):
+    """A row is missing, or has another id or tag than the schedule says."""
+
+
+class StoreError(CacheError):
+    """A store shard does not do what it was asked; the message names the shard by its URL, the password masked."""
+
+
+class StoreUnavailable(StoreError):
+    """A store shard refuses connections, has closed one, or stays silent for longer than the timeout."""
+
+
+class StoreFull(StoreError):
+    """A store shard accepts no writes: out of memory, read-only, or unable to save."""
+
+
+class StoreAuth(StoreError):
+    """A store shard rejects the user, the password, or the user's rights."""
+
+
+class StoreTls(StoreError):
+    """A TLS connection failed: certificate not trusted, expired or for another host, or no TLS at the other end."""
+
+
+class Fenced(StoreError):
+    """Another owner has taken over: the lane's key at the server is fenced (WRONGTYPE)."""
+
+
+class NamespaceInUse(StoreError):
+    """The namespace on the store belongs to another run, or to another state of this one."""

@@ -1,0 +1,39 @@
+# A fresh clone needs only Python >= 3.10 with venv, a C compiler for the odd source distribution, and a package index.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# 2 processes: the tests start servers and trainers of their own.
+WORKERS ?= 2
+
+.PHONY: venv demo test test-full lint bench clean
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: venv
+	$(BIN)/python benchmarks/demo.py --out demo
+
+test: venv
+	$(BIN)/python -m pytest -q -m "not full" -n $(WORKERS) --dist loadfile
+
+# Every grid. A run that was broken off goes on where it stopped: --stepwise remembers the first test that has not passed.
+test-full: venv
+	$(BIN)/python -m pytest -q --stepwise
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+
+clean:
+	rm -rf build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

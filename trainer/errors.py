@@ -1,0 +1,27 @@
+"""The exceptions of training; each message is one line: field, rule, value, remedy."""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Anything that stops a training command for a reason that its user can act on."""
+
+
+class JobError(TrainerError):
+    """A setting of the job (a flag or a line of the job file) that is unknown, malformed, or does not fit the others."""
+
+
+class ModelError(TrainerError):
+    """A model that cannot be loaded or built, does not fit the schedule, or cannot be trained exactly."""
+
+
+class FingerprintError(TrainerError):
+    """A trainer whose arithmetic may give other bits than that of the run which it wants to join."""
+
+
+class RunError(TrainerError):
+    """A run directory, or what it holds, that is missing, damaged, or in another state than the command needs."""
+
+
+class PeerLost(TrainerError):
+    """Another trainer of the job is gone, or was silent for longer than the timeout."""

@@ -1,0 +1,257 @@
+"""Raw logs to ids, dense values, orders and slices, written from docs/definitions.md alone; shares no code with the project.
+
+Plain Python over whole columns: correctness before speed. `reference.py` trains on what this module reads.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+
+
+def mix(x: int) -> int:
+    """splitmix64 of 0 .. 2^64 - 1."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def mix_array(x: np.ndarray) -> np.ndarray:
+    """splitmix64 of uint64 [n]; array arithmetic wraps without a warning."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def key(first: int, *others: int) -> int:
+    """Chained mix of integers, negative ones in two's complement: 0 .. 2^64 - 1."""
+    h = mix(first & _MASK)
+    for other in others:
+        h = mix(h ^ (other & _MASK))
+    return h
+
+
+def key_array(prefix: Sequence[int], last: np.ndarray) -> np.ndarray:
+    """key(*prefix, x) for every x of int64 [n]: uint64 [n]."""
+    return mix_array(np.uint64(key(*prefix)) ^ last.astype(np.int64).view(np.uint64))
+
+
+def hash64(text: bytes) -> int:
+    """The hash of a string: its length, then its zero-padded little-endian words."""
+    h = mix(len(text))
+    for start in range(0, len(text), 8):
+        h = mix(h ^ int.from_bytes(text[start : start + 8], "little"))
+    return h
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A dense column and its transform: log, standard or none."""
+
+    name: str
+    column: str
+    transform: str
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A categorical column. encoding: hash, vocabulary or id; pooling: single, sum or mean."""
+
+    name: str
+    table: int
+    column: str
+    encoding: str
+    pooling: str = "single"
+    min_count: int = 1
+    separator: str = "|"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An embedding table. rows: None where a vocabulary gives them; dimension: None for the job's."""
+
+    name: str
+    rows: int | None
+    dimension: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What a log's columns mean. columns: their names where the files have no header (then tab-separated and unquoted)."""
+
+    label: str
+    dense: tuple[Dense, ...]
+    features: tuple[Feature, ...]
+    tables: tuple[Table, ...]
+    order_by: str | None = None
+    columns: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Encoded samples in an order. labels: float32 [n]; dense: float32 [n, dense]; bags: [n][F] int64 arrays of ids."""
+
+    labels: np.ndarray
+    dense: np.ndarray
+    bags: list[list[np.ndarray]]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, order: Sequence[int] | np.ndarray) -> Samples:
+        return Samples(self.labels[order], self.dense[order], [self.bags[i] for i in order])
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Training and evaluation samples, and the rows of every table."""
+
+    training: Samples
+    evaluation: Samples
+    rows: tuple[int, ...]
+
+
+def read_columns(sources: Sequence[Path], log: Log) -> dict[str, list[str]]:
+    """Every column of the sources, one after the other, as the text that stands there."""
+    names = {log.label, *(d.column for d in log.dense), *(f.column for f in log.features)} | ({log.order_by} if log.order_by else set())
+    columns: dict[str, list[str]] = {name: [] for name in names}
+    for source in sources:
+        opened = gzip.open(source, "rt", encoding="utf-8", newline="") if source.suffix == ".gz" else source.open(encoding="utf-8", newline="")
+        with opened as lines:
+            if log.columns is None:
+                rows: Iterator[list[str]] = csv.reader(lines)
+                header: Sequence[str] = next(rows)
+            else:
+                rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+                header = log.columns
+            places = [(columns[name], header.index(name)) for name in sorted(names)]
+            for row in rows:
+                for column, place in places:
+                    column.append(row[place])
+    return columns
+
+
+def sort_order(values: Sequence[str]) -> list[int]:
+    """Places in the order of a column: numbers by value, text by bytes, missing values first, ties as they stood."""
+
+    def number(text: str) -> float | int:
+        try:
+            return int(text)
+        except ValueError:
+            return float(text)
+
+    try:
+        keys: list[tuple[int, object]] = [(1, number(v)) if v else (0, 0) for v in values]
+    except ValueError:
+        keys = [(1, v.encode()) if v else (0, b"") for v in values]
+    return sorted(range(len(values)), key=keys.__getitem__)  # type: ignore[arg-type]
+
+
+def shuffled(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """The order of an epoch under a shuffle seed: int64 [samples] of numbers."""
+    return np.argsort(key_array((seed, epoch), np.arange(samples)), kind="stable")
+
+
+def dense_column(values: Sequence[str], transform: str, training: Sequence[str]) -> np.ndarray:
+    """float32 [n] of the transformed column; `standard` takes its mean and deviation from the training values."""
+    x = np.array([float(v) if v else 0.0 for v in values], np.float64)
+    if transform == "log":
+        x = np.array([math.log1p(max(v, 0.0)) for v in x], np.float64)
+    elif transform == "standard":
+        known = [float(v) for v in training if v]
+        mean, deviation = 0.0, 1.0
+        if known:
+            mean = math.fsum(known) / len(known)
+            variance = math.fsum(v * v for v in known) / len(known) - mean * mean
+            deviation = math.sqrt(variance) if variance > 0 else 1.0
+        x = (x - mean) / deviation
+    present = np.array([bool(v) for v in values], bool)
+    return np.where(present, x, 0.0).astype(np.float32)
+
+
+def values_of(feature: Feature, text: str) -> list[str]:
+    """The values in one field: one, or for a multi-valued feature those between separators. A missing value is ''."""
+    return [text] if feature.pooling == "single" else text.split(feature.separator)
+
+
+def vocabularies(log: Log, columns: dict[str, list[str]], training: Sequence[int]) -> dict[int, dict[str, int]]:
+    """Per table with a vocabulary: value -> id, counted over all of the table's features in the training samples."""
+    result: dict[int, dict[str, int]] = {}
+    for table in sorted({f.table for f in log.features if f.encoding == "vocabulary"}):
+        features = [f for f in log.features if f.table == table]
+        counts = Counter(v for f in features for i in training for v in values_of(f, columns[f.column][i]) if v)
+        least = features[0].min_count
+        kept = sorted((v for v, n in counts.items() if n >= least), key=lambda v: (-counts[v], v.encode()))
+        result[table] = {value: place + 2 for place, value in enumerate(kept)}
+    return result
+
+
+def encode(feature: Feature, rows: int, vocabulary: dict[str, int] | None, value: str) -> int:
+    """The id of one value; ValueError where an `id` lies outside the table."""
+    if value == "":
+        return 0
+    if feature.encoding == "hash":
+        return 1 + hash64(value.encode()) % (rows - 1)
+    if feature.encoding == "vocabulary":
+        assert vocabulary is not None
+        return vocabulary.get(value, 1)
+    if not 0 <= int(value) < rows:
+        raise ValueError(f"{feature.name}: an id must be in 0 .. {rows - 1}, but is {value}")
+    return int(value)
+
+
+def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] = (), evaluation_fraction: float = 0.0) -> Data:
+    """Read, order, split and encode a log. Evaluation is a second source or the tail of the first one's order."""
+    columns = read_columns(sources, log)
+    total = len(columns[log.label])
+    order = sort_order(columns[log.order_by]) if log.order_by else list(range(total))
+    held_out = math.floor(evaluation_fraction * total)
+    training, evaluation = order[: total - held_out], order[total - held_out :]
+    evaluation_columns = columns
+    if evaluation_sources:
+        evaluation_columns = read_columns(evaluation_sources, log)
+        count = len(evaluation_columns[log.label])
+        evaluation = sort_order(evaluation_columns[log.order_by]) if log.order_by else list(range(count))
+
+    words = vocabularies(log, columns, training)
+    rows = []
+    for number, table in enumerate(log.tables):
+        size = len(words[number]) + 2 if number in words else table.rows
+        assert size is not None, f"{table.name}: a table without a vocabulary needs a number of rows"
+        rows.append(size)
+
+    def samples(source: dict[str, list[str]], places: Sequence[int]) -> Samples:
+        labels = np.array([float(source[log.label][i]) for i in places], np.float32)
+        assert np.isin(labels, (0, 1)).all(), "a label must be 0 or 1"
+        dense = np.zeros((len(places), len(log.dense)), np.float32)
+        for at, column in enumerate(log.dense):
+            fit = [columns[column.column][i] for i in training]
+            dense[:, at] = dense_column([source[column.column][i] for i in places], column.transform, fit)
+        bags: list[list[np.ndarray]] = [[] for _ in places]
+        for feature in log.features:
+            known: dict[str, np.ndarray] = {}
+            for sample, i in enumerate(places):
+                text = source[feature.column][i]
+                if text not in known:
+                    ids = [encode(feature, rows[feature.table], words.get(feature.table), v) for v in values_of(feature, text)]
+                    known[text] = np.array(ids, np.int64)
+                bags[sample].append(known[text])
+        return Samples(labels, dense, bags)
+
+    return Data(samples(columns, training), samples(evaluation_columns, evaluation), tuple(rows))
+
+
+def slice_bounds(samples: int, lanes: int) -> list[tuple[int, int]]:
+    """[first, last) of every lane's slice of a step."""
+    return [(lane * samples // lanes, (lane + 1) * samples // lanes) for lane in range(lanes)]

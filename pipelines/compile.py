@@ -1,0 +1,453 @@
+"""Compile ordered samples into a schedule: the serial pass, the lanes' oracles behind it, and the segments as they are complete.
+
+The serial pass runs ahead of the oracles by the lookahead; what is held in memory is that window, two segments being written, and arrays over
+slots. The result is a function of the samples and the settings alone: neither threads nor timing change a byte of it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines import numbering, oracle
+from pipelines.errors import DiskError, PipelineError, ScheduleError, SlotsError
+from pipelines.features import FeatureSpec
+from pipelines.ordering import OrderedSource
+from pipelines.row_table import DIRECT_ROWS, RowTable
+from pipelines.samples import Samples
+from pipelines.segments import SampleWriter, SegmentWriter, write_row_table
+from pipelines.schedule import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header, Schedule, write_json
+
+CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
+RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
+COVER = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals equal Belady's MIN
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """What a schedule is a function of, besides its samples.
+
+    slots: per lane; a number, "min" (the rows of the largest step) or "all" (no row ever leaves). segment_bytes: bound on a segment's sample
+    files. window_accesses: bound on the distinct rows per step, summed over the lookahead. parent: the schedule to continue.
+    """
+
+    features: FeatureSpec
+    batch_size: int
+    lanes: int
+    slots: int | Literal["min", "all"]
+    epochs: int = 1
+    shuffle_seed: int | None = None
+    segment_bytes: int = 64 << 20
+    window_accesses: int = 8 << 20
+    parent: Path | None = None
+    direct_rows: int = DIRECT_ROWS
+    threads: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def batches(chunks: Iterator[tuple[Samples, np.ndarray]], size: int) -> Iterator[tuple[Samples, np.ndarray]]:
+    """Cut chunks of any size into batches of `size` samples, the last one shorter."""
+    held: list[tuple[Samples, np.ndarray]] = []
+    count = 0
+    for samples, numbers in chunks:
+        start = 0
+        while count + len(samples) - start >= size:
+            stop = start + size - count
+            held.append((samples.slice(start, stop), numbers[start:stop]))
+            yield _join(held)
+            held, count, start = [], 0, stop
+        if start < len(samples):
+            held.append((samples.slice(start, len(samples)), numbers[start:]))
+            count += len(samples) - start
+    if held:
+        yield _join(held)
+
+
+def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]:
+    if len(parts) == 1:
+        return parts[0]
+    return Samples.concat([samples for samples, _ in parts]), np.concatenate([numbers for _, numbers in parts])
+
+
+class SerialPass:
+    """Distinct rows, lanes, ordinals and local numbers, step by step, over one row table."""
+
+    def __init__(self, features: FeatureSpec, lanes: int, table: RowTable) -> None:
+        self.table = table
+        self.lanes = lanes
+        self.counts = np.zeros((lanes, len(features.tables)), np.int64)
+        self.owned = np.zeros(lanes, np.int64)  # rows that each lane owns of the step at hand
+        self.most = np.zeros(lanes, np.int64)
+        self._tables = np.array([f.table for f in features.features], np.int16)
+        self._stamp = 0
+        self.scratch = numbering.scratch(1024, lanes)
+
+    def distinct(self, samples: Samples) -> tuple[int, np.ndarray, np.ndarray]:
+        """The step's distinct rows, in scratch; returns (count, first sample of each lane [V + 1], first lookup of each lane [V + 1])."""
+        if len(samples.ids) > self.scratch.inverse.size:
+            self.scratch = numbering.scratch(2 * len(samples.ids), self.lanes)
+            self._stamp = 0
+        self._stamp += 1
+        width = self._tables.size
+        firsts = np.arange(self.lanes + 1, dtype=np.int64) * len(samples) // self.lanes
+        if samples.offsets is None:
+            tables, bounds = self._tables, firsts * width
+        else:
+            values = np.diff(samples.offsets)
+            tables = np.repeat(np.tile(self._tables, len(samples)), values)
+            bounds = samples.offsets[firsts * width] - samples.offsets[0]
+        count = numbering.distinct_rows(samples.ids, tables, bounds, self._stamp, self.scratch)
+        return count, firsts, bounds
+
+    def train(self, samples: Samples) -> tuple[int, np.ndarray, np.ndarray]:
+        """`distinct` for a training step; lanes and ordinals are given to rows that have none."""
+        self.table.reserve(len(samples.ids))
+        count, firsts, bounds = self.distinct(samples)
+        if numbering.assign(self.table.rows, count, self.counts, self.scratch) < 0:
+            raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
+        self.owned = np.bincount(self.scratch.lane[:count], minlength=self.lanes)
+        self.most = np.maximum(self.most, self.owned)
+        return count, firsts, bounds
+
+    def look_up(self, samples: Samples) -> tuple[int, np.ndarray, np.ndarray]:
+        """`distinct` for an evaluation step; changes nothing."""
+        count, firsts, bounds = self.distinct(samples)
+        numbering.look_up(self.table.rows, count, self.scratch)
+        self.owned = np.bincount(self.scratch.lane[:count], minlength=self.lanes)
+        return count, firsts, bounds
+
+
+class LaneOracle:
+    """One lane's oracle: its state, and the moves of the segment being planned."""
+
+    def __init__(self, slots: int, lane: int, tables: int) -> None:
+        self.state = oracle.lane_state(slots, 1 << 12, 1 << 10)
+        self.lane = lane
+        self.recent: deque[int] = deque(maxlen=RATE_STEPS)
+        self.trained = np.zeros(tables, np.int64)  # ordinals given so far, per table
+        self.moves: list[oracle.Moves] = []
+        self.totals = {"used": 0, "arrivals": 0, "initial": 0, "ends": 0}
+        self.cover = float("inf")
+
+    def pending(self) -> int:
+        """Accesses between the serial pass and the oracle."""
+        return int(self.state.scalars[oracle.FRONT] - self.state.scalars[oracle.TAIL])
+
+    def link(self, serial: SerialPass, step: int, oldest: int, count: int) -> None:
+        """Append a step of the serial pass."""
+        need = self.pending() + int(serial.owned[self.lane])
+        if need > self.state.row.size:
+            self.state = oracle.with_ring(self.state, 1 << (need - 1).bit_length())
+        if step - oldest + 4 > self.state.step_ends.size:
+            self._grow_steps(step, oldest)
+        oracle.link(serial.table.rows, self.lane, step, count, serial.scratch, self.state)
+
+    def _grow_steps(self, step: int, oldest: int) -> None:
+        old = self.state.step_ends.size
+        numbers = np.arange(max(oldest - 2, 0), step)
+        ends, heads = np.zeros(2 * old, np.int64), np.full(2 * old, -1, np.int32)
+        ends[numbers & (2 * old - 1)] = self.state.step_ends[numbers & (old - 1)]
+        heads[numbers & (2 * old - 1)] = self.state.heads[numbers & (old - 1)]
+        self.state = self.state._replace(step_ends=ends, heads=heads)
+
+    def occupied(self) -> int:
+        """Slots that a row has taken; they are 0 .. occupied - 1."""
+        return int(self.state.scalars[oracle.USED])
+
+    def lookahead(self) -> int:
+        """Steps that the serial pass must be ahead for the next decisions to be Belady's."""
+        if self.state.slot_row.size - self.occupied() >= self.pending():
+            return 2
+        arrivals = sum(self.recent)
+        slots = self.state.slot_row.size
+        return 2 + (COVER * slots * len(self.recent) // arrivals if arrivals else 1 << 30)
+
+    def plan(self, rows: Any, first: int, count: int, front: int, at_end: bool) -> None:
+        """Plan `count` steps from `first`; the serial pass stands at step `front`."""
+        for step in range(first, first + count):
+            moves = _moves(self._pending_in(step))
+            used, ends, arrivals = oracle.plan_step(rows, step, self.state, moves)
+            if used < 0:
+                raise _TooFew(self.lane, -used)
+            moves = _cut(moves, used, ends, arrivals)
+            self.moves.append(moves)
+            fresh = moves.table[moves.tag == 0]
+            self.trained += np.bincount(fresh, minlength=self.trained.size)
+            self.recent.append(int(arrivals))
+            for name, value in (("used", used), ("arrivals", arrivals), ("initial", fresh.size), ("ends", ends)):
+                self.totals[name] += int(value)
+            if ends and not at_end:
+                self.cover = min(self.cover, (front - step) * sum(self.recent) / len(self.recent) / self.state.slot_row.size)
+
+    def _pending_in(self, step: int) -> int:
+        """Rows of the step at the ring's tail."""
+        steps = self.state.step_ends.size - 1
+        return int(self.state.step_ends[step & steps] - self.state.scalars[oracle.TAIL])
+
+    def occupants(self, rows: Any) -> dict[str, np.ndarray]:
+        """The partition's entry state (schedule.Occupants)."""
+        n = self.occupied()
+        found = {
+            name: np.zeros(n, kind)
+            for name, kind in (("table", np.int16), ("ordinal", np.int64), ("id", np.int64), ("tag", np.int32), ("stored", np.int32))
+        }
+        oracle.occupants(rows, self.state, *found.values())
+        return found
+
+    def take_moves(self) -> list[oracle.Moves]:
+        """Hand over the moves planned since the last call."""
+        moves, self.moves = self.moves, []
+        return moves
+
+
+class _TooFew(Exception):
+    def __init__(self, lane: int, rows: int) -> None:
+        self.lane, self.rows = lane, rows
+
+
+def _moves(room: int) -> oracle.Moves:
+    return oracle.Moves(
+        np.empty(room, np.int32),
+        np.empty(room, np.uint8),
+        np.empty(room, np.uint64),
+        np.empty(room, np.int32),
+        np.empty(room, np.int32),
+        np.empty(room, np.int16),
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+        np.empty(room, np.int32),
+        np.empty(room, np.int32),
+    )
+
+
+def _cut(moves: oracle.Moves, used: int, ends: int, arrivals: int) -> oracle.Moves:
+    return oracle.Moves(*(a[:used] for a in moves[:3]), moves.ends[:ends].copy(), *(a[:arrivals].copy() for a in moves[4:]))
+
+
+def _count_slots(source: OrderedSource, settings: CompileSettings, work: Path) -> tuple[np.ndarray, np.ndarray]:
+    """What a first pass over the data finds per lane: rows of the largest step, and rows ever trained."""
+    serial = SerialPass(settings.features, settings.lanes, RowTable(settings.features, work / "counting", settings.direct_rows))
+    if settings.parent is not None:
+        serial.table.load(Schedule(settings.parent).rows(), serial.counts)
+    for epoch in range(settings.epochs if source.shuffled else 1):
+        for samples, _ in batches(source.training(epoch), settings.batch_size):
+            serial.train(samples)
+    return serial.most, serial.counts.sum(axis=1)
+
+
+class Compiler:
+    """Compiles one schedule into `out`, with scratch files in `work`."""
+
+    def __init__(self, source: OrderedSource, settings: CompileSettings, out: Path, work: Path, progress: Callable[[int, int], None]) -> None:
+        self.source, self.settings, self.out, self.progress = source, settings, out, progress
+        parent = None if settings.parent is None else Schedule(settings.parent)
+        if isinstance(settings.slots, int):
+            slots = [settings.slots] * settings.lanes
+        else:
+            most, trained = _count_slots(source, settings, work)
+            slots = [max(int(n), 1) for n in (most if settings.slots == "min" else trained)]
+        self.header = Header(
+            version=FORMAT_VERSION,
+            features=settings.features,
+            batch_size=settings.batch_size,
+            lanes=settings.lanes,
+            slots=tuple(slots),
+            epochs=settings.epochs,
+            shuffle_seed=settings.shuffle_seed,
+            training_samples=source.training_samples,
+            evaluation_samples=source.evaluation_samples,
+            first_step=0 if parent is None else parent.header.end_step,
+            first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
+            parent=None if parent is None else parent.checksum,
+            settings=settings.settings,
+        )
+        if self.header.end_step >= 2**31 - 2:
+            raise ScheduleError(f"steps: must be below 2^31, are {self.header.end_step}: use a larger --batch-size")
+        self.serial = SerialPass(settings.features, settings.lanes, RowTable(settings.features, work / "rows", settings.direct_rows))
+        if parent is not None:
+            self._check_parent(parent)
+            self.serial.table.load(parent.rows(), self.serial.counts)
+        self.oracles = [LaneOracle(n, lane, len(settings.features.tables)) for lane, n in enumerate(slots)]
+        for lane, planner in enumerate(self.oracles):
+            planner.trained += self.serial.counts[lane]
+        self.front = self.step = self.header.first_step
+        self.end = self.header.end_step
+        self._incoming = self._training_steps()
+        self._closed: deque[dict[str, Any]] = deque()  # train segments that the serial pass has completed
+        self._first_epoch: list[dict[str, Any]] = []  # what later epochs in the same order refer to
+        self._evaluation: list[dict[str, Any]] = []
+        self.writer = SegmentWriter(out, self.header)
+        self.samples = SampleWriter(out, self.header, "samples")
+        self.evaluation_samples = SampleWriter(out, self.header, "evaluation")
+
+    def _check_parent(self, parent: Schedule) -> None:
+        if parent.header.lanes != self.settings.lanes:
+            raise ScheduleError(f"--lanes: must be the parent's {parent.header.lanes}, is {self.settings.lanes}: lanes cannot change along --after")
+        if parent.header.features != self.settings.features:
+            raise ScheduleError("features: must be the parent's: prepare with the same feature file, or start a new model without --after")
+
+    def _training_steps(self) -> Iterator[tuple[int, int, Samples, np.ndarray]]:
+        for epoch in range(self.settings.epochs):
+            for place, (samples, numbers) in enumerate(batches(self.source.training(epoch), self.settings.batch_size)):
+                yield epoch, place, samples, numbers
+
+    def _advance(self) -> None:
+        """One step of the serial pass."""
+        epoch, place, samples, numbers = next(self._incoming)
+        count, firsts, bounds = self.serial.train(samples)
+        for planner in self.oracles:
+            planner.link(self.serial, self.front, self.step, count)
+        last = place == self.header.steps_per_epoch - 1
+        if epoch == 0 or self.source.shuffled:
+            self.samples.add(samples, numbers + self.header.first_number, self.serial, count, firsts, bounds)
+            if last or self.samples.bytes >= self.settings.segment_bytes:
+                part = {"epoch": epoch, "first": self.front + 1 - self.samples.events, **self.samples.close()}
+                self._closed.append(part)
+                self._first_epoch.append(part)
+        else:
+            shift = epoch * self.header.steps_per_epoch
+            for part in self._first_epoch:
+                if part["first"] + shift + len(part["samples"]) == self.front + 1:
+                    self._closed.append({**part, "epoch": epoch, "first": part["first"] + shift})
+        self.front += 1
+
+    def _look_ahead(self, steps: int) -> int:
+        """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned."""
+        while self.front < self.end:
+            ahead = self.front - self.step
+            if ahead >= 2 and sum(planner.pending() for planner in self.oracles) >= self.settings.window_accesses:
+                break
+            if ahead >= steps + max(planner.lookahead() for planner in self.oracles):
+                break
+            self._advance()
+        return min(steps, self.front - self.step if self.front == self.end else self.front - self.step - 1)
+
+    def run(self) -> dict[str, Any]:
+        """Write the whole schedule; returns its manifest."""
+        write_json(self.out / HEADER, self.header.to_dict())
+        with ThreadPoolExecutor(max(1, min(self.settings.threads, self.settings.lanes))) as pool:
+            for epoch in range(self.settings.epochs):
+                epoch_end = self.header.first_step + (epoch + 1) * self.header.steps_per_epoch
+                while self.step < epoch_end:
+                    steps = self._look_ahead(min(CHUNK_STEPS, epoch_end - self.step))
+                    if self._closed:
+                        steps = min(steps, self._closed[0]["first"] + len(self._closed[0]["samples"]) - self.step)
+                    self._plan(pool, steps)
+                    self.progress(self.step - self.header.first_step, self.end - self.header.first_step)
+                self._evaluate(epoch)
+        return self._finish()
+
+    def _plan(self, pool: ThreadPoolExecutor, steps: int) -> None:
+        rows = self.serial.table.rows
+        if not any(planner.moves for planner in self.oracles):
+            self.writer.begin(self.oracles, rows)
+        tasks = [pool.submit(p.plan, rows, self.step, steps, self.front, self.front == self.end) for p in self.oracles]
+        try:
+            for task in tasks:
+                task.result()
+        except _TooFew as error:
+            for _, _, samples, _ in self._incoming:
+                self.serial.train(samples)
+            raise SlotsError(
+                f"--slots: must hold every row of a step, is {self.settings.slots}: lane {error.lane} needs {error.rows} at step {self.step} or soon "
+                f"after, and the largest step {int(self.serial.most.max())}: give --slots {int(self.serial.most.max())} or more, or a smaller --batch-size"
+            ) from None
+        self.step += steps
+        if self._closed and self.step == self._closed[0]["first"] + len(self._closed[0]["samples"]):
+            self.writer.train(self._closed.popleft(), [planner.take_moves() for planner in self.oracles])
+
+    def _evaluate(self, epoch: int) -> None:
+        rows = self.serial.table.rows
+        parts: list[list[oracle.Moves]] = [[] for _ in self.oracles]
+        evaluation_slots = [0] * len(self.oracles)
+        k = first = 0
+        for samples, numbers in batches(self.source.evaluation(), self.settings.batch_size):
+            if not parts[0]:
+                self.writer.begin(self.oracles, rows)
+            count, firsts, bounds = self.serial.look_up(samples)
+            if epoch == 0:
+                self.evaluation_samples.add(samples, numbers, self.serial, count, firsts, bounds)
+            users = np.empty(count, np.uint64)
+            for lane in range(len(self.oracles)):
+                moves = _moves(int(self.serial.owned[lane]))
+                used, arrivals = oracle.plan_evaluation(rows, lane, count, self.serial.scratch, self.header.slots[lane], moves, users)
+                parts[lane].append(_cut(moves, used, 0, arrivals))
+                evaluation_slots[lane] = max(evaluation_slots[lane], int(arrivals))
+            first += 1
+            if epoch == 0 and self.evaluation_samples.bytes >= self.settings.segment_bytes:
+                self._evaluation.append(self.evaluation_samples.close())
+            if k < len(self._evaluation) and len(parts[0]) == len(self._evaluation[k]["samples"]):
+                self._end_evaluation(epoch, first, k, parts, evaluation_slots)
+                parts, evaluation_slots, k = [[] for _ in self.oracles], [0] * len(self.oracles), k + 1
+        if parts[0]:
+            self._evaluation.append(self.evaluation_samples.close())
+            self._end_evaluation(epoch, first, k, parts, evaluation_slots)
+
+    def _end_evaluation(self, epoch: int, first: int, k: int, parts: list[list[oracle.Moves]], slots: list[int]) -> None:
+        steps = -(-self.header.evaluation_samples // self.settings.batch_size)
+        place = {"epoch": epoch, "first": epoch * steps + first - len(parts[0])}
+        self.writer.evaluate({**self._evaluation[k], **place}, parts, slots)
+
+    def _finish(self) -> dict[str, Any]:
+        totals = {name: sum(planner.totals[name] for planner in self.oracles) for name in self.oracles[0].totals}
+        occupied = [planner.occupied() for planner in self.oracles]
+        cover = min(planner.cover for planner in self.oracles)
+        manifest = {
+            "version": FORMAT_VERSION,
+            "header": self.writer.header_checksum(),
+            "segments": self.writer.checksums,
+            "evaluation_slots": [int(n) for n in self.writer.evaluation_slots],
+            "occupied": occupied,
+            "minimum_slots": [int(n) for n in self.serial.most],
+            "end_step": self.end,
+            "counts": {
+                "training_samples": self.header.training_samples * self.settings.epochs,
+                "training_steps": self.end - self.header.first_step,
+                "evaluation_samples": self.header.evaluation_samples,
+                "rows_used": totals["used"],
+                "arrivals": totals["arrivals"],
+                "initial": totals["initial"],
+                "stored": totals["arrivals"] - totals["initial"],
+                "write_backs": totals["ends"] + sum(occupied),
+            },
+            # The least lookahead that a decision to end a residency had, in units of slots / arrivals per step; None: all of the future.
+            "lookahead": {"cover": None if cover == float("inf") else cover, "bound": 3, "exact": cover >= 3},
+            "rows": write_row_table(self.out, self.serial.table),
+        }
+        write_json(self.out / MANIFEST, manifest)
+        return manifest
+
+
+def compile_schedule(
+    source: OrderedSource,
+    settings: CompileSettings,
+    out: Path,
+    work: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Compile `source` into the folder `out`; returns the manifest (docs/schedule.md).
+
+    work: a folder for scratch files. Raises SlotsError where a step does not fit the slots, DiskError where the disk is full; `failed.json`
+    then says so, what was published stays valid, and there is no schedule.json.
+    """
+    try:
+        return Compiler(source, settings, out, work, progress).run()
+    except BaseException as error:
+        message = str(error)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"--out {out}: the disk is full: free space or choose another folder"
+        try:
+            write_json(out / FAILED, {"error": message})
+        except OSError:
+            pass  # the disk is full for this too; without schedule.json nobody takes the schedule for whole
+        if isinstance(error, OSError | pa.ArrowException) and not isinstance(error, PipelineError):
+            raise DiskError(message) from error
+        raise

@@ -1,0 +1,170 @@
+"""The models, by name or import path; building one from its options, and checking that it can be trained exactly."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ModelError
+from trainer.models.spec import Embeddings, ModelSpec, further_columns
+
+MODELS = {
+    "dlrm": "trainer.models.dlrm:DLRM",
+    "wide_deep": "trainer.models.wide_deep:WideDeep",
+    "dcn": "trainer.models.dcn:DCN",
+    "deepfm": "trainer.models.deepfm:DeepFM",
+}
+
+
+def load_model(name: str) -> type[nn.Module]:
+    """The class of a model: a name in MODELS, or package.module:Class, found as Python finds it or from the working directory.
+
+    Raises ModelError.
+    """
+    path = MODELS.get(name, name)
+    module_name, _, class_name = path.partition(":")
+    if not module_name or not class_name:
+        raise ModelError(f"model: must be one of {', '.join(MODELS)}, or package.module:Class; got {name!r}")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ModelError(f"model: cannot import {name}: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ModelError(f"model: {name} must be a subclass of torch.nn.Module")
+    further_columns(found)
+    return found
+
+
+def key_values(flag: str, items: Iterable[str]) -> dict[str, str]:
+    """Options given as K=V strings. Raises ModelError."""
+    found: dict[str, str] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ModelError(f"{flag}: must be given as key=value; got {item!r}")
+        if key in found:
+            raise ModelError(f"{flag}: {key} is given twice")
+        found[key] = value
+    return found
+
+
+def parse_value(name: str, value: object, like: object) -> Any:
+    """A value from a flag (a string) or a job file, as the type of `like`: bool, int, float, a tuple of floats, else as it is.
+
+    Raises ModelError.
+    """
+    try:
+        if isinstance(like, bool) and isinstance(value, str):
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        if isinstance(like, bool) and isinstance(value, bool):
+            return value
+        if not isinstance(like, bool | int | float | tuple):
+            return value
+        if isinstance(like, tuple):
+            parts = value.split(",") if isinstance(value, str) else list(typing.cast(Iterable[Any], value))
+            if len(parts) == len(like):
+                return tuple(float(part) for part in parts)
+        elif isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+            number = type(like)(value)
+            if isinstance(value, str) or number == value:
+                return number
+    except (KeyError, TypeError, ValueError):
+        pass
+    wanted = "true or false" if isinstance(like, bool) else "a number" if isinstance(like, float) else "an integer"
+    wanted = f"{len(like)} numbers with commas" if isinstance(like, tuple) else wanted
+    raise ModelError(f"{name}: must be {wanted}; got {value!r}")
+
+
+def parse_options(model: type[nn.Module], options: Mapping[str, object]) -> dict[str, Any]:
+    """Options for a model's constructor, with the types of its defaults. Raises ModelError, with the known options if one is unknown."""
+    parameters = list(inspect.signature(model).parameters.values())[1:]
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    known = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    found = {}
+    for name, value in options.items():
+        if name not in known and not open_ended:
+            raise ModelError(f"model-options: {model.__name__} has no option {name}; it has {', '.join(known) or 'none'}")
+        default = known[name].default if name in known else None
+        found[name] = parse_value(f"model-options: {name}", value, default)
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in found:
+            raise ModelError(f"model-options: {model.__name__} needs {name}; give {name}=...")
+    return found
+
+
+def build_model(model: type[nn.Module], spec: ModelSpec, options: Mapping[str, object], seed: int) -> nn.Module:
+    """The module, built on the CPU as docs/definitions.md says (a function of the seed) and checked. Raises ModelError."""
+    arguments = parse_options(model, options)
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.set_num_threads(1)
+            torch.manual_seed(seed)
+            module = model(spec, **arguments)
+        except ModelError:
+            raise
+        except Exception as error:  # a user's model may raise anything
+            raise ModelError(f"{model.__name__}: cannot be built: {type(error).__name__}: {error}") from error
+        finally:
+            torch.set_num_threads(threads)
+        check_model(module, spec)
+    return module
+
+
+def _trial(module: nn.Module, spec: ModelSpec, samples: int) -> Tensor:
+    """Logits of a forward and backward on made-up samples, in training mode; leaves gradients behind."""
+    torch.manual_seed(samples)
+    further = further_columns(type(module))
+    parts = [(("weights", dimension), *further) for _, dimension, _ in spec.features]
+    width = max(sum(columns for _, columns in own) for own in parts)
+    block = torch.randn(samples, len(parts), width, requires_grad=True)
+    logits = module(torch.randn(samples, spec.dense_width), Embeddings.split(block, spec.names, parts))
+    if not isinstance(logits, Tensor) or logits.shape != (samples,) or logits.dtype != torch.float32:
+        got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ModelError(f"{type(module).__name__}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}")
+    logits.sum().backward()
+    return logits.detach()
+
+
+def check_model(module: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a module whose training would not be a function of its parameters, the slice and the seed. Raises ModelError."""
+    name = type(module).__name__
+    if not spec.features:
+        raise ModelError(f"{name}: there are no features to look up; the feature file must name at least one")
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ModelError(f"{name}: has no parameters; a model needs at least one, such as a bias")
+    for parameter, value in parameters.items():
+        if isinstance(value, nn.parameter.UninitializedParameter) or value.dtype != torch.float32 or value.device.type != "cpu":
+            raise ModelError(f"{name}: parameter {parameter} must be float32, on the CPU, with its shape known when it is built")
+    before = {buffer: value.clone() for buffer, value in module.named_buffers()}
+    module.train()
+    try:
+        first = _trial(module, spec, 3)
+        again = _trial(module, spec, 3)
+        _trial(module, spec, 1)
+    except ModelError:
+        raise
+    except Exception as error:  # a user's model may raise anything
+        raise ModelError(f"{name}: forward failed on made-up samples: {type(error).__name__}: {error}") from error
+    after = dict(module.named_buffers())
+    changed = [buffer for buffer in after if buffer not in before or not torch.equal(before[buffer], after[buffer])]
+    if changed or len(after) != len(before):
+        what = changed[0] if changed else next(iter(set(before) - set(after)))
+        raise ModelError(f"{name}: forward changes buffer {what}, which lanes do not share; leave out BatchNorm and the like, use LayerNorm")
+    if not torch.equal(first, again):
+        raise ModelError(f"{name}: two forwards of the same samples under one seed differ; forward must keep no state of its own")
+    for parameter, value in parameters.items():
+        if value.grad is not None and value.grad.layout is not torch.strided:
+            raise ModelError(f"{name}: parameter {parameter} has a sparse gradient; rows belong in a feature's table")
+        value.grad = None

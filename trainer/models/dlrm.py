@@ -1,0 +1,66 @@
+"""DLRM: dense values and embeddings, their dot products, two MLPs (Naumov et al. 2019, arXiv:1906.00091)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from trainer.errors import ModelError
+from trainer.models.spec import ModelSpec, mlp, sizes, stacked
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """The dot products of all pairs of vectors: [b, n, D] -> [b, n*(n-1)/2].
+
+    Its backward is one product with a symmetric matrix, where autograd would make two products and add column by column.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors, places)
+        return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        vectors, places = ctx.saved_tensors
+        b, n, _ = vectors.shape
+        # One column more, of zeros, for the diagonal.
+        symmetric = nn.functional.pad(gradient, (0, 1)).index_select(1, places).view(b, n, n)
+        return torch.bmm(symmetric, vectors), None, None
+
+
+class DLRM(nn.Module):
+    """Options: bottom, sizes of the MLP on dense values (the last must be D; default 64-D); top, of the MLP on the dot products (ends in 1)."""
+
+    def __init__(self, spec: ModelSpec, *, bottom: str | Sequence[int] = "", top: str | Sequence[int] = "64-32-1") -> None:
+        super().__init__()
+        self.spec = spec
+        dimension = spec.equal_dimension("dlrm")
+        bottom_sizes = sizes("dlrm: bottom", bottom) or (64, dimension)
+        top_sizes = sizes("dlrm: top", top)
+        if bottom_sizes[-1] != dimension:
+            raise ModelError(f"dlrm: the last size of bottom must be the dimension of the embeddings, {dimension}; got {bottom_sizes[-1]}")
+        if top_sizes[-1:] != (1,):
+            raise ModelError(f"dlrm: the last size of top must be 1, the logit; got {top!r}")
+        vectors = len(spec.features) + bool(spec.dense_width)
+        rows, columns = torch.tril_indices(vectors, vectors, -1)
+        places = torch.full((vectors, vectors), len(rows))
+        places[rows, columns] = places[columns, rows] = torch.arange(len(rows))
+        self.register_buffer("pairs", rows * vectors + columns, persistent=False)
+        self.register_buffer("places", places.flatten(), persistent=False)
+        self.bottom = mlp(spec.dense_width, bottom_sizes, last_relu=True) if spec.dense_width else None
+        self.top = mlp(len(rows) + (dimension if spec.dense_width else 0), top_sizes, last_relu=False)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        """dense [b, n]; embeddings: per feature [b, D]. Returns logits [b]."""
+        vectors = stacked(embeddings, self.spec)
+        if self.bottom is None:
+            return self.top(_PairwiseDots.apply(vectors, self.pairs, self.places)).squeeze(1)
+        low = self.bottom(dense)
+        dots = _PairwiseDots.apply(torch.cat([low.unsqueeze(1), vectors], 1), self.pairs, self.places)
+        return self.top(torch.cat([low, dots], 1)).squeeze(1)

@@ -1,0 +1,30 @@
+"""Wide & Deep: a linear model of ids and dense values beside an MLP (Cheng et al. 2016, arXiv:1606.07792)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.spec import ModelSpec, flattened, fraction, mlp, single_columns, sizes
+
+
+class WideDeep(nn.Module):
+    """Options: deep, sizes of the MLP's hidden layers; dropout between them. The wide part has one weight per row, `linear`."""
+
+    further_columns: ClassVar[dict[str, int]] = {"linear": 1}
+
+    def __init__(self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.spec = spec
+        hidden = sizes("wide_deep: deep", deep)
+        self.wide = nn.Linear(spec.dense_width, 1) if spec.dense_width else None
+        self.deep = mlp(spec.dense_width + spec.width, (*hidden, 1), last_relu=False, dropout=fraction("wide_deep: dropout", dropout))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        """dense [b, n]; embeddings: per feature [b, D] and "<feature>.linear" [b, 1]. Returns logits [b]."""
+        logits = self.deep(torch.cat([dense, flattened(embeddings, self.spec)], 1)).squeeze(1)
+        logits = logits + single_columns(embeddings, "linear", self.spec).sum(1)
+        return logits if self.wide is None else logits + self.wide(dense).squeeze(1)

@@ -1,0 +1,341 @@
+"""Plain synchronous training with whole tables in memory and no cache: what the project's digests are held against.
+
+Follows docs/definitions.md alone. Of the project it uses the modules of trainer.models with what they are told (ModelSpec, Embeddings) and
+the numerics settings; reading, hashing, initial rows, gathers, sums, row optimizers and the digest are written here afresh, for
+correctness before speed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from reference_data import Data, Log, Samples, key, key_array, load, mix_array, shuffled, slice_bounds
+from torch import nn
+
+from trainer.models.spec import Embeddings, ModelSpec
+
+EPS = np.float32(1e-8)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One training run. A table's row optimizer (name, lr) is its entry in by_table, or else (row_optimizer, lr)."""
+
+    log: Log
+    sources: tuple[Path, ...]
+    model: type[nn.Module]
+    dim: int
+    batch_size: int
+    lanes: int = 1
+    epochs: int = 1
+    seed: int = 0
+    shuffle_seed: int | None = None
+    evaluation_sources: tuple[Path, ...] = ()
+    evaluation_fraction: float = 0.0
+    model_options: Mapping[str, object] = field(default_factory=dict)
+    row_optimizer: str = "sgd"
+    lr: float = 0.01
+    by_table: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    dense_optimizer: str = "SGD"
+    dense_options: Mapping[str, object] = field(default_factory=lambda: {"lr": 0.01})
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Metrics of one pass over the evaluation samples."""
+
+    log_loss: float
+    auc: float
+    normalized_entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceResult:
+    """digest: hex; losses: per training step; evaluations: per epoch; logits: float32, of the last evaluation, by sample number."""
+
+    digest: str
+    losses: list[float]
+    evaluations: list[Evaluation]
+    logits: np.ndarray
+
+
+def initial_weights(seed: int, table: int, ids: np.ndarray, rows: int, dimension: int) -> np.ndarray:
+    """Initial `weights` columns, float32 [len(ids), dimension]."""
+    h = key_array((seed, table), ids)
+    result = np.empty((len(ids), dimension), np.float32)
+    scale = np.float32(1.0 / np.sqrt(float(rows)))
+    for column in range(dimension):
+        b = mix_array(h ^ np.uint64(column // 2))
+        u = (b >> np.uint64(40)) if column % 2 == 0 else (b >> np.uint64(16)) & np.uint64(0xFFFFFF)
+        result[:, column] = ((u.astype(np.float64) - 2.0**23) * 2.0**-23).astype(np.float32) * scale
+    return result
+
+
+class Table:
+    """A whole table. weights: float32 [rows, W]; state: float32 [rows, S]; used: bool [rows], rows of training steps so far.
+
+    Rows outside `touched` are never read, and keep zeros, so that a large table costs memory only for its touched pages.
+    """
+
+    def __init__(self, rows: int, parts: Sequence[int], optimizer: str, lr: float) -> None:
+        self.parts, self.optimizer, self.lr = list(parts), optimizer, np.float32(lr)
+        self.width = sum(parts)
+        state_width = {"sgd": 0, "adagrad": self.width, "rowwise_adagrad": len(self.parts)}[optimizer]
+        self.rows = rows
+        self.weights = np.zeros((rows, self.width), np.float32)
+        self.state = np.zeros((rows, state_width), np.float32)
+        self.used = np.zeros(rows, bool)
+
+    def initialise(self, seed: int, number: int, touched: np.ndarray) -> None:
+        self.weights[touched, : self.parts[0]] = initial_weights(seed, number, touched, self.rows, self.parts[0])
+
+    def update(self, ids: np.ndarray, gradients: np.ndarray) -> None:
+        """One step of the row optimizer. ids: int64 [n], distinct; gradients: float32 [n, W]."""
+        self.used[ids] = True
+        if self.optimizer == "sgd":
+            self.weights[ids] = self.weights[ids] - self.lr * gradients
+        elif self.optimizer == "adagrad":
+            state = self.state[ids] + gradients * gradients
+            self.state[ids] = state
+            self.weights[ids] = self.weights[ids] - (self.lr * gradients) / (np.sqrt(state) + EPS)
+        else:
+            start = 0
+            for number, columns in enumerate(self.parts):
+                g = gradients[:, start : start + columns]
+                sums = self.state[ids, number] + sum_of_squares(g) / np.float32(columns)
+                self.state[ids, number] = sums
+                step = (self.lr * g) / (np.sqrt(sums) + EPS)[:, None]
+                self.weights[ids, start : start + columns] = self.weights[ids, start : start + columns] - step
+                start += columns
+
+
+def sum_of_squares(g: np.ndarray) -> np.ndarray:
+    """Q(g) of every row: float32 [n, columns] -> [n], eight running sums and then a tree."""
+    p = np.zeros((len(g), 8), np.float32)
+    for column in range(g.shape[1]):
+        p[:, column % 8] = p[:, column % 8] + g[:, column] * g[:, column]
+    for half in (4, 2):
+        p[:, :half] = p[:, :half] + p[:, half : 2 * half]
+    return p[:, 0] + p[:, 1]
+
+
+def sum_in_order(groups: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """Per group the sum of its values in their order, starting from the first. groups: int [n], each of 0..count-1 present; values [n, W]."""
+    by_group = np.argsort(groups, kind="stable")
+    starts = np.searchsorted(groups[by_group], np.arange(count))
+    occurrence = np.empty(len(groups), np.int64)
+    occurrence[by_group] = np.arange(len(groups)) - starts[groups[by_group]]
+    result = values[by_group[starts]]
+    # All first values, then all second ones, ...: within one round no group comes twice.
+    rounds = np.argsort(occurrence, kind="stable")
+    bounds = np.searchsorted(occurrence[rounds], np.arange(1, occurrence.max() + 2))
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        chosen = rounds[first:last]
+        result[groups[chosen]] = result[groups[chosen]] + values[chosen]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """A slice's lookups by sample, feature, value. All int64 [lookups]; place: in its bag; count: the values of its bag."""
+
+    sample: np.ndarray
+    feature: np.ndarray
+    place: np.ndarray
+    count: np.ndarray
+    id: np.ndarray
+
+    @classmethod
+    def of(cls, samples: Samples) -> Lookups:
+        bags = [bag for sample in samples.bags for bag in sample]
+        counts = np.array([len(bag) for bag in bags], np.int64)
+        bag = np.repeat(np.arange(len(bags)), counts)
+        place = np.arange(len(bag)) - (np.cumsum(counts) - counts)[bag]
+        features = len(samples.bags[0])
+        return cls(bag // features, bag % features, place, counts[bag], np.concatenate(bags))
+
+
+class Trainer:
+    """The model and its rows; `step` trains on one global batch, `evaluate` changes nothing."""
+
+    def __init__(self, config: Config, data: Data) -> None:
+        self.config = config
+        log = config.log
+        further = dict(getattr(config.model, "further_columns", {}))
+        dimensions = [table.dimension or config.dim for table in log.tables]
+        self.tables: list[Table] = []
+        for table, rows, dimension in zip(log.tables, data.rows, dimensions, strict=True):
+            optimizer, lr = config.by_table.get(table.name, (config.row_optimizer, config.lr))
+            self.tables.append(Table(rows, [dimension, *further.values()], optimizer, lr))
+        for number, table in enumerate(self.tables):
+            features = [f for f, feature in enumerate(log.features) if feature.table == number]
+            bags = [sample[f] for samples in (data.training, data.evaluation) for sample in samples.bags for f in features]
+            table.initialise(config.seed, number, np.unique(np.concatenate(bags)))
+
+        self.table_of = np.array([feature.table for feature in log.features])
+        self.pooling = np.array([feature.pooling for feature in log.features])
+        self.width = max(table.width for table in self.tables)
+        self.views: list[tuple[str, int, slice]] = []
+        for f, feature in enumerate(log.features):
+            start = 0
+            for name, columns in {"": dimensions[feature.table], **further}.items():
+                self.views.append((feature.name + ("." + name if name else ""), f, slice(start, start + columns)))
+                start += columns
+
+        spec = ModelSpec(len(log.dense), tuple((f.name, dimensions[f.table], log.tables[f.table].name) for f in log.features))
+        torch.manual_seed(config.seed)
+        self.module = config.model(spec, **config.model_options)
+        self.parameters = dict(self.module.named_parameters())
+        optimizers = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
+        self.optimizer = optimizers[config.dense_optimizer.lower()](self.parameters.values(), **config.dense_options)
+
+    def block(self, lookups: Lookups, samples: int) -> torch.Tensor:
+        """The embedding block of a slice, float32 [samples, F, Wmax]."""
+        block = torch.zeros((samples, len(self.table_of), self.width))
+        out = block.numpy()
+        for number, table in enumerate(self.tables):
+            of_table = self.table_of[lookups.feature] == number
+            for place in range(lookups.place[of_table].max(initial=-1) + 1):
+                chosen = of_table & (lookups.place == place)
+                at = (lookups.sample[chosen], lookups.feature[chosen], slice(0, table.width))
+                rows = table.weights[lookups.id[chosen]]
+                out[at] = rows if place == 0 else out[at] + rows
+        ends = (self.pooling[lookups.feature] == "mean") & (lookups.place == 0)
+        at_mean = (lookups.sample[ends], lookups.feature[ends])
+        out[at_mean] = out[at_mean] / lookups.count[ends].astype(np.float32)[:, None]
+        return block
+
+    def logits(self, block: torch.Tensor, dense: np.ndarray) -> torch.Tensor:
+        embeddings = Embeddings({name: block[:, f, columns] for name, f, columns in self.views}, block)
+        result: torch.Tensor = self.module(torch.tensor(dense), embeddings)
+        return result
+
+    def row_gradients(self, lookups: Lookups, gradient: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per table the rows of a slice and their gradients in it: distinct ids ascending, float32 [ids, W]."""
+        result = []
+        per_lookup = gradient[lookups.sample, lookups.feature]
+        mean = self.pooling[lookups.feature] == "mean"
+        per_lookup[mean] = per_lookup[mean] / lookups.count[mean].astype(np.float32)[:, None]
+        for number, table in enumerate(self.tables):
+            of_table = self.table_of[lookups.feature] == number
+            ids, groups = np.unique(lookups.id[of_table], return_inverse=True)
+            result.append((ids, sum_in_order(groups, per_lookup[of_table, : table.width], len(ids))) if len(ids) else (ids, np.zeros((0, table.width), np.float32)))
+        return result
+
+    def step(self, number: int, samples: Samples) -> float:
+        """Train on one step's samples; returns its loss."""
+        total_loss = 0.0
+        dense_sum = {name: torch.zeros_like(value) for name, value in self.parameters.items()}
+        lanes: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        for lane, (first, last) in enumerate(slice_bounds(len(samples), self.config.lanes)):
+            # What an empty slice contributes.
+            gradients = {name: torch.zeros_like(value) for name, value in self.parameters.items()}
+            if last > first:
+                part = samples.take(np.arange(first, last))
+                lookups = Lookups.of(part)
+                block = self.block(lookups, len(part)).requires_grad_()
+                self.module.zero_grad(set_to_none=True)
+                torch.manual_seed(key(self.config.seed, number, lane) >> 1)
+                logits = self.logits(block, part.dense)
+                loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(part.labels), reduction="sum") / len(samples)
+                loss.backward()
+                total_loss += float(loss.detach())
+                gradients.update({name: value.grad.clone() for name, value in self.parameters.items() if value.grad is not None})
+                assert block.grad is not None
+                lanes.append(self.row_gradients(lookups, block.grad.numpy()))
+            for name, value in gradients.items():
+                dense_sum[name] = value if lane == 0 else dense_sum[name] + value
+        for number_of_table, table in enumerate(self.tables):
+            table.update(*add_lanes([lane[number_of_table] for lane in lanes]))
+        for name, value in self.parameters.items():
+            value.grad = dense_sum[name]
+        self.optimizer.step()
+        return total_loss
+
+    def evaluate(self, samples: Samples) -> np.ndarray:
+        """Logits of the evaluation samples, float32 [n]."""
+        result = [np.zeros(0, np.float32)]
+        self.module.eval()
+        with torch.no_grad():
+            for first in range(0, len(samples), self.config.batch_size):
+                count = min(self.config.batch_size, len(samples) - first)
+                for low, high in slice_bounds(count, self.config.lanes):
+                    if high > low:
+                        part = samples.take(np.arange(first + low, first + high))
+                        result.append(self.logits(self.block(Lookups.of(part), len(part)), part.dense).numpy().copy())
+        self.module.train()
+        return np.concatenate(result)
+
+    def digest(self) -> str:
+        sha = hashlib.sha256(b"foreload digest 1\n")
+
+        def add(name: str, value: torch.Tensor | float) -> None:
+            array = np.asarray(value.detach().numpy() if isinstance(value, torch.Tensor) else value)
+            sha.update(f"{name}\n{','.join(map(str, array.shape))}\n".encode())
+            sha.update(array.astype("<f4").tobytes())
+
+        for name in sorted(self.parameters):
+            add(name, self.parameters[name])
+        for name in sorted(self.parameters):
+            state = self.optimizer.state.get(self.parameters[name], {})
+            for entry in sorted(state):
+                if state[entry] is not None:
+                    add(f"{name}/{entry}", state[entry])
+        for described, table in zip(self.config.log.tables, self.tables, strict=True):
+            sha.update(f"table {described.name}\n".encode())
+            for row in np.flatnonzero(table.used):
+                sha.update(np.array(row, "<i8").tobytes())
+                sha.update(table.weights[row].astype("<f4").tobytes())
+                sha.update(table.state[row].astype("<f4").tobytes())
+        return sha.hexdigest()
+
+
+def add_lanes(lanes: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a step and their gradients: every lane's (distinct ids, gradients [ids, W]) added in lane order."""
+    ids = np.unique(np.concatenate([lane_ids for lane_ids, _ in lanes]))
+    total = np.zeros((len(ids), lanes[0][1].shape[1]), np.float32)
+    begun = np.zeros(len(ids), bool)
+    for lane_ids, gradients in lanes:
+        at = np.searchsorted(ids, lane_ids)
+        total[at] = np.where(begun[at][:, None], total[at] + gradients, gradients)
+        begun[at] = True
+    return ids, total
+
+
+def metrics(logits: np.ndarray, labels: np.ndarray) -> Evaluation:
+    """Log loss, AUC (ties count half) and log loss over the labels' own entropy, in float64."""
+    x, y = logits.astype(np.float64), labels.astype(np.float64)
+    log_loss = float(np.mean(np.maximum(x, 0) - x * y + np.log1p(np.exp(-np.abs(x)))))
+    positive, rate = y == 1, float(y.mean())
+    ascending = np.sort(x)
+    # The middle of the ranks that equal values share, from 1.
+    ranks = (np.searchsorted(ascending, x, "left") + np.searchsorted(ascending, x, "right") + 1) / 2
+    positives, negatives = int(positive.sum()), int((~positive).sum())
+    if not positives or not negatives:
+        return Evaluation(log_loss, float("nan"), float("nan"))
+    auc = (ranks[positive].sum() - positives * (positives + 1) / 2) / (positives * negatives)
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
+    return Evaluation(log_loss, float(auc), float(log_loss / entropy))
+
+
+def train(config: Config) -> ReferenceResult:
+    """Read, train and evaluate. The caller has applied the numerics settings (trainer.numerics) to the process."""
+    data = load(config.log, config.sources, config.evaluation_sources, config.evaluation_fraction)
+    trainer = Trainer(config, data)
+    losses: list[float] = []
+    evaluations: list[Evaluation] = []
+    logits = np.zeros(0, np.float32)
+    count = len(data.training)
+    for epoch in range(config.epochs):
+        order = np.arange(count) if config.shuffle_seed is None else shuffled(config.shuffle_seed, epoch, count)
+        for first in range(0, count, config.batch_size):
+            losses.append(trainer.step(len(losses), data.training.take(order[first : first + config.batch_size])))
+        if len(data.evaluation):
+            logits = trainer.evaluate(data.evaluation)
+            evaluations.append(metrics(logits, data.evaluation.labels))
+    return ReferenceResult(trainer.digest(), losses, evaluations, logits)

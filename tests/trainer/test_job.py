@@ -1,0 +1,82 @@
+"""The settings of a training job: from flags, from a file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.errors import JobError
+from trainer.job import TrainJob, local_shards, parse_size, read_job_file
+from trainer.row_optimizers import RowOptimizer
+
+LEAST: dict[str, Any] = {"schedule": "s", "run": "r", "store": "local:1"}
+
+
+def test_a_job_survives_json() -> None:
+    job = TrainJob.of(LEAST | {"lr": 0.5, "model-options": {"top": "8-1"}, "tables": {"C1": {"lr": 0.1}}})
+    assert TrainJob.of(json.loads(json.dumps(job.to_dict()))) == job
+
+
+def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'schedule = "s"\nrun = "r"\nstore = "local:2"\nrow-optimizer = "adagrad"\nlr = 0.1\nmemory = "2GiB"\n'
+        '[model-options]\nbottom = [64, 32]\n[tables.C1]\nrow-optimizer = "sgd"\n[tables.C2]\nlr = 1\n'
+    )
+    job = TrainJob.of(read_job_file(str(path)))
+    assert job.model_options == {"bottom": [64, 32]}
+    assert job.memory_bytes == 2 << 30
+    assert job.row_optimizers() == (
+        RowOptimizer("adagrad", 0.1),
+        {"C1": RowOptimizer("sgd", 0.1), "C2": RowOptimizer("adagrad", 1.0)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"store": ""}, "--store: is missing"),
+        ({"store": "local:0"}, "--store: must be local:N"),
+        ({"store": "local"}, "--store: must be local:N"),
+        ({"trainers": 0}, "--trainers: must be at least 1; got 0"),
+        ({"trainers": 65}, "--trainers: must be at most 64"),
+        ({"trainers": True}, "--trainers: must be an integer; got True"),
+        ({"dim": "8"}, "--dim: must be an integer; got '8'"),
+        ({"lr": float("nan")}, "--lr: must be a finite number"),
+        ({"lr": -1}, "--lr: must be at least 0; got -1"),
+        ({"row_optimizer": "adam"}, "--row-optimizer: must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"),
+        ({"device": "tpu"}, "--device: must be one of cpu, cuda"),
+        ({"resume": True, "overwrite": True}, "--resume and --overwrite"),
+        ({"memory": "2 foo"}, "--memory: must be a size"),
+        ({"namespace": "a b"}, "--namespace"),
+        ({"tables": {"C1": {"momentum": 1}}}, r"\[tables.C1\]: knows row-optimizer and lr; got momentum"),
+        ({"tables": {"C1": {"row-optimizer": "adam"}}}, "row-optimizer: must be one of"),
+        ({"learning_rate": 1}, "no setting is called 'learning_rate'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_rule_and_value(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        TrainJob.of(LEAST | changed)
+
+
+def test_a_job_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="--job: cannot read"):
+        read_job_file(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_text("lr = = 1")
+    with pytest.raises(JobError, match="is no TOML"):
+        read_job_file(str(tmp_path / "bad.toml"))
+
+
+def test_sizes_have_decimal_and_binary_units() -> None:
+    assert [parse_size("x", text) for text in ("7", "7B", "2kB", "2KiB", "1.5MiB", "3 GB", "1TiB")] == [
+        *(7, 7, 2000, 2048, 3 << 19, 3_000_000_000, 1 << 40)
+    ]
+
+
+def test_the_namespace_is_the_folders_name_unless_given() -> None:
+    assert TrainJob.of(LEAST | {"run": "a/clicks 1"}).run_namespace == "clicks_1"
+    assert TrainJob.of(LEAST | {"namespace": "n"}).run_namespace == "n"
+    assert local_shards("redis://a,redis://b") is None

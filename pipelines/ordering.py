@@ -1,8 +1,8 @@
 """The global order of samples, over piece files on disk: external sort by key, shuffle, cuts. (docs/definitions.md, Order)
 
-Pieces are named so that sorting their names gives the order of the sources. A *run* is a piece whose samples are sorted by key, ties in the
-former order; a *bucket* is what lies between two splitters in all runs, small enough to be sorted in memory. Everything here is a function
-of its inputs alone, and holds a bounded number of samples whatever the length of the data.
+Pieces are named so that sorting their names gives the order of the sources. A *run* is a piece whose samples are sorted by key,
+ties in the former order; a *bucket* is what lies between two splitters in all runs, small enough to be sorted in memory. Everything
+here is a function of its inputs alone, and holds a bounded number of samples whatever the length of the data.
 """
 
 from __future__ import annotations
@@ -48,7 +48,15 @@ class Keys(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
-# -- Sort keys ---------------------------------------------------------------------------------------------------------------------------------
+class Runs(Protocol):
+    """The keys of runs, by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, run: int, /) -> Keys: ...
+
+
+# -- Sort keys ---------------------------------------------------------------------------------------------------------------
 
 
 _NUMBER, _TEXT = b"\x01", b"\x02"  # the first byte of a key; that of a missing value is empty
@@ -73,11 +81,12 @@ def order_keys(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return _number_keys(column)
     texts = column.cast(pa.large_string()).cast(pa.large_binary())
-    return pc.binary_join_element_wise(pa.scalar(_TEXT, pa.large_binary()), texts, pa.scalar(b"", pa.large_binary())).fill_null(b"")
+    first, nothing = pa.scalar(_TEXT, pa.large_binary()), pa.scalar(b"", pa.large_binary())
+    return pc.binary_join_element_wise(first, texts, nothing).fill_null(b"")
 
 
 def _number_keys(column: pa.Array) -> pa.Array:
-    """Class byte, float64 rounded down as an ordered big-endian integer, and the rest (uint16) of integers that it cannot hold."""
+    """A class byte, float64 rounded down as an ordered big-endian integer, and what it lacks of an integer (uint16)."""
     valid = np.asarray(column.is_valid())
     values = np.asarray(column.fill_null(0))
     rest = np.zeros(len(values), np.int64)
@@ -139,7 +148,7 @@ class ShuffledKeys:
         return chain(self.seed, self.epoch, int(self.numbers[row]))
 
 
-# -- Sorting -----------------------------------------------------------------------------------------------------------------------------------
+# -- Sorting -----------------------------------------------------------------------------------------------------------------
 
 
 def stable_order(keys: np.ndarray | pa.Array) -> np.ndarray:
@@ -181,16 +190,17 @@ def stride_for(total: int, target: int) -> int:
 
 
 def choose(candidates: list[Splitter], stride: int, target: int) -> list[Splitter]:
-    """Splitters, in order, that cut the data into buckets of about `target` samples; candidates stand for `stride` samples each."""
+    """Splitters, in order, between buckets of about `target` samples; candidates stand for `stride` samples each."""
     ordered = sorted(candidates, key=lambda s: (s.key, s.run, s.row))
     step = max(1, target // stride)
     return ordered[step - 1 :: step]
 
 
-def buckets(runs: Sequence[Keys], starts: np.ndarray, ends: np.ndarray, target: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cut rows starts[i] .. ends[i] - 1 of each run i into parts that follow each other in key order, each of at most 2 * target samples.
+def buckets(runs: Runs, starts: np.ndarray, ends: np.ndarray, target: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cut rows starts[i] .. ends[i] - 1 of each run i into parts in key order, each of at most 2 * target samples.
 
-    Yields (starts, ends), int64 [runs] each. Runs may be memory-mapped: only a few keys are looked at.
+    Yields (starts, ends), int64 [runs] each. A few keys are looked at, of one run after the other, so that runs may be opened when
+    they are asked for.
     """
     total = int((ends - starts).sum())
     if total == 0:
@@ -198,39 +208,45 @@ def buckets(runs: Sequence[Keys], starts: np.ndarray, ends: np.ndarray, target: 
     if total <= 2 * target:
         yield starts, ends
         return
+    used = np.flatnonzero(ends > starts).tolist()
     for stride in (stride_for(total, target), 1):
-        candidates = [s for i, keys in enumerate(runs) for s in sampled(keys, i, int(starts[i]), int(ends[i]), stride)]
+        candidates = [s for i in used for s in sampled(runs[i], i, int(starts[i]), int(ends[i]), stride)]
         splitters = choose(candidates, stride, target)
         if splitters:
             break
-    begin = starts
-    for splitter in splitters:
-        end = np.array([cut(keys, i, splitter) for i, keys in enumerate(runs)], np.int64).clip(starts, ends)
-        yield from buckets(runs, begin, end, target)
-        begin = end
-    yield from buckets(runs, begin, ends, target)
+    stops = np.tile(ends, (len(splitters) + 1, 1))  # (parts, runs)
+    for i in used:
+        keys = runs[i]
+        stops[:-1, i] = [min(max(cut(keys, i, splitter), starts[i]), ends[i]) for splitter in splitters]
+    for stop in stops:
+        yield from buckets(runs, starts, stop, target)
+        starts = stop
 
 
-def first_rows(runs: Sequence[Keys], count: int, target: int) -> np.ndarray:
+def first_rows(runs: Runs, count: int, target: int) -> np.ndarray:
     """How many samples of each run are among the first `count` of all, int64 [runs]; about `target` keys are held in memory."""
-    ends = np.array([len(keys) for keys in runs], np.int64)
+    ends = np.array([len(runs[i]) for i in range(len(runs))], np.int64)
     before = 0
     for starts, stops in buckets(runs, np.zeros(len(runs), np.int64), ends, target):
         size = int((stops - starts).sum())
         if before + size > count:
-            candidates = [s for i, keys in enumerate(runs) for s in sampled(keys, i, int(starts[i]), int(stops[i]), 1)]
+            used = np.flatnonzero(stops > starts).tolist()
+            candidates = [s for i in used for s in sampled(runs[i], i, int(starts[i]), int(stops[i]), 1)]
             following = choose(candidates, 1, 1)[count - before]
-            return np.array([cut(keys, i, following) for i, keys in enumerate(runs)], np.int64)
+            starts = starts.copy()
+            for i in used:
+                starts[i] = min(max(cut(runs[i], i, following), starts[i]), stops[i])
+            return starts
         before += size
     return ends
 
 
-# -- Pieces in order ---------------------------------------------------------------------------------------------------------------------------
+# -- Pieces in order ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PieceOrder:
-    """Samples as row ranges of pieces, in order: rows starts[i] .. ends[i] - 1 of piece names[i]. starts, ends: int64 [pieces]."""
+    """Samples as ranges of pieces, in order: rows starts[i] .. ends[i] - 1 of piece names[i]. starts, ends: int64 [pieces]."""
 
     names: tuple[str, ...]
     starts: np.ndarray
@@ -267,6 +283,34 @@ def held_out(rows: int, fraction: float) -> int:
     return math.floor(fraction * rows)
 
 
+@dataclass(frozen=True, slots=True)
+class PieceRuns:
+    """The keys of runs in a folder, each opened when it is asked for: there may be more runs than files that can be open."""
+
+    folder: Path
+    names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, run: int) -> Keys:
+        keys = read_piece(self.folder / self.names[run])[1]
+        assert keys is not None, "a run has keys"
+        return keys
+
+
+def gather(folder: Path, order: PieceOrder) -> tuple[Samples, pa.Array]:
+    """The samples and keys of all ranges of an order (at least one), copied, one after the other."""
+    parts, keys = [], []
+    for name, start, end in zip(order.names, order.starts.tolist(), order.ends.tolist(), strict=True):
+        samples, column, _ = read_piece(folder / name)
+        assert column is not None, "a run has keys"
+        places = np.arange(start, end)
+        parts.append(samples.take(places))  # a copy, so that the file is closed before the next one is opened
+        keys.append(column.take(pa.array(places)))
+    return Samples.concat(parts), pa.concat_arrays(keys)
+
+
 def read_order(folder: Path, order: PieceOrder) -> Iterator[tuple[Samples, pa.Array | None]]:
     """The samples and keys of an order, range by range; views of the mapped pieces."""
     for name, start, end in zip(order.names, order.starts.tolist(), order.ends.tolist(), strict=True):
@@ -276,7 +320,7 @@ def read_order(folder: Path, order: PieceOrder) -> Iterator[tuple[Samples, pa.Ar
 
 @dataclass(frozen=True)
 class PieceSource:
-    """An OrderedSource of pieces in a folder. epochs: empty, or each epoch's order of pieces whose keys are the samples' numbers."""
+    """An OrderedSource of pieces in a folder. epochs: empty, or each epoch's order of pieces, whose keys are sample numbers."""
 
     folder: Path
     training_order: PieceOrder

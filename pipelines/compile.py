@@ -6,6 +6,7 @@ slots. The result is a function of the samples and the settings alone: neither t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,8 +24,8 @@ from pipelines.features import FeatureSpec
 from pipelines.ordering import OrderedSource
 from pipelines.row_table import DIRECT_ROWS, RowTable
 from pipelines.samples import Samples
-from pipelines.segments import SampleWriter, SegmentWriter, write_row_table
 from pipelines.schedule import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header, Schedule, write_json
+from pipelines.segments import SampleWriter, SegmentWriter, write_row_table
 
 CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
@@ -197,7 +198,13 @@ class LaneOracle:
         n = self.occupied()
         found = {
             name: np.zeros(n, kind)
-            for name, kind in (("table", np.int16), ("ordinal", np.int64), ("id", np.int64), ("tag", np.int32), ("stored", np.int32))
+            for name, kind in (
+                ("table", np.int16),
+                ("ordinal", np.int64),
+                ("id", np.int64),
+                ("tag", np.int32),
+                ("stored", np.int32),
+            )
         }
         oracle.occupants(rows, self.state, *found.values())
         return found
@@ -229,7 +236,8 @@ def _moves(room: int) -> oracle.Moves:
 
 
 def _cut(moves: oracle.Moves, used: int, ends: int, arrivals: int) -> oracle.Moves:
-    return oracle.Moves(*(a[:used] for a in moves[:3]), moves.ends[:ends].copy(), *(a[:arrivals].copy() for a in moves[4:]))
+    lengths = [used] * 3 + [ends] + [arrivals] * 6
+    return oracle.Moves(*(array[:n].copy() for array, n in zip(moves, lengths, strict=True)))
 
 
 def _count_slots(source: OrderedSource, settings: CompileSettings, work: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -246,7 +254,9 @@ def _count_slots(source: OrderedSource, settings: CompileSettings, work: Path) -
 class Compiler:
     """Compiles one schedule into `out`, with scratch files in `work`."""
 
-    def __init__(self, source: OrderedSource, settings: CompileSettings, out: Path, work: Path, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, source: OrderedSource, settings: CompileSettings, out: Path, work: Path, progress: Callable[[int, int], None]
+    ) -> None:
         self.source, self.settings, self.out, self.progress = source, settings, out, progress
         parent = None if settings.parent is None else Schedule(settings.parent)
         if isinstance(settings.slots, int):
@@ -271,7 +281,9 @@ class Compiler:
         )
         if self.header.end_step >= 2**31 - 2:
             raise ScheduleError(f"steps: must be below 2^31, are {self.header.end_step}: use a larger --batch-size")
-        self.serial = SerialPass(settings.features, settings.lanes, RowTable(settings.features, work / "rows", settings.direct_rows))
+        self.serial = SerialPass(
+            settings.features, settings.lanes, RowTable(settings.features, work / "rows", settings.direct_rows)
+        )
         if parent is not None:
             self._check_parent(parent)
             self.serial.table.load(parent.rows(), self.serial.counts)
@@ -290,9 +302,13 @@ class Compiler:
 
     def _check_parent(self, parent: Schedule) -> None:
         if parent.header.lanes != self.settings.lanes:
-            raise ScheduleError(f"--lanes: must be the parent's {parent.header.lanes}, is {self.settings.lanes}: lanes cannot change along --after")
+            raise ScheduleError(
+                f"--lanes: must be the parent's {parent.header.lanes}, is {self.settings.lanes}: lanes cannot change along --after"
+            )
         if parent.header.features != self.settings.features:
-            raise ScheduleError("features: must be the parent's: prepare with the same feature file, or start a new model without --after")
+            raise ScheduleError(
+                "features: must be the parent's: prepare with the same feature file, or start a new model without --after"
+            )
 
     def _training_steps(self) -> Iterator[tuple[int, int, Samples, np.ndarray]]:
         for epoch in range(self.settings.epochs):
@@ -356,9 +372,10 @@ class Compiler:
         except _TooFew as error:
             for _, _, samples, _ in self._incoming:
                 self.serial.train(samples)
+            most = int(self.serial.most.max())
             raise SlotsError(
-                f"--slots: must hold every row of a step, is {self.settings.slots}: lane {error.lane} needs {error.rows} at step {self.step} or soon "
-                f"after, and the largest step {int(self.serial.most.max())}: give --slots {int(self.serial.most.max())} or more, or a smaller --batch-size"
+                f"--slots: must hold every row of a step, is {self.settings.slots}: lane {error.lane} needs {error.rows} by step "
+                f"{self.step + steps - 1}, and the largest step {most}: give --slots {most} or more, or a smaller --batch-size"
             ) from None
         self.step += steps
         if self._closed and self.step == self._closed[0]["first"] + len(self._closed[0]["samples"]):
@@ -378,7 +395,9 @@ class Compiler:
             users = np.empty(count, np.uint64)
             for lane in range(len(self.oracles)):
                 moves = _moves(int(self.serial.owned[lane]))
-                used, arrivals = oracle.plan_evaluation(rows, lane, count, self.serial.scratch, self.header.slots[lane], moves, users)
+                used, arrivals = oracle.plan_evaluation(
+                    rows, lane, count, self.serial.scratch, self.header.slots[lane], moves, users
+                )
                 parts[lane].append(_cut(moves, used, 0, arrivals))
                 evaluation_slots[lane] = max(evaluation_slots[lane], int(arrivals))
             first += 1
@@ -444,10 +463,8 @@ def compile_schedule(
         message = str(error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"--out {out}: the disk is full: free space or choose another folder"
-        try:
+        with contextlib.suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes it for whole
             write_json(out / FAILED, {"error": message})
-        except OSError:
-            pass  # the disk is full for this too; without schedule.json nobody takes the schedule for whole
         if isinstance(error, OSError | pa.ArrowException) and not isinstance(error, PipelineError):
             raise DiskError(message) from error
         raise

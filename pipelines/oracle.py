@@ -175,17 +175,17 @@ def _free_slot(rows: Rows, lane: Lane, step: int, moves: Moves, ends: int) -> tu
     """A slot for an arrival: an unused one, or that of the row whose next use is furthest. (-1, ends): every slot is needed by this step."""
     scalars = lane.scalars
     if scalars[USED] < lane.slot_row.size:
-        slot = scalars[USED]
+        slot = int(scalars[USED])
         scalars[USED] = slot + 1
         return slot, ends
-    slot = scalars[UNKNOWN_HEAD]
+    slot = int(scalars[UNKNOWN_HEAD])
     if slot < 0:
         steps = lane.heads.size - 1
         while scalars[FAR] > step and lane.heads[scalars[FAR] & steps] < 0:
             scalars[FAR] -= 1
         if scalars[FAR] <= step:
-            return np.int64(-1), ends
-        slot = np.int64(lane.heads[scalars[FAR] & steps])
+            return -1, ends
+        slot = int(lane.heads[scalars[FAR] & steps])
     _remove(lane, slot)
     rows.records[lane.slot_row[slot], PLACE] = -(step + 2)
     moves.ends[ends] = slot
@@ -202,13 +202,13 @@ def plan_step(rows: Rows, step: int, lane: Lane, moves: Moves) -> tuple[int, int
     ring = lane.row.size - 1
     steps = lane.step_ends.size - 1
     first, last = lane.scalars[TAIL], lane.step_ends[step & steps]
-    used = last - first
+    used = int(last - first)
+    ends = 0
+    arrivals = 0
     if used > lane.slot_row.size:
-        return -used, np.int64(0), np.int64(0)
+        return -used, ends, arrivals
     # The rows in slots that this step uses are exactly those in its list: taken out, they cannot leave.
     lane.heads[step & steps] = -1
-    ends = np.int64(0)
-    arrivals = np.int64(0)
     for i in range(used):
         record = lane.row[(first + i) & ring]
         row = rows.records[record]
@@ -220,7 +220,7 @@ def plan_step(rows: Rows, step: int, lane: Lane, moves: Moves) -> tuple[int, int
             slot, ends = _free_slot(rows, lane, step, moves, ends)
             if slot < 0:
                 return -used, ends, arrivals
-            after = np.int64(-1) if tag == 0 else -np.int64(row[PLACE]) - 2
+            after = -1 if tag == 0 else -int(row[PLACE]) - 2
             table = table_of(rows, record)
             moves.slot[arrivals] = slot
             moves.table[arrivals] = table
@@ -249,13 +249,15 @@ def plan_step(rows: Rows, step: int, lane: Lane, moves: Moves) -> tuple[int, int
 
 
 @nb.njit(nogil=True, cache=True)
-def plan_evaluation(rows: Rows, owner: int, count: int, s: Scratch, first_slot: int, moves: Moves, users: np.ndarray) -> tuple[int, int]:
+def plan_evaluation(
+    rows: Rows, owner: int, count: int, s: Scratch, first_slot: int, moves: Moves, users: np.ndarray
+) -> tuple[int, int]:
     """One lane's part of an evaluation step: rows in slots are read there, others arrive in evaluation slots from `first_slot` on.
 
     Fills moves.slots, arrivals and users; changes nothing. Returns (rows used, arrivals).
     """
-    used = np.int64(0)
-    arrivals = np.int64(0)
+    used = 0
+    arrivals = 0
     for d in range(count):
         if s.lane[d] != owner:
             continue
@@ -290,4 +292,3 @@ def occupants(
         row_id[slot] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table[slot]]
         tag[slot] = lane.slot_tag[slot]
         stored[slot] = lane.slot_stored[slot]
-

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     records: np.ndarray  # int32 [capacity, FIELDS]
     bases: np.ndarray  # int64 [tables + 1]: first record of a directly addressed table, -1 for a hashed one
     sizes: np.ndarray  # int64 [tables]: rows of each table
-    index: np.ndarray  # int64 [power of two]: record + 1 of hashed rows, 0 free
+    places: np.ndarray  # int64 [power of two]: record + 1 of hashed rows, 0 free
     keys: np.ndarray  # int64 [capacity - direct, 2]: (table, id) of hashed rows
     hashed: np.ndarray  # int64 [1]: number of hashed rows
     direct: int  # number of directly addressed records
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _home(table: int, row_id: int, size: int) -> int:
-    return np.int64(mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48))) & np.uint64(size - 1))
+    return int(mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48))) & np.uint64(size - 1))
 
 
 @nb.njit(nogil=True, cache=True)
@@ -44,16 +44,16 @@ def find(rows: Rows, table: int, row_id: int) -> int:
     """The record of a row, or -1 where a hashed row has none."""
     base = rows.bases[table]
     if base >= 0:
-        return base + row_id
-    place = _home(table, row_id, rows.index.size)
+        return int(base + row_id)
+    place = _home(table, row_id, rows.places.size)
     while True:
-        entry = rows.index[place]
+        entry = rows.places[place]
         if entry == 0:
-            return np.int64(-1)
+            return -1
         k = entry - 1 - rows.direct
         if rows.keys[k, 1] == row_id and rows.keys[k, 0] == table:
-            return entry - 1
-        place = (place + 1) & (rows.index.size - 1)
+            return int(entry - 1)
+        place = (place + 1) & (rows.places.size - 1)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -61,28 +61,28 @@ def find_or_add(rows: Rows, table: int, row_id: int) -> int:
     """The record of a row; a hashed row without one gets it. The caller has reserved room (RowTable.reserve)."""
     base = rows.bases[table]
     if base >= 0:
-        return base + row_id
-    place = _home(table, row_id, rows.index.size)
+        return int(base + row_id)
+    place = _home(table, row_id, rows.places.size)
     while True:
-        entry = rows.index[place]
+        entry = rows.places[place]
         if entry == 0:
             k = rows.hashed[0]
             rows.hashed[0] = k + 1
             rows.keys[k, 0] = table
             rows.keys[k, 1] = row_id
-            rows.index[place] = rows.direct + k + 1
-            return rows.direct + k
+            rows.places[place] = rows.direct + k + 1
+            return int(rows.direct + k)
         k = entry - 1 - rows.direct
         if rows.keys[k, 1] == row_id and rows.keys[k, 0] == table:
-            return entry - 1
-        place = (place + 1) & (rows.index.size - 1)
+            return int(entry - 1)
+        place = (place + 1) & (rows.places.size - 1)
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def table_of(rows: Rows, record: int) -> int:
     """The table of a record."""
     if record >= rows.direct:
-        return rows.keys[record - rows.direct, 0]
+        return int(rows.keys[record - rows.direct, 0])
     table = 0
     for k in range(rows.sizes.size):
         if rows.bases[k] >= 0 and rows.bases[k] <= record:
@@ -159,7 +159,7 @@ class RowTable:
         records[: old.direct + count] = old.records[: old.direct + count]
         keys[:count] = old.keys[:count]
         _reindex(keys, count, old.direct, index)
-        self.rows = old._replace(records=records, keys=keys, index=index)
+        self.rows = old._replace(records=records, keys=keys, places=index)
         for name in ("records", "keys", "index"):
             (self._directory / f"{name}-{self._generation - 1}").unlink()
 

@@ -106,7 +106,10 @@ class Header:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"features": self.features.to_dict(), "slots": list(self.slots)}
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "features": self.features.to_dict(),
+            "slots": list(self.slots),
+        }
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Header:
@@ -240,7 +243,9 @@ class MappedLists:
         except OSError as error:
             raise ScheduleError(f"schedule file {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
         if size != entry["bytes"] or zlib.crc32(source.read_buffer()) != entry["crc32"]:
-            raise ScheduleError(f"schedule file {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
+            raise ScheduleError(
+                f"schedule file {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again"
+            )
         source.seek(0)
         batch = pa.ipc.open_file(source).get_batch(0)
         self._columns = {
@@ -291,11 +296,15 @@ class Schedule:
         elif not (self.path / MANIFEST).exists():
             self._refuse_failed()
             state = "unfinished" if (self.path / HEADER).exists() else "not a schedule"
-            raise ScheduleError(f"schedule {self.path}: is {state} (no {MANIFEST}): wait for `foreload prepare`, or train with --follow")
+            raise ScheduleError(
+                f"schedule {self.path}: is {state} (no {MANIFEST}): wait for `foreload prepare`, or train with --follow"
+            )
         header, header_sum = _load_json(self.path / HEADER, "schedule header")
         self.header = Header.from_dict(header)
         if self.complete and self.manifest["header"] != header_sum:
-            raise ScheduleError(f"schedule header {self.path / HEADER}: its checksum is not the manifest's: prepare the schedule again")
+            raise ScheduleError(
+                f"schedule header {self.path / HEADER}: its checksum is not the manifest's: prepare the schedule again"
+            )
 
     def _refuse_failed(self) -> None:
         if (self.path / FAILED).exists():
@@ -370,12 +379,11 @@ class Schedule:
         found = self._files.get((segment, lane))
         if found is None:
             files = self._segments[segment].files[lane]
-            found = tuple(MappedLists(self.path / files[part]["name"], files[part]) for part in ("samples", "moves"))  # type: ignore[assignment]
-            assert found is not None
+            samples, moves = (MappedLists(self.path / files[part]["name"], files[part]) for part in ("samples", "moves"))
             # Threads read ahead and behind one another by a few steps; two segments back nobody reads.
             for old in [k for k in list(self._files) if k[1] == lane and k[0] < segment - 2]:
                 self._files.pop(old, None)
-            self._files[segment, lane] = found
+            self._files[segment, lane] = found = samples, moves
         return found
 
     def lane(self, event: Event, lane: int) -> LaneEvent:
@@ -425,7 +433,9 @@ class Schedule:
         except OSError as error:
             raise ScheduleError(f"row table {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
         if source.size() != entry["bytes"] or zlib.crc32(source.read_buffer()) != entry["crc32"]:
-            raise ScheduleError(f"row table {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
+            raise ScheduleError(
+                f"row table {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again"
+            )
         source.seek(0)
         reader = pa.ipc.open_file(source)
         for k in range(reader.num_record_batches):

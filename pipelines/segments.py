@@ -52,7 +52,9 @@ class SampleWriter:
         """Events gathered so far."""
         return len(self._samples)
 
-    def add(self, samples: Samples, numbers: np.ndarray, serial: SerialPass, count: int, firsts: np.ndarray, bounds: np.ndarray) -> None:
+    def add(
+        self, samples: Samples, numbers: np.ndarray, serial: SerialPass, count: int, firsts: np.ndarray, bounds: np.ndarray
+    ) -> None:
         """Add the event whose `count` distinct rows are in the serial pass's scratch."""
         width = len(self._header.features.features)
         mask = mask_dtype(self._header.lanes)
@@ -68,7 +70,9 @@ class SampleWriter:
             columns["dense"].append(samples.dense[a:b].copy())
             columns["index"].append(index[bounds[lane] : bounds[lane + 1]])
             if samples.offsets is not None:
-                columns["offsets"].append((samples.offsets[a * width : b * width + 1] - samples.offsets[a * width]).astype(np.int32))
+                columns["offsets"].append(
+                    (samples.offsets[a * width : b * width + 1] - samples.offsets[a * width]).astype(np.int32)
+                )
             columns["numbers"].append(numbers[a:b].copy())
             columns["users"].append(users[owner == lane])
         self._samples.append(len(samples))
@@ -127,9 +131,13 @@ class SegmentWriter:
         counts = {"rows_used": 0, "arrivals": 0, "initial": 0, "write_backs": 0}
         for lane, steps in enumerate(moves):
             columns = {
-                name: _lists([step[k] for step in steps], mask if name == "next_users" else None) for k, name in enumerate(MOVE_COLUMNS)
+                name: _lists([step[k] for step in steps], mask if name == "next_users" else None)
+                for k, name in enumerate(MOVE_COLUMNS)
             }
-            entries = {"samples": part["files"][lane], "moves": write_lists(self._out / f"moves-{index:06d}-{lane:02d}.arrow", columns)}
+            entries = {
+                "samples": part["files"][lane],
+                "moves": write_lists(self._out / f"moves-{index:06d}-{lane:02d}.arrow", columns),
+            }
             if self._entry is not None:
                 state = {name: _lists([values]) for name, values in self._entry[lane].items()}
                 entries["entry"] = write_lists(self._out / f"entry-{index:06d}-{lane:02d}.arrow", state)
@@ -159,7 +167,9 @@ class SegmentWriter:
 
 def write_row_table(out: Path, table: RowTable) -> dict[str, Any]:
     """Write rows.arrow: (table, id, lane, ordinal, tag) of every row ever trained, by (table, id). Returns its manifest entry."""
-    schema = pa.schema([("table", pa.int16()), ("id", pa.int64()), ("lane", pa.uint8()), ("ordinal", pa.int64()), ("tag", pa.int32())])
+    schema = pa.schema(
+        [("table", pa.int16()), ("id", pa.int64()), ("lane", pa.uint8()), ("ordinal", pa.int64()), ("tag", pa.int32())]
+    )
     path = out / ROW_TABLE
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     count = 0

@@ -1,0 +1,331 @@
+"""A trainer: it runs the schedule's program over the lanes that it hosts (docs/architecture.md, A step)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numba as nb
+import numpy as np
+import torch
+from cache.traffic import Traffic
+from torch import Tensor, nn
+
+from cache.partition import Partition
+from pipelines.mixing import key
+from pipelines.schedule import Event, LaneEvent, Schedule
+from trainer.exchange import Exchange, Lists
+from trainer.kernels import Kernels
+from trainer.layout import BlockLayout, UpdateRules
+from trainer.metrics import BinaryMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a trainer tells of a training step. Rows are of its own lanes; loss is of the whole step, the same on every trainer."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    rows_used: int
+    rows_arrived: int
+    rows_fetched: int
+    rows_written_back: int
+    seconds: float
+    seconds_compute: float
+    seconds_exchange: float
+    seconds_waiting: float
+    bytes_sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """An evaluation pass, on rank 0: the metrics after `epoch`, whose last training step was `step`."""
+
+    step: int
+    epoch: int
+    samples: int
+    log_loss: float
+    auc: float
+    normalized_entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a Trainer is made of; everything in it belongs to that trainer alone."""
+
+    schedule: Schedule
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    block: BlockLayout
+    rules: UpdateRules
+    kernels: Kernels
+    exchange: Exchange
+    traffic: Traffic
+    partitions: Mapping[int, Partition]
+    seed: int
+    device: torch.device
+    bytes_sent: Callable[[], int]
+
+
+@nb.njit(nogil=True, cache=True)
+def _arrival_of(slots: np.ndarray, arriving: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+    """out[i]: which arrival takes slots[i], or -1. scratch int32 [slots]: all -1, before and after."""
+    for a in range(arriving.size):
+        scratch[arriving[a]] = a
+    for i in range(slots.size):
+        out[i] = scratch[slots[i]]
+    for a in range(arriving.size):
+        scratch[arriving[a]] = -1
+
+
+def _aligned(view: np.ndarray) -> Tensor:
+    """A copy in torch's own memory: a mapped view may lie at any address, and the bits of a product depend on its alignment."""
+    copy = torch.empty(view.shape, dtype=torch.float32)
+    copy.numpy()[...] = view
+    return copy
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Where the time of a step goes."""
+
+    compute: float = 0.0
+    exchange: float = 0.0
+    waiting: float = 0.0
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        setattr(self, name, getattr(self, name) + now - self.last)
+        self.last = now
+
+
+class Trainer:
+    """Runs events over its lanes. One thread uses it; the traffic with the store has a thread of its own."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.lanes = list(part.partitions)
+        self._parameters = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
+        self._sizes = [parameter.numel() for parameter in self._parameters]
+        self._scratch = {lane: np.full(p.slots + p.evaluation_slots, -1, np.int32) for lane, p in part.partitions.items()}
+        self._metrics: BinaryMetrics | None = None
+
+    def run(
+        self,
+        events: Iterator[Event],
+        stop_after: Callable[[int], bool],
+        on_step: Callable[[StepReport], None],
+        on_evaluation: Callable[[EvaluationReport], None],
+    ) -> int | None:
+        """Run events until they end, or until stop_after(step), asked after every training step, says so.
+
+        All trainers must get the same answers. Returns the last step if stopped, None at the end. on_evaluation is called on rank 0 alone.
+        """
+        event = next(events, None)
+        ahead: Lists | None = None
+        last_step = None
+        while event is not None:
+            if event.kind == "train":
+                following, ahead = self._train(event, events, ahead, on_step)
+                last_step = event.step
+                if stop_after(event.step):
+                    if ahead is not None and ahead.early is not None:
+                        ahead.early.wait()
+                    return last_step
+            else:
+                following = next(events, None)
+                last = following is None or following.kind == "train"
+                self._evaluate(event, last, last_step, on_evaluation)
+            event = following
+        return None
+
+    def _lanes_of(self, event: Event) -> list[LaneEvent]:
+        return [self.part.schedule.lane(event, lane) for lane in range(self.part.schedule.header.lanes)]
+
+    def _move(self, event: Event, lanes: Sequence[LaneEvent], clock: _Clock) -> None:
+        """The boundary before an event: rows of ended residencies leave for write-back, arrived rows take their slots."""
+        for lane, partition in self.part.partitions.items():
+            moves = lanes[lane]
+            if event.kind == "train":
+                self.part.traffic.write_back(lane, event.step, partition.end(moves.ends))
+            clock.lap("compute")
+            staged = self.part.traffic.take(lane, event.index)
+            clock.lap("waiting")
+            partition.admit(moves.arrivals, staged)
+
+    def _weights(self) -> dict[int, Tensor]:
+        return {lane: partition.weights for lane, partition in self.part.partitions.items()}
+
+    def _post_early(self, event: Event) -> Lists:
+        """Send rows of the next step while this one computes."""
+        lists = self.part.exchange.lists(self._lanes_of(event), early=True)
+
+        def fill(lane: int, places: np.ndarray, out: Tensor) -> None:
+            moves, partition = lists.events[lane], self.part.partitions[lane]
+            slots = moves.slots[places]
+            arrival = np.empty(slots.size, np.int32)
+            _arrival_of(slots, moves.arrivals.slot, self._scratch[lane], arrival)
+            resident = np.flatnonzero(arrival < 0)
+            self.part.kernels.take_rows(partition.weights, slots, out)
+            if resident.size < slots.size:
+                arriving = np.flatnonzero(arrival >= 0)
+                wanted = np.zeros(len(moves.arrivals), bool)
+                wanted[arrival[arriving]] = True
+                values = self.part.traffic.rows_ready(lane, event.index, wanted).weights
+                order = np.cumsum(wanted) - 1  # place of a wanted arrival among those that came
+                self.part.kernels.put_rows(
+                    out, arriving.astype(np.int32), torch.from_numpy(values[order[arrival[arriving]]]).to(out.device)
+                )
+
+        self.part.exchange.post_early(lists, fill)
+        return lists
+
+    def _train(
+        self, event: Event, events: Iterator[Event], ahead: Lists | None, on_step: Callable[[StepReport], None]
+    ) -> tuple[Event | None, Lists | None]:
+        clock, begun = _Clock(), time.perf_counter()
+        part = self.part
+        before = part.bytes_sent()
+        lists = ahead if ahead is not None else part.exchange.lists(self._lanes_of(event), early=False)
+        lanes = lists.events
+        self._move(event, lanes, clock)
+        clock.lap("compute")
+        part.exchange.finish_rows(lists, self._weights())
+        clock.lap("exchange")
+        # A following segment may not be published yet, so rows go early within a segment only; the end of a segment is known to all.
+        following: Event | None = None
+        ahead = None
+        segment = part.schedule.segment(event.segment)
+        assert segment is not None
+        inside = event.row + 1 < len(segment.samples)
+        if inside:
+            following = next(events)
+            ahead = self._post_early(following)
+            clock.lap("exchange")
+        gradients, flat = {}, {}
+        for lane in self.lanes:
+            gradients[lane], flat[lane] = self._learn(event, lane, lists)
+        clock.lap("compute")
+        totals = part.exchange.sum_row_gradients(lists, gradients)
+        summed = part.exchange.sum_dense(flat)
+        clock.lap("exchange")
+        for lane, partition in part.partitions.items():
+            moves = lanes[lane]
+            part.kernels.apply(
+                partition.weights, partition.state, moves.slots, partition.table[moves.slots], totals[lane], part.rules
+            )
+            partition.mark_trained(moves.slots, event.step)
+        self._step_dense(summed)
+        losses = summed[-len(lanes) :].double()
+        clock.lap("compute")
+        mine = [lanes[lane] for lane in self.lanes]
+        on_step(
+            StepReport(
+                step=event.step,
+                epoch=event.epoch,
+                samples=event.samples,
+                loss=float(sum(losses.tolist())),
+                rows_used=sum(moves.slots.size for moves in mine),
+                rows_arrived=sum(len(moves.arrivals) for moves in mine),
+                rows_fetched=sum(int((moves.arrivals.tag != 0).sum()) for moves in mine),
+                rows_written_back=sum(moves.ends.size for moves in mine),
+                seconds=time.perf_counter() - begun,
+                seconds_compute=clock.compute,
+                seconds_exchange=clock.exchange,
+                seconds_waiting=clock.waiting,
+                bytes_sent=part.bytes_sent() - before,
+            )
+        )
+        return (following if inside else next(events, None)), ahead
+
+    def _forward(self, lane: int, lists: Lists, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(block, logits, labels) of a lane's slice, which has samples."""
+        part, moves = self.part, lists.events[lane]
+        rows = part.exchange.local_rows(lists, lane, self._weights())
+        block = torch.empty(
+            (len(moves.labels), len(part.block.names), part.block.width), device=part.device, requires_grad=requires_grad
+        )
+        part.kernels.gather_block(rows, moves.index, moves.offsets, part.block, block)
+        dense, labels = (_aligned(view).to(part.device) for view in (moves.dense, moves.labels))
+        return block, part.module(dense, part.block.embeddings(block)), labels
+
+    def _learn(self, event: Event, lane: int, lists: Lists) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a lane's slice: gradients of its local rows [n, W], and of the dense part with the lanes' losses at its end."""
+        part, moves = self.part, lists.events[lane]
+        lanes = part.schedule.header.lanes
+        width = part.block.width
+        losses = torch.zeros(lanes, device=part.device)
+        count = sum(places.size for places in lists.local[lane])
+        if not len(moves.labels):
+            return torch.empty((0, width), device=part.device), torch.zeros(sum(self._sizes) + lanes, device=part.device)
+        torch.manual_seed(key(part.seed, event.step, lane) >> 1)
+        part.module.train()
+        block, logits, labels = self._forward(lane, lists, requires_grad=True)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / event.samples
+        found = torch.autograd.grad(loss, [block, *self._parameters], allow_unused=True)
+        losses[lane] = loss.detach()
+        dense = [
+            g.reshape(-1) if g is not None else torch.zeros(n, device=part.device)
+            for g, n in zip(found[1:], self._sizes, strict=True)
+        ]
+        gradient = found[0] if found[0] is not None else torch.zeros_like(block)
+        out = torch.empty((count, width), device=part.device)
+        part.kernels.row_gradients(gradient, moves.index, moves.offsets, part.block, out)
+        return out, torch.cat([*dense, losses])
+
+    def _step_dense(self, summed: Tensor) -> None:
+        """One step of the dense optimizer on the summed gradients, float32 [P and more]."""
+        start = 0
+        for parameter, size in zip(self._parameters, self._sizes, strict=True):
+            # A tensor of its own, so that its address is aligned like any other.
+            parameter.grad = summed[start : start + size].reshape(parameter.shape).clone()
+            start += size
+        self.part.optimizer.step()
+
+    def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:
+        part = self.part
+        lists = part.exchange.lists(self._lanes_of(event), early=False)
+        self._move(event, lists.events, _Clock())
+        part.exchange.finish_rows(lists, self._weights())
+        part.module.eval()
+        logits = {}
+        with torch.no_grad():
+            for lane in self.lanes:
+                if len(lists.events[lane].labels):
+                    logits[lane] = self._forward(lane, lists, requires_grad=False)[1]
+                else:
+                    logits[lane] = torch.empty(0, device=part.device)
+        gathered = part.exchange.collect_logits(logits, [len(moves.labels) for moves in lists.events])
+        if gathered is None:
+            return
+        if self._metrics is None:
+            self._metrics = BinaryMetrics()
+        for moves, values in zip(lists.events, gathered, strict=True):
+            self._metrics.add(values.cpu().numpy(), moves.labels)
+        if last:
+            found = self._metrics.result()
+            self._metrics = None
+            on_evaluation(
+                EvaluationReport(
+                    step=-1 if step is None else step,
+                    epoch=event.epoch,
+                    samples=found.samples,
+                    log_loss=found.log_loss,
+                    auc=found.auc,
+                    normalized_entropy=found.normalized_entropy,
+                )
+            )
+
+    def write_everything_back(self, boundary: int) -> int:
+        """End every residency, at the end of the schedule or on a clean stop, and wait until the store has all rows. Returns how many."""
+        count = 0
+        for lane, partition in self.part.partitions.items():
+            slots = partition.occupied()
+            count += slots.size
+            self.part.traffic.write_back(lane, boundary, partition.end(slots))
+        self.part.traffic.flush()
+        return count

@@ -1,0 +1,234 @@
+"""A brute-force twin of the oracle: what docs/definitions.md says of owners, ordinals, tags and masks, in dicts, and a checker of schedules.
+
+`check_program` runs through a compiled schedule as a trainer would, with a dict for every partition and for the store, and fails at the first
+thing that is not so. It takes events and lane events as pipelines.schedule gives them, and uses nothing else of the project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from reference_data import key
+
+Row = tuple[int, int]
+"""(table, id)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event's accesses. kind: train or evaluate; lookups: per lane the rows of its slice, in order."""
+
+    kind: str
+    lookups: tuple[tuple[Row, ...], ...]
+
+    def first_lookups(self) -> list[Row]:
+        """The distinct rows, by first lookup, slices in lane order."""
+        return list(dict.fromkeys(row for lane in self.lookups for row in lane))
+
+    def users(self, row: Row) -> int:
+        """Bit v: the slice of lane v uses the row."""
+        return sum(1 << lane for lane, rows in enumerate(self.lookups) if row in rows)
+
+
+@dataclass(slots=True)
+class Trained:
+    """What is known of a row that was trained."""
+
+    lane: int
+    ordinal: int
+    tag: int
+    last_end: int = -1
+    """Boundary at which its residency last ended; -1: stored before the schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """Who sits in a slot. stored: tag of the version in the store, 0 for none."""
+
+    row: Row
+    ordinal: int
+    tag: int
+    stored: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the checker saw. before: per event, per lane, slot -> occupant as it stood before the event; ordinals: likewise, (lane, table) -> given."""
+
+    rows: dict[Row, Trained]
+    arrivals: int = 0
+    initial: int = 0
+    write_backs: int = 0
+    rows_used: int = 0
+    before: list[list[dict[int, Occupant]]] = field(default_factory=list)
+    ordinals: list[dict[tuple[int, int], int]] = field(default_factory=list)
+
+
+def owner(row: Row, users: int) -> int:
+    """The lane of a row whose first training step is used by the lanes in the mask."""
+    lanes = [lane for lane in range(64) if users >> lane & 1]
+    return lanes[key(*row) % len(lanes)]
+
+
+def own_rows(program: Sequence[Step], lane: int, rows: dict[Row, Trained]) -> list[list[Row]]:
+    """Per training step, the rows that a lane owns; `rows` as check_program's outcome has it."""
+    return [[row for row in step.first_lookups() if rows[row].lane == lane] for step in program if step.kind == "train"]
+
+
+def check_program(
+    events: Sequence[Any],
+    lane_event: Callable[[Any, int], Any],
+    program: Sequence[Step],
+    slots: Sequence[int],
+    evaluation_slots: Sequence[int],
+    final_ends: Callable[[int], np.ndarray],
+    first_step: int = 0,
+    parent: dict[Row, Trained] | None = None,
+) -> Outcome:
+    """Run through a schedule's events and assert every invariant against the accesses it was compiled from.
+
+    program: one entry per event; slots, evaluation_slots: per lane; first_step: the first training step's number; parent: the rows of the
+    schedule it continues, all of them stored.
+    """
+    lanes = len(slots)
+    run = _Run(lanes, {row: Trained(t.lane, t.ordinal, t.tag) for row, t in (parent or {}).items()}, slots, evaluation_slots)
+    training = [step for step in program if step.kind == "train"]
+    assert [event.kind for event in events] == [step.kind for step in program]
+    trained_steps = 0
+    for event, step in zip(events, program, strict=True):
+        parts = [lane_event(event, lane) for lane in range(lanes)]
+        run.outcome.before.append([dict(partition) for partition in run.partitions])
+        run.outcome.ordinals.append(dict(run.given))
+        if step.kind == "train":
+            number = first_step + trained_steps
+            assert event.step == number, "training steps are numbered without gaps"
+            following = training[trained_steps + 1] if trained_steps + 1 < len(training) else None
+            run.train(number, step, following, parts)
+            trained_steps += 1
+        else:
+            run.evaluate(first_step + trained_steps, step, parts)
+    for lane in range(lanes):
+        ends = [int(slot) for slot in final_ends(lane)]
+        assert sorted(ends) == sorted(run.partitions[lane]), "the end of a schedule ends every residency, each once"
+        run.outcome.write_backs += len(ends)
+    return run.outcome
+
+
+class _Run:
+    """The state of a run through a schedule."""
+
+    def __init__(self, lanes: int, rows: dict[Row, Trained], slots: Sequence[int], evaluation_slots: Sequence[int]) -> None:
+        self.lanes, self.slots, self.evaluation_slots = lanes, slots, evaluation_slots
+        self.outcome = Outcome(rows)
+        self.rows = rows
+        self.given: dict[tuple[int, int], int] = {}
+        for trained in [(t.lane, row[0]) for row, t in rows.items()]:
+            self.given[trained] = self.given.get(trained, 0) + 1
+        self.partitions: list[dict[int, Occupant]] = [{} for _ in range(lanes)]
+
+    def train(self, number: int, step: Step, following: Step | None, parts: Sequence[Any]) -> None:
+        """One training step, with the boundary before it."""
+        order = step.first_lookups()
+        known = {row: self.rows.get(row) for row in order}
+        for row in order:
+            if row not in self.rows:
+                lane = owner(row, step.users(row))
+                ordinal = self.given.get((lane, row[0]), 0)
+                self.given[lane, row[0]] = ordinal + 1
+                self.rows[row] = Trained(lane, ordinal, 0)
+        for lane, part in enumerate(parts):
+            self._boundary(number, lane, part, known)
+            partition = self.partitions[lane]
+            owned = [row for row in order if self.rows[row].lane == lane]
+            assert len(part.slots) == len(part.users) == len(part.early) == len(part.next_users) == len(owned)
+            used = [int(slot) for slot in part.slots]
+            assert [partition[slot].row if slot in partition else None for slot in used] == owned, "every row used sits in the slot named"
+            for place, row in enumerate(owned):
+                assert int(part.users[place]) == step.users(row)
+                assert int(part.next_users[place]) == (following.users(row) if following else 0)
+                critical = self.rows[row].tag == number and number > 0 or self._left_at(row, number - 1, part)
+                assert bool(part.early[place]) == (not critical), "early: not changed by the step before, nor gone at its boundary"
+            for slot, row in zip(used, owned, strict=True):
+                was = partition[slot]
+                partition[slot] = Occupant(row, was.ordinal, number + 1, was.stored)
+            self.outcome.rows_used += len(owned)
+        self._check_index(step, parts, order, {row: self.rows[row].lane for row in order})
+        for row in order:
+            self.rows[row].tag = number + 1
+
+    def _left_at(self, row: Row, boundary: int, part: Any) -> bool:
+        """Whether a row arrives now after it left a slot at that boundary."""
+        found = [int(a) for t, i, a in zip(part.arrivals.table, part.arrivals.id, part.arrivals.after, strict=True) if (int(t), int(i)) == row]
+        return self.rows[row].tag > 0 and boundary >= 0 and found == [boundary]
+
+    def _boundary(self, number: int, lane: int, part: Any, known: dict[Row, Trained | None]) -> None:
+        """The residencies that end, and then the rows that arrive, before a training step."""
+        partition = self.partitions[lane]
+        for slot in map(int, part.ends):
+            assert slot in partition, "a residency ends once, in an occupied slot"
+            left = partition.pop(slot)
+            assert left.tag > left.stored, "a row that is written back was changed"
+            assert left.row not in known, "no row that the step uses leaves before it"
+            self.rows[left.row].last_end = number
+            self.outcome.write_backs += 1
+        for slot, row, ordinal, tag, after in _arrivals(part):
+            assert 0 <= slot < self.slots[lane], "training rows sit in training slots"
+            assert slot not in partition, "no slot holds two rows"
+            assert row in known, "only rows that the step uses arrive"
+            assert row not in [occupant.row for occupant in partition.values()], "no row sits in two slots"
+            before = known[row]
+            now = self.rows[row]
+            assert now.lane == lane and ordinal == now.ordinal
+            assert tag == (before.tag if before else 0), "initial or stored, with the tag of its last change"
+            assert after == (before.last_end if before else -1), "a fetch names the boundary of its row's last write-back"
+            assert after < number, "which precedes it"
+            partition[slot] = Occupant(row, ordinal, tag, tag)
+            self.outcome.arrivals += 1
+            self.outcome.initial += tag == 0
+
+    def evaluate(self, boundary: int, step: Step, parts: Sequence[Any]) -> None:
+        """One evaluation step; `boundary`: number of the next training step, whose boundary has not been passed."""
+        order = step.first_lookups()
+        lane_of: dict[Row, int] = {}
+        for lane, part in enumerate(parts):
+            assert not len(part.ends), "evaluation ends no residency"
+            view = dict(self.partitions[lane])
+            for slot, row, ordinal, tag, after in _arrivals(part):
+                assert self.slots[lane] <= slot < self.slots[lane] + self.evaluation_slots[lane], "evaluation has slots of its own"
+                assert slot not in view, "no slot holds two rows"
+                assert row in order and row not in [occupant.row for occupant in view.values()]
+                trained = self.rows.get(row)
+                if trained is None:
+                    assert (ordinal, tag, after) == (-1, 0, -1), "a row that was never trained is initial, and has no ordinal"
+                else:
+                    assert (ordinal, tag, after) == (trained.ordinal, trained.tag, trained.last_end)
+                    assert after < boundary
+                view[slot] = Occupant(row, ordinal, tag, tag)
+            used = [view[int(slot)] for slot in part.slots]
+            for place, occupant in enumerate(used):
+                trained = self.rows.get(occupant.row)
+                assert occupant.tag == (trained.tag if trained else 0), "evaluation sees the newest version"
+                assert occupant.row not in lane_of, "a row has one lane"
+                assert trained is None or trained.lane == lane
+                assert int(part.users[place]) == step.users(occupant.row)
+                lane_of[occupant.row] = lane
+            assert [o.row for o in used] == [row for row in order if lane_of.get(row) == lane], "rows stand in order of first lookup"
+        assert set(lane_of) == set(order)
+        self._check_index(step, parts, order, lane_of)
+
+    def _check_index(self, step: Step, parts: Sequence[Any], order: Sequence[Row], lane_of: dict[Row, int]) -> None:
+        """Every lookup's place among its lane's local rows: by owner lane, then by first lookup in the step."""
+        for lane, part in enumerate(parts):
+            mine = set(step.lookups[lane])
+            local = [row for owner_lane in range(self.lanes) for row in order if lane_of[row] == owner_lane and row in mine]
+            assert [local[int(place)] for place in part.index] == list(step.lookups[lane])
+
+
+def _arrivals(part: Any) -> list[tuple[int, Row, int, int, int]]:
+    """(slot, row, ordinal, tag, after) of every arrival."""
+    a = part.arrivals
+    columns = zip(a.slot, a.table, a.id, a.ordinal, a.tag, a.after, strict=True)
+    return [(int(slot), (int(table), int(i)), int(ordinal), int(tag), int(after)) for slot, table, i, ordinal, tag, after in columns]

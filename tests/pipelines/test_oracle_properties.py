@@ -1,0 +1,348 @@
+"""Whatever the accesses, lanes, slots, segments and lookahead: a compiled schedule keeps every invariant of the oracle."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from belady import belady_arrivals
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_twin import Outcome, Row, Step, Trained, check_program, own_rows
+from reference_data import shuffled, slice_bounds
+
+from pipelines import compile as compiling
+from pipelines.compile import CompileSettings, compile_schedule
+from pipelines.errors import SlotsError
+from pipelines.features import Feature, FeatureSpec, Table
+from pipelines.replay import state_after
+from pipelines.samples import Samples
+from pipelines.schedule import Schedule
+
+EVERYTHING = 1 << 40
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """An OrderedSource of samples in memory, given out in chunks of `chunk` samples."""
+
+    train: Samples
+    held_out: Samples
+    chunk: int
+    shuffle_seed: int | None
+
+    @property
+    def training_samples(self) -> int:
+        return len(self.train)
+
+    @property
+    def evaluation_samples(self) -> int:
+        return len(self.held_out)
+
+    @property
+    def shuffled(self) -> bool:
+        return self.shuffle_seed is not None
+
+    def order(self, epoch: int) -> np.ndarray:
+        if self.shuffle_seed is None:
+            return np.arange(len(self.train))
+        return shuffled(self.shuffle_seed, epoch, len(self.train))
+
+    def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
+        order = self.order(epoch)
+        yield from self._chunks(self.train.take(order), order)
+
+    def evaluation(self) -> Iterator[tuple[Samples, np.ndarray]]:
+        yield from self._chunks(self.held_out, np.arange(len(self.held_out)))
+
+    def _chunks(self, samples: Samples, numbers: np.ndarray) -> Iterator[tuple[Samples, np.ndarray]]:
+        for first in range(0, len(samples), self.chunk):
+            last = min(first + self.chunk, len(samples))
+            yield samples.slice(first, last), numbers[first:last]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random accesses and the settings that they are compiled with."""
+
+    features: FeatureSpec
+    sources: tuple[MemorySource, ...]
+    batch_size: int
+    lanes: int
+    epochs: int
+    slots: int | str
+    segment_bytes: int
+    window_accesses: int
+    direct_rows: int
+    threads: int
+
+    def settings(self, **changed: Any) -> CompileSettings:
+        values = {
+            "features": self.features,
+            "batch_size": self.batch_size,
+            "lanes": self.lanes,
+            "slots": self.slots,
+            "epochs": self.epochs,
+            "shuffle_seed": self.sources[0].shuffle_seed,
+            "segment_bytes": self.segment_bytes,
+            "window_accesses": self.window_accesses,
+            "direct_rows": self.direct_rows,
+            "threads": self.threads,
+        }
+        return CompileSettings(**{**values, **changed})
+
+
+def random_samples(random: np.random.Generator, features: FeatureSpec, count: int, skew: float) -> Samples:
+    """Samples whose ids are skewed towards small ones."""
+    ids: list[int] = []
+    offsets = [0]
+    for _ in range(count):
+        for feature in features.features:
+            rows = features.tables[feature.table].rows
+            assert rows is not None
+            values = 1 if feature.pooling == "single" else int(random.integers(1, 4))
+            ids += [int(rows * random.random() ** skew) for _ in range(values)]
+            offsets.append(len(ids))
+    labels = random.integers(0, 2, count).astype(np.float32)
+    dense = np.zeros((count, 0), np.float32)
+    return Samples(labels, dense, np.array(ids, np.int64), np.array(offsets, np.int64) if features.multi_valued else None)
+
+
+@st.composite
+def cases(draw: st.DrawFn, parts: int = 1) -> Case:
+    tables = tuple(Table(f"t{k}", draw(st.sampled_from((1, 5, 40)), label=f"rows of t{k}")) for k in range(draw(st.integers(1, 3))))
+    pooled = draw(st.booleans(), label="multi-valued")
+    used = [*range(len(tables)), *draw(st.lists(st.integers(0, len(tables) - 1), max_size=2))]
+    features = FeatureSpec(
+        label="y",
+        dense=(),
+        features=tuple(Feature(f"f{n}", table, f"f{n}", "id", "sum" if pooled and n % 2 == 0 else "single") for n, table in enumerate(used)),
+        tables=tables,
+    )
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="data seed"))
+    skew = draw(st.sampled_from((1.0, 4.0)))
+    shuffle_seed = draw(st.sampled_from((None, 3)), label="shuffle seed")
+    chunk = draw(st.integers(1, 9), label="chunk")
+    held_out = draw(st.integers(0, 12), label="evaluation samples")
+    sources = tuple(
+        MemorySource(
+            random_samples(random, features, draw(st.integers(1, 60), label="training samples"), skew),
+            random_samples(random, features, held_out, skew),
+            chunk,
+            shuffle_seed,
+        )
+        for _ in range(parts)
+    )
+    return Case(
+        features,
+        sources,
+        batch_size=draw(st.integers(1, 9), label="batch size"),
+        lanes=draw(st.integers(1, 5), label="lanes"),
+        epochs=draw(st.integers(1, 3), label="epochs"),
+        slots=draw(st.sampled_from(("min", "all", 3, 6, 14)), label="slots"),
+        segment_bytes=draw(st.sampled_from((1, 300, 2000, 1 << 20)), label="segment bytes"),
+        window_accesses=draw(st.sampled_from((1, 20, 1 << 20)), label="window"),
+        direct_rows=draw(st.sampled_from((0, 10, 1 << 20)), label="direct rows"),
+        threads=draw(st.integers(1, 2), label="threads"),
+    )
+
+
+def steps_of(kind: str, case: Case, samples: Samples) -> list[Step]:
+    """The accesses of consecutive samples, cut into steps and slices."""
+    features = case.features.features
+    offsets = samples.offsets if samples.offsets is not None else np.arange(len(samples) * len(features) + 1)
+    rows = [
+        [(feature.table, int(i)) for f, feature in enumerate(features) for i in samples.ids[offsets[n + f] : offsets[n + f + 1]]]
+        for n in range(0, len(samples) * len(features), len(features))
+    ]
+    steps = []
+    for first in range(0, len(rows), case.batch_size):
+        step = rows[first : first + case.batch_size]
+        bounds = slice_bounds(len(step), case.lanes)
+        steps.append(Step(kind, tuple(tuple(row for sample in step[a:b] for row in sample) for a, b in bounds)))
+    return steps
+
+
+def program_of(case: Case, source: MemorySource) -> list[Step]:
+    """All steps of a schedule: after each epoch, one pass over the evaluation samples."""
+    program: list[Step] = []
+    for epoch in range(case.epochs):
+        program += steps_of("train", case, source.train.take(source.order(epoch)))
+        program += steps_of("evaluate", case, source.held_out)
+    return program
+
+
+def check(schedule: Schedule, program: list[Step], parent: dict[Row, Trained] | None = None) -> Outcome:
+    """Run through a schedule from disk."""
+    header, manifest = schedule.header, schedule.manifest
+    outcome = check_program(
+        list(schedule.events()),
+        schedule.lane,
+        program,
+        header.slots,
+        manifest["evaluation_slots"],
+        schedule.final_ends,
+        header.first_step,
+        parent,
+    )
+    counts = manifest["counts"]
+    assert counts["rows_used"] == outcome.rows_used
+    assert counts["arrivals"] == outcome.arrivals == outcome.initial + counts["stored"]
+    assert counts["initial"] == outcome.initial
+    assert counts["write_backs"] == outcome.write_backs == outcome.arrivals, "every residency is written back once"
+    return outcome
+
+
+def compiled(case: Case, folder: Path, part: int = 0, **changed: Any) -> Schedule | None:
+    """The schedule of a case's part, or None where a step does not fit its slots (which the message must put right)."""
+    out = folder / f"schedule{part}"
+    out.mkdir()
+    try:
+        compile_schedule(case.sources[part], case.settings(**changed), out, folder / f"work{part}")
+    except SlotsError as error:
+        assert isinstance(case.slots, int) and str(case.slots) in str(error)
+        return None
+    return Schedule(out)
+
+
+def check_samples(case: Case, source: MemorySource, schedule: Schedule, first_number: int = 0) -> None:
+    """Labels, offsets and numbers of every slice."""
+    width = len(case.features.features)
+    passed = {"train": 0, "evaluate": 0}
+    for event in schedule.events():
+        samples = source.train if event.kind == "train" else source.held_out
+        order = source.order(event.epoch) if event.kind == "train" else np.arange(len(samples))
+        start = passed[event.kind] % len(samples)
+        passed[event.kind] += event.samples
+        for lane, (a, b) in enumerate(slice_bounds(event.samples, case.lanes)):
+            chosen = order[start + a : start + b]
+            part, expected = schedule.lane(event, lane), samples.take(chosen)
+            np.testing.assert_array_equal(part.labels, expected.labels)
+            np.testing.assert_array_equal(part.numbers, chosen + (first_number if event.kind == "train" else 0))
+            assert part.dense.shape == (b - a, 0)
+            if case.features.multi_valued:
+                np.testing.assert_array_equal(part.offsets, expected.offsets if b > a else np.zeros(1))
+            else:
+                assert part.offsets is None and len(part.index) == (b - a) * width
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_a_compiled_schedule_keeps_every_invariant(case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = compiled(case, Path(folder))
+        if schedule is None:
+            return
+        program = program_of(case, case.sources[0])
+        outcome = check(schedule, program)
+        check_samples(case, case.sources[0], schedule)
+        found = {
+            (int(table), int(row)): (int(lane), int(ordinal), int(tag))
+            for batch in schedule.rows(7)
+            for table, row, lane, ordinal, tag in zip(*(batch[k] for k in ("table", "id", "lane", "ordinal", "tag")), strict=True)
+        }
+        assert list(found) == sorted(found), "the row table is by (table, id)"
+        assert found == {row: (t.lane, t.ordinal, t.tag) for row, t in outcome.rows.items()}
+        per_lane = [own_rows(program, lane, outcome.rows) for lane in range(case.lanes)]
+        largest = [max(len(rows) for rows in steps) for steps in per_lane]
+        assert schedule.manifest["minimum_slots"] == largest
+        fewest = sum(belady_arrivals(steps, n) for steps, n in zip(per_lane, schedule.header.slots, strict=True))
+        assert outcome.arrivals >= fewest
+        if schedule.manifest["lookahead"]["cover"] is None:
+            assert outcome.arrivals == fewest
+        if case.slots == "all":
+            assert outcome.arrivals == outcome.initial == len(outcome.rows)
+        if case.slots == "min":
+            assert list(schedule.header.slots) == [max(n, 1) for n in largest]
+
+
+@given(cases())
+@settings(max_examples=40)
+def test_entering_at_any_step_gives_the_state_of_running_through(case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = compiled(case, Path(folder))
+        if schedule is None:
+            return
+        outcome = check(schedule, program_of(case, case.sources[0]))
+        events = list(schedule.events())
+        tables = len(case.features.tables)
+        for index, event in enumerate(events):
+            if event.row == 0 and schedule.entry(event.segment, 0) is not None:
+                segment = schedule.segment(event.segment)
+                assert segment is not None and segment.ordinals is not None
+                for lane in range(case.lanes):
+                    entry = schedule.entry(event.segment, lane)
+                    assert entry is not None
+                    assert occupants(range(len(entry.table)), entry) == plain(outcome.before[index][lane])
+                    assert list(segment.ordinals[lane]) == [outcome.ordinals[index].get((lane, k), 0) for k in range(tables)]
+            follows_training = index > 0 and events[index - 1].kind == "train"
+            if index == 0 or follows_training:
+                step = schedule.header.first_step - 1 if index == 0 else events[index - 1].step
+                position = state_after(schedule, step)
+                assert position.next_event == event
+                for lane, state in enumerate(position.lanes):
+                    assert occupants(state.slots, state.occupants) == plain(outcome.before[index][lane])
+                    assert list(state.ordinals) == [outcome.ordinals[index].get((lane, k), 0) for k in range(tables)]
+
+
+def occupants(slots: Any, found: Any) -> dict[int, tuple[int, ...]]:
+    """slot -> (table, id, ordinal, tag, stored tag)"""
+    columns = zip(slots, found.table, found.id, found.ordinal, found.tag, found.stored, strict=True)
+    return {int(slot): tuple(map(int, values)) for slot, *values in columns}
+
+
+def plain(partition: Any) -> dict[int, tuple[int, ...]]:
+    """The same of a checked partition."""
+    return {slot: (*o.row, o.ordinal, o.tag, o.stored) for slot, o in partition.items()}
+
+
+@given(cases(parts=2))
+@settings(max_examples=40)
+def test_a_schedule_after_another_continues_its_rows(case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first = compiled(case, Path(folder), 0)
+        if first is None:
+            return
+        before = check(first, program_of(case, case.sources[0]))
+        second = compiled(case, Path(folder), 1, parent=first.path)
+        if second is None:
+            return
+        assert second.header.first_step == first.header.end_step
+        assert second.header.parent == first.checksum
+        check(second, program_of(case, case.sources[1]), before.rows)
+        check_samples(case, case.sources[1], second, len(case.sources[0].train))
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_with_all_of_the_future_known_arrivals_are_the_minimum(case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "COVER", EVERYTHING)
+        schedule = compiled(case, Path(folder), window_accesses=EVERYTHING)
+        if schedule is None:
+            return
+        assert schedule.manifest["lookahead"]["exact"]
+        program = program_of(case, case.sources[0])
+        outcome = check(schedule, program)
+        steps = [own_rows(program, lane, outcome.rows) for lane in range(case.lanes)]
+        assert outcome.arrivals == sum(belady_arrivals(rows, n) for rows, n in zip(steps, schedule.header.slots, strict=True))
+
+
+@given(cases())
+@settings(max_examples=30)
+def test_threads_segments_and_chunks_change_no_decision_that_slots_do_not(case: Case) -> None:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        first = compiled(case, Path(one), threads=1)
+        second = compiled(case, Path(two), threads=2, direct_rows=0)
+        assert (first is None) == (second is None)
+        if first is None or second is None:
+            return
+        assert first.manifest["counts"] == second.manifest["counts"]
+        assert [path.name for path in sorted(first.path.iterdir())] == [path.name for path in sorted(second.path.iterdir())]
+        for path in sorted(first.path.iterdir()):
+            assert path.read_bytes() == (second.path / path.name).read_bytes(), f"{path.name} is the same, byte for byte"

@@ -332,14 +332,19 @@ class TorchKernels:
             w[:, :width] -= lr * g
         elif rules.kinds[k] == ADAGRAD:
             s[:, :width] += g * g
-            w[:, :width] -= (lr * g) / (torch.sqrt(s[:, :width]) + epsilon)
+            w[:, :width] -= (lr * g) / (_root(s[:, :width]) + epsilon)
         elif rules.kinds[k] == ROWWISE_ADAGRAD:
             start = 0
             for own, columns in enumerate(rules.parts[rules.part_offsets[k] : rules.part_offsets[k + 1]].tolist()):
                 part = g[:, start : start + columns]
                 s[:, own] += _sums_of_squares(part) / torch.tensor(np.float32(columns), device=self.device)
-                w[:, start : start + columns] -= (lr * part) / (torch.sqrt(s[:, own]) + epsilon)[:, None]
+                w[:, start : start + columns] -= (lr * part) / (_root(s[:, own]) + epsilon)[:, None]
                 start += columns
+
+
+def _root(s: Tensor) -> Tensor:
+    """The correctly rounded square root, which torch's float32 one is not on the CPU (MKL); rounding twice is harmless here."""
+    return torch.sqrt(s.to(torch.float64)).to(torch.float32)
 
 
 def _sums_of_squares(g: Tensor) -> Tensor:

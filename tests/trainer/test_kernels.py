@@ -1,0 +1,213 @@
+"""The kernels of rows against loops in float32 scalars, and the two implementations against each other, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.rows import RowLayout
+from trainer.errors import JobError
+from trainer.kernels import CompiledKernels, Kernels, TorchKernels, kernels_for
+from trainer.layout import MEAN, SINGLE, BlockLayout, UpdateRules
+
+VARIANTS: list[Kernels] = [CompiledKernels(), TorchKernels("cpu")]
+f32 = np.float32
+
+
+def bits(tensor: torch.Tensor | np.ndarray) -> list[int]:
+    return np.ascontiguousarray(np.asarray(tensor), np.float32).view(np.uint32).ravel().tolist()
+
+
+def block_layout(widths: list[int], pooling: list[int]) -> BlockLayout:
+    names = tuple(f"f{i}" for i in range(len(widths)))
+    parts = tuple((("weights", width),) for width in widths)
+    return BlockLayout(names, parts, np.array(widths, np.int32), np.array(pooling, np.int8), max(widths))
+
+
+def readonly(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, BlockLayout, int]:
+    """rows, index, offsets, layout, samples."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    samples, features, n = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    widths = [draw(st.integers(1, 19)) for _ in range(features)]
+    bags = draw(st.booleans())
+    pooling = [draw(st.integers(0, 2)) if bags else SINGLE for _ in range(features)]
+    lengths = np.array([1 if kind == SINGLE else rng.integers(1, 6) for _ in range(samples) for kind in pooling])
+    rows = rng.standard_normal((n, max(widths))).astype(f32)
+    index = rng.integers(0, n, lengths.sum()).astype(np.int32)
+    offsets = readonly(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)) if bags else None
+    return rows, readonly(index), offsets, block_layout(widths, pooling), samples
+
+
+def bag(index: np.ndarray, offsets: np.ndarray | None, place: int) -> list[int]:
+    return [int(index[place])] if offsets is None else index[offsets[place] : offsets[place + 1]].tolist()
+
+
+def expected_block(rows: np.ndarray, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, samples: int) -> np.ndarray:
+    features = len(layout.widths)
+    block = np.zeros((samples, features, layout.width), f32)
+    for place in range(samples * features):
+        i, f = divmod(place, features)
+        looked_up = bag(index, offsets, place)
+        total = rows[looked_up[0]].copy()
+        for row in looked_up[1:]:
+            total += rows[row]
+        if layout.pooling[f] == MEAN:
+            total /= f32(len(looked_up))
+        block[i, f, : layout.widths[f]] = total[: layout.widths[f]]
+    return block
+
+
+def expected_gradients(gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, n: int) -> np.ndarray:
+    features = len(layout.widths)
+    sums: dict[int, np.ndarray] = {}
+    for place in range(gradient.shape[0] * features):
+        i, f = divmod(place, features)
+        looked_up = bag(index, offsets, place)
+        term = gradient[i, f] / f32(len(looked_up)) if layout.pooling[f] == MEAN else gradient[i, f]
+        for row in looked_up:
+            sums[row] = sums[row] + term if row in sums else term.copy()
+    return np.stack([sums.get(row, np.full(layout.width, -0.0, f32)) for row in range(n)])
+
+
+@settings(max_examples=60)
+@given(slices())
+def test_block_and_gradients_follow_the_order_of_lookups(case: tuple[np.ndarray, np.ndarray, np.ndarray | None, BlockLayout, int]) -> None:
+    rows, index, offsets, layout, samples = case
+    block = expected_block(rows, index, offsets, layout, samples)
+    gradient = np.random.default_rng(0).standard_normal(block.shape).astype(f32)
+    sums = expected_gradients(gradient, index, offsets, layout, len(rows))
+    for kernels in VARIANTS:
+        out = torch.full(block.shape, torch.nan).requires_grad_()
+        kernels.gather_block(torch.from_numpy(rows), index, offsets, layout, out)
+        assert bits(out.detach()) == bits(block), type(kernels).__name__
+        summed = torch.full(rows.shape, torch.nan)
+        kernels.row_gradients(torch.from_numpy(gradient), index, offsets, layout, summed)
+        assert bits(summed) == bits(sums), type(kernels).__name__
+
+
+@pytest.mark.parametrize("kernels", VARIANTS, ids=lambda kernels: type(kernels).__name__)
+def test_an_empty_bag_is_zeros_and_has_no_part_in_gradients(kernels: Kernels) -> None:
+    layout = block_layout([3], [MEAN])
+    index, offsets = np.array([0, 1], np.int32), np.array([0, 0, 2], np.int32)
+    block, sums = torch.full((2, 1, 3), torch.nan), torch.empty(2, 3)
+    kernels.gather_block(torch.ones(2, 3), index, offsets, layout, block)
+    assert block[:, 0].tolist() == [[0, 0, 0], [1, 1, 1]]
+    kernels.row_gradients(torch.ones(2, 1, 3), index, offsets, layout, sums)
+    assert sums.tolist() == [[0.5] * 3] * 2
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32), st.integers(1, 7), st.integers(0, 20), st.integers(1, 18))
+def test_parts_are_added_in_lane_order_from_the_first(seed: int, lanes: int, rows: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    numbers = sorted(rng.choice(64, lanes, replace=False).tolist())
+    used = rng.random((lanes, rows)) < 0.6
+    users = np.zeros(rows, np.uint64)
+    for lane, by in zip(numbers, used, strict=True):
+        users[by] |= np.uint64(1 << lane)
+    parts = [rng.standard_normal((int(by.sum()), width)).astype(f32) for by in used]
+    expected = np.full((rows, width), np.nan, f32)
+    for row in range(rows):
+        terms = [part[int(by[:row].sum())] for part, by in zip(parts, used, strict=True) if by[row]]
+        for place, term in enumerate(terms):
+            expected[row] = expected[row] + term if place else term
+    for kernels in VARIANTS:
+        total = torch.full((rows, width), torch.nan)
+        for lane, part in zip(numbers, parts, strict=True):
+            kernels.add_part(total, readonly(users), lane, torch.from_numpy(part))
+        assert bits(total) == bits(expected), type(kernels).__name__
+
+
+def swapped_sum(order: list[int]) -> list[int]:
+    rng = np.random.default_rng(1)
+    parts = [torch.from_numpy(rng.standard_normal((50, 4)).astype(f32)) for _ in range(3)]
+    total = torch.empty(50, 4)
+    users = np.full(50, 7, np.uint64)
+    for lane, part in enumerate(order):
+        CompiledKernels().add_part(total, users, lane, parts[part])
+    return bits(total)
+
+
+def test_swapping_the_last_two_of_three_parts_changes_bits() -> None:
+    assert swapped_sum([0, 1, 2]) == swapped_sum([1, 0, 2])
+    assert swapped_sum([0, 1, 2]) != swapped_sum([0, 2, 1])
+
+
+def q(g: np.ndarray) -> np.float32:
+    p = [f32(0)] * 8
+    for j, value in enumerate(g):
+        p[j % 8] = p[j % 8] + value * value
+    for half in (4, 2, 1):
+        p = [p[j] + p[j + half] for j in range(half)]
+    return p[0]
+
+
+def expected_update(row: RowLayout, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
+    lr, epsilon = f32(row.lr), f32(1e-8)
+    start = 0
+    for own, (_, columns) in enumerate(row.parts):
+        if row.optimizer == "rowwise_adagrad":
+            s[own] = s[own] + q(g[start : start + columns]) / f32(columns)
+        for j in range(start, start + columns):
+            if row.optimizer == "sgd":
+                w[j] = w[j] - lr * g[j]
+                continue
+            if row.optimizer == "adagrad":
+                s[j] = s[j] + g[j] * g[j]
+            w[j] = w[j] - (lr * g[j]) / (np.sqrt(s[own if row.optimizer == "rowwise_adagrad" else j]) + epsilon)
+        start += columns
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32))
+def test_updates_are_those_of_each_tables_optimizer(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = ["sgd", "adagrad", "rowwise_adagrad"]
+    tables = [
+        RowLayout(k, f"t{k}", 9, (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2], names[int(rng.integers(3))], 0.1 * k)
+        for k in range(4)
+    ]
+    rules = UpdateRules.of(tables)
+    count = 30
+    weights = rng.standard_normal((50, rules.width)).astype(f32)
+    state = rng.random((50, rules.state_width)).astype(f32)
+    slots, numbers = rng.permutation(50)[:count].astype(np.int32), rng.integers(0, 4, count).astype(np.int16)
+    gradient = (rng.standard_normal((count, rules.width)) * rng.choice([0, 1e-30, 1e-3, 1, 1e20], (count, 1))).astype(f32)
+    w, s = weights.copy(), state.copy()
+    with np.errstate(all="ignore"):
+        for slot, k, g in zip(slots, numbers, gradient, strict=True):
+            expected_update(tables[k], w[slot], s[slot], g)
+    for kernels in VARIANTS:
+        mine, own = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
+        kernels.apply(mine, own, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules)
+        assert bits(mine) == bits(w) and bits(own) == bits(s), type(kernels).__name__
+
+
+@pytest.mark.parametrize("kernels", VARIANTS, ids=lambda kernels: type(kernels).__name__)
+def test_rows_are_taken_and_put_as_they_are(kernels: Kernels) -> None:
+    rows = torch.arange(12.0).view(4, 3).clone()
+    places = readonly(np.array([3, 1], np.int32))
+    out = torch.empty(2, 3)
+    kernels.take_rows(rows, places, out)
+    assert out.tolist() == [[9, 10, 11], [3, 4, 5]]
+    kernels.put_rows(rows, places, -out)
+    assert rows.tolist() == [[0, 1, 2], [-3, -4, -5], [6, 7, 8], [-9, -10, -11]]
+
+
+def test_the_variant_is_chosen_by_device_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORELOAD_KERNELS", raising=False)
+    assert isinstance(kernels_for("cpu"), CompiledKernels)
+    assert isinstance(kernels_for("cpu", "torch"), TorchKernels)
+    monkeypatch.setenv("FORELOAD_KERNELS", "torch")
+    assert isinstance(kernels_for("cpu"), TorchKernels)
+    with pytest.raises(JobError, match="compiled on the CPU"):
+        kernels_for("cuda", "compiled")

@@ -101,7 +101,7 @@ def encode_rows(
 ) -> None:
     """Write n rows as they are stored.
 
-    weights: float32 [n, >= W]; state: float32 [n, >= S]; ids: int64 [n]; tags: int32 [n]; out: uint8 [n, 4 * (W + S) + 12], written.
+    weights: float32 [n, >= W]; state: float32 [n, >= S]; ids: int64 [n]; tags: int32 [n]; written: out, uint8 [n, 4 * (W + S) + 12].
     The last axis of each is contiguous. Bits are copied as they are, NaN payloads included.
     """
     _encode(weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags, W, S, out.view(np.int32))
@@ -112,7 +112,7 @@ def decode_rows(
 ) -> None:
     """Read n stored rows: the reverse of encode_rows.
 
-    rows: uint8 [n, 4 * (W + S) + 12]. Written: weights float32 [n, >= W] (columns below W), state float32 [n, >= S] (below S), ids int64
-    [n], tags int32 [n], the last axis of each contiguous.
+    rows: uint8 [n, 4 * (W + S) + 12]. Written: weights float32 [n, >= W] (columns below W), state float32 [n, >= S] (below S),
+    ids int64 [n], tags int32 [n]. The last axis of each is contiguous.
     """
     _decode(rows.view(np.int32), W, S, weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags)

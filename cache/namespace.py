@@ -1,0 +1,123 @@
+"""A namespace per run: two jobs share a store without touching each other's rows, and a run left over is never taken for a new one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from cache.errors import NamespaceInUse, StoreError
+from cache.store import Store
+
+FORMAT = 1
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_SCAN_KEYS = 1000
+
+
+def check_name(namespace: str) -> None:
+    """Raise StoreError unless the namespace is 1 to 100 letters, digits, dots, dashes and underscores."""
+    if not _NAME.fullmatch(namespace):
+        raise StoreError(f"namespace: must be 1 to 100 letters, digits, '.', '-' or '_'; got {namespace!r}")
+
+
+def lane_key(namespace: str, lane: int, epoch: int) -> bytes:
+    """The key of a lane's hash on every store shard; the braces keep its epochs in one slot of a Redis cluster."""
+    return b"{%b:%d}:%d" % (namespace.encode(), lane, epoch)
+
+
+def run_key(namespace: str) -> bytes:
+    """The key that says whose the namespace is."""
+    return b"%b:run" % namespace.encode()
+
+
+def owner(store: Store, namespace: str, shard: int) -> dict[str, Any] | None:
+    """What `claim` noted on a store shard: {"format", "shard", "shards", "identity"}; None if the namespace is not there."""
+    check_name(namespace)
+    text = store.command(shard, "GET", run_key(namespace))
+    if text is None:
+        return None
+    try:
+        stored = json.loads(text if isinstance(text, bytes) else b"")
+        if stored["format"] == FORMAT and isinstance(stored["identity"], dict):
+            return dict(stored)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise StoreError(f"store {store.urls[shard]}: the key {run_key(namespace).decode()} was not written by this program's version")
+
+
+def claim(store: Store, namespace: str, identity: Mapping[str, Any], mode: Literal["new", "resume", "overwrite"]) -> None:
+    """Make the namespace this run's, on all store shards or on none.
+
+    identity: what must be the same for the run to go on (run id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
+    has the namespace. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
+    if another run has it, StoreError if a shard has lost it.
+    """
+    check_name(namespace)
+    if mode == "resume":
+        for shard in range(store.shards):
+            _check_owner(store, namespace, identity, shard)
+        return
+    if mode == "overwrite":
+        remove(store, namespace)
+    claimed: list[int] = []
+    for shard in range(store.shards):
+        note = {"format": FORMAT, "shard": shard, "shards": store.shards, "identity": dict(identity)}
+        if store.command(shard, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX") is None:
+            for earlier in claimed:
+                store.command(earlier, "UNLINK", run_key(namespace))
+            raise NamespaceInUse(
+                f"store {store.urls[shard]}: namespace {namespace} belongs to a run already; "
+                "--resume goes on with that run, --overwrite removes its rows"
+            )
+        claimed.append(shard)
+
+
+def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int) -> None:
+    note = owner(store, namespace, shard)
+    url = store.urls[shard]
+    if note is None:
+        raise StoreError(f"store {url}: has no namespace {namespace}, so its rows are lost or it is another server; check --store")
+    if (note["shard"], note["shards"]) != (shard, store.shards):
+        raise StoreError(
+            f"store {url}: is shard {note['shard']} of {note['shards']} of namespace {namespace}, not {shard} of {store.shards}; "
+            "give --store the same servers in the same order as before"
+        )
+    wanted = json.loads(json.dumps(dict(identity)))
+    different = sorted(name for name in wanted.keys() | note["identity"].keys() if wanted.get(name) != note["identity"].get(name))
+    if different:
+        name = different[0]
+        raise NamespaceInUse(
+            f"store {url}: namespace {namespace} is another run's: {name} there is {note['identity'].get(name)!r}, here "
+            f"{wanted.get(name)!r}; --overwrite removes its rows"
+        )
+
+
+def remove(store: Store, namespace: str) -> int:
+    """Remove a namespace from all store shards; returns how many lanes' hashes there were. Others' keys are not touched."""
+    check_name(namespace)
+    removed = 0
+    # The pattern finds at least the lanes' keys; the expression decides.
+    pattern = b"{%b:*}:*" % re.sub(rb"([\[\]?*\\])", rb"\\\1", namespace.encode())
+    mine = re.compile(rb"\{%b:\d+\}:.*" % re.escape(namespace.encode()))
+    for shard in range(store.shards):
+        cursor: object = b"0"
+        while True:
+            page = store.command(shard, "SCAN", _bytes(cursor), "MATCH", pattern, "COUNT", _SCAN_KEYS)
+            assert isinstance(page, list)
+            cursor, keys = page
+            keys = [key for key in keys if mine.fullmatch(key)]
+            if keys:
+                # UNLINK frees in the background; DEL would block the server for everyone.
+                store.command(shard, "UNLINK", *keys)
+                removed += len(keys)
+            if _bytes(cursor) == b"0":
+                break
+        # Last: while lanes are left, the namespace is still taken.
+        store.command(shard, "UNLINK", run_key(namespace))
+    return removed
+
+
+def _bytes(value: object) -> bytes:
+    assert isinstance(value, bytes)
+    return value

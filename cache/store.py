@@ -1,0 +1,288 @@
+"""The store client: arrays of rows to and from all store shards at once, pipelined, in one selector loop."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+
+import numpy as np
+
+from cache.channel import RETRIED, Channel, Request, pauses, reply_error
+from cache.errors import RowError, StoreError, StoreUnavailable
+from cache.resp import HmgetReply, PlainReply, encode_command, encode_hmget, encode_hset, hmget_bytes, hset_bytes
+from cache.url import StoreUrl, parse_url
+
+COMMAND_ROWS = 2048
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+@dataclass(slots=True)
+class Read:
+    """Rows wanted from one store shard, and the marker.
+
+    fields: uint64 [n]; rows: uint8 [n, row_bytes], its last axis contiguous. exchange fills rows in place (those of missing rows stay as
+    they were), missing (bool [n], or None where nothing is missing) and marker (None where there is none).
+    """
+
+    shard: int
+    key: bytes
+    fields: np.ndarray
+    rows: np.ndarray
+    missing: np.ndarray | None = None
+    marker: bytes | None = None
+
+
+@dataclass(slots=True)
+class Write:
+    """Rows for one store shard, written with the marker by one atomic command.
+
+    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes].
+    """
+
+    shard: int
+    key: bytes
+    fields: np.ndarray
+    rows: np.ndarray
+    marker: bytes | None = None
+
+
+class Store:
+    """Connections to all store shards. One thread uses a Store; another makes its own.
+
+    timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. connect_timeout:
+    for how long a server that cannot be reached is tried at the start. Nothing reconnects later: after StoreUnavailable the Store is
+    closed.
+    Counters: bytes_sent, bytes_received, commands, rows_read, rows_written, retries.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str | StoreUrl],
+        timeout: timedelta = timedelta(seconds=30),
+        connect_timeout: timedelta = timedelta(seconds=10),
+    ) -> None:
+        if not urls:
+            raise StoreError("store: needs the URL of at least one store shard; got none")
+        self.timeout = timeout
+        self.commands = self.rows_read = self.rows_written = self.retries = 0
+        self._closed = ""
+        self._channels: list[Channel] = []
+        try:
+            for url in urls:
+                parsed = url if isinstance(url, StoreUrl) else parse_url(url)
+                self._channels.append(Channel(parsed, timeout, connect_timeout))
+            self.server_versions = tuple(self._check_server(shard) for shard in range(self.shards))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def shards(self) -> int:
+        """How many store shards there are."""
+        return len(self._channels)
+
+    @property
+    def urls(self) -> tuple[StoreUrl, ...]:
+        """The store shards' addresses, in order."""
+        return tuple(channel.url for channel in self._channels)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent to all shards so far."""
+        return sum(channel.bytes_sent for channel in self._channels)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes received from all shards so far."""
+        return sum(channel.bytes_received for channel in self._channels)
+
+    def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
+        """Do all writes, then all reads of each shard, all shards at once; returns when every reply is in.
+
+        The arrays of a Write must stay as they are until then. Raises RowError for a stored value of another length; StoreFull, StoreAuth,
+        Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable or StoreTls for a connection that fails.
+        """
+        requests: dict[int, list[Request]] = {}
+        for write in writes:
+            requests.setdefault(write.shard, []).append(self._write_request(write))
+        replies: list[tuple[Read, list[HmgetReply]]] = []
+        for read in reads:
+            if len(read.fields) != len(read.rows):
+                raise ValueError(f"Read: {len(read.fields)} fields for {len(read.rows)} rows")
+            parts: list[HmgetReply] = []
+            for start in range(0, max(len(read.fields), 1), COMMAND_ROWS):
+                fields = read.fields[start : start + COMMAND_ROWS]
+                reply = HmgetReply(read.rows[start : start + COMMAND_ROWS])
+                encode = partial(encode_hmget, key=read.key, fields=fields)
+                requests.setdefault(read.shard, []).append(Request(hmget_bytes(read.key, len(fields)), encode, reply))
+                parts.append(reply)
+            replies.append((read, parts))
+        self._perform(requests)
+        for read, parts in replies:
+            self._finish(read, parts)
+
+    def command(self, shard: int, *words: bytes | str | int) -> object:
+        """An occasional command to one shard.
+
+        Returns bytes, int, None, a list of these, or str for a status. Raises as exchange does.
+        """
+        data = np.frombuffer(encode_command(*words), np.uint8)
+        reply = PlainReply()
+
+        def encode(out: np.ndarray) -> int:
+            out[:] = data
+            return len(data)
+
+        self._perform({shard: [Request(len(data), encode, reply)]})
+        return reply.value
+
+    def info(self, shard: int) -> dict[str, str]:
+        """What INFO says, by name."""
+        text = self.command(shard, "INFO")
+        assert isinstance(text, bytes)
+        pairs = (line.split(":", 1) for line in text.decode(errors="replace").splitlines() if ":" in line)
+        return dict(pairs)
+
+    def close(self) -> None:
+        """Close all connections. Does nothing the second time."""
+        self._closed = self._closed or "it was closed before"
+        for channel in self._channels:
+            channel.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_server(self, shard: int) -> str:
+        """Refuse a server that would evict rows; returns its version."""
+        info = self.info(shard)
+        policy = info.get("maxmemory_policy")
+        if policy is None:
+            answer = self.command(shard, "CONFIG", "GET", "maxmemory-policy")
+            policy = answer[1].decode() if isinstance(answer, list) and len(answer) == 2 else "unknown"
+        if policy != "noeviction":
+            raise StoreError(
+                f"store {self.urls[shard]}: maxmemory-policy must be noeviction, or rows would vanish; got {policy}; "
+                "run CONFIG SET maxmemory-policy noeviction there"
+            )
+        return info.get("redis_version", "unknown")
+
+    def _write_request(self, write: Write) -> Request:
+        if len(write.fields) != len(write.rows) or not len(write.fields) + (write.marker is not None) > 0:
+            raise ValueError(f"Write: {len(write.fields)} fields for {len(write.rows)} rows, marker {write.marker!r}")
+        if len(write.fields) > COMMAND_ROWS:
+            raise ValueError(f"Write: at most {COMMAND_ROWS} rows a command; got {len(write.fields)}")
+        self.rows_written += len(write.fields)
+        size = hset_bytes(write.key, len(write.fields), write.rows.shape[1], write.marker)
+        encode = partial(encode_hset, key=write.key, fields=write.fields, rows=write.rows, marker=write.marker)
+        return Request(size, encode, PlainReply())
+
+    def _finish(self, read: Read, parts: list[HmgetReply]) -> None:
+        """Gather what the commands of one read found."""
+        url = self.urls[read.shard]
+        for part, reply in enumerate(parts):
+            if reply.other_length is not None:
+                row, length = reply.other_length
+                field = int(read.fields[part * COMMAND_ROWS + row])
+                raise RowError(
+                    f"store {url}: the value of field {field:#018x} of {read.key.decode()} has {length} bytes, a row of this model and "
+                    f"optimizer has {read.rows.shape[1]}; name the run that wrote it, or --overwrite"
+                )
+        read.marker = parts[0].marker
+        if any(reply.marker != read.marker for reply in parts):
+            raise StoreError(f"store {url}: the marker of {read.key.decode()} changed within one read; another trainer writes this lane")
+        read.missing = None
+        if any(reply.missing is not None for reply in parts):
+            absent = [np.zeros(len(reply.rows), np.bool_) if reply.missing is None else reply.missing for reply in parts]
+            read.missing = np.concatenate(absent)
+        self.rows_read += len(read.rows)
+
+    def _perform(self, requests: dict[int, list[Request]]) -> None:
+        """Run requests to their replies, again where a server was not ready, and raise what a server refused."""
+        if self._closed:
+            raise StoreUnavailable(f"store: the connections are closed ({self._closed}); make a new Store")
+        try:
+            attempts = pauses(self.timeout)
+            while requests:
+                for shard, some in requests.items():
+                    self._channels[shard].begin(some)
+                    self.commands += len(some)
+                self._settle([self._channels[shard] for shard in requests])
+                again = self._not_ready(requests)
+                if again and next(attempts, self) is self:
+                    shard, some = next(iter(again.items()))
+                    raise reply_error(self.urls[shard], str(some[0].reply.error))
+                for request in (request for some in again.values() for request in some):
+                    request.reply.restart()
+                    self.retries += 1
+                requests = again
+        except StoreError:
+            raise
+        except BaseException as error:
+            # Replies may still be under way: nothing more can be asked on these connections.
+            self._fail(repr(error))
+            raise
+
+    def _not_ready(self, requests: dict[int, list[Request]]) -> dict[int, list[Request]]:
+        """Per shard, the requests from the first one on that must be sent again; order matters, and each may be repeated safely."""
+        again: dict[int, list[Request]] = {}
+        for shard, some in requests.items():
+            for place, request in enumerate(some):
+                error = request.reply.error
+                if error is None:
+                    continue
+                if error.split(" ", 1)[0] not in RETRIED:
+                    raise reply_error(self.urls[shard], error)
+                again.setdefault(shard, some[place:])
+        return again
+
+    def _settle(self, busy: list[Channel]) -> None:
+        """Send and receive on all channels until each has every reply."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                for channel in busy:
+                    channel.send()
+                    selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, channel)
+                while selector.get_map():
+                    patience = self._patience(busy)
+                    for key, events in selector.select(patience):
+                        self._serve(selector, key, events)
+        except StoreError as error:
+            self._fail(str(error))
+            raise
+
+    def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
+        channel: Channel = key.data
+        if events & _READ or channel.tls_wants_write:
+            channel.receive()
+        if events & _WRITE:
+            channel.send()
+        if channel.answered:
+            selector.unregister(key.fileobj)
+            return
+        wanted = _READ | _WRITE if channel.wants_write else _READ
+        if wanted != key.events:
+            selector.modify(key.fileobj, wanted, channel)
+
+    def _patience(self, busy: list[Channel]) -> float:
+        """Seconds until the first channel has been silent for too long. Raises StoreUnavailable when one has."""
+        waiting = [channel for channel in busy if not channel.answered]
+        left = min(channel.progressed for channel in waiting) + self.timeout.total_seconds() - time.monotonic()
+        if left > 0:
+            return left
+        silent = min(waiting, key=lambda channel: channel.progressed)
+        raise StoreUnavailable(
+            f"store {silent.url}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
+            "--store-timeout sets the limit"
+        )
+
+    def _fail(self, why: str) -> None:
+        self._closed = self._closed or why
+        self.close()

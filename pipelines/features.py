@@ -27,6 +27,7 @@ KAGGLE_ROWS = (
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
 
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """One embedding table: ids are 0 .. rows - 1.
@@ -119,7 +120,9 @@ class FeatureSpec:
         rows = []
         for table in self.tables:
             if table.rows is None:
-                raise FeatureError(f"table {table.name}: its rows are known once its vocabulary is counted; prepare the data first")
+                raise FeatureError(
+                    f"table {table.name}: its rows are known once its vocabulary is counted; prepare the data first"
+                )
             rows.append(table.rows)
         return tuple(rows)
 
@@ -378,7 +381,9 @@ def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
     value = entry.get(key)
     if not isinstance(value, str) or not value:
-        raise FeatureError(f'{where}: {key} must be a text; add {key} = "..."' + ("" if value is None else f" instead of {value!r}"))
+        raise FeatureError(
+            f'{where}: {key} must be a text; add {key} = "..."' + ("" if value is None else f" instead of {value!r}")
+        )
     return value
 
 

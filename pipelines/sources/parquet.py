@@ -1,0 +1,57 @@
+"""Parquet files: one split a row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.errors import SourceError
+from pipelines.features import FeatureSpec
+from pipelines.records import Records, convert
+from pipelines.sources.files import File, open_file, reading
+from pipelines.sources.splits import PIECE_ROWS, Split
+
+
+def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
+    """The splits of Parquet files; reads their footers only. SourceError where one is damaged or lacks a column."""
+    splits = []
+    for place, file in enumerate(files):
+        with _opened(file.path) as parquet:
+            names = parquet.schema_arrow.names
+            for name in spec.columns:
+                if names.count(name) != 1:
+                    found = "no" if name not in names else "more than one"
+                    raise SourceError(
+                        f"{file.path}: {found} column {name!r} among {', '.join(names[:50])}; check the feature file"
+                    )
+            groups = [g for g in range(parquet.num_row_groups) if parquet.metadata.row_group(g).num_rows]
+        splits += [Split("parquet", file.path, place, number, group, group + 1) for number, group in enumerate(groups)]
+    return splits
+
+
+def read_parquet(split: Split, spec: FeatureSpec) -> Iterator[Records]:
+    """The records of a row group in order, in pieces of at most PIECE_ROWS. Raises SourceError."""
+    with _opened(split.path) as parquet:
+        row = sum(parquet.metadata.row_group(group).num_rows for group in range(split.start))
+        for batch in parquet.iter_batches(PIECE_ROWS, row_groups=[split.start], columns=list(spec.columns), use_threads=False):
+            columns = {name: batch.column(batch.schema.get_field_index(name)) for name in spec.columns}
+
+            def row_of(places: np.ndarray, row: int = row) -> np.ndarray:
+                return places + row + 1
+
+            yield convert(columns, spec, split.path, row_of)
+            row += batch.num_rows
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[pq.ParquetFile]:
+    with reading(path), open_file(path) as file:
+        try:
+            yield pq.ParquetFile(file)
+        except pa.ArrowException as error:
+            reason = str(error).splitlines()[0]
+            raise SourceError(f"{path}: not a readable Parquet file ({reason}); it may be truncated, write it again") from error

@@ -1,0 +1,81 @@
+"""Sources and the splits that they are read in: the words that plan_splits and read_split share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pyarrow as pa
+
+from pipelines.errors import SourceError
+from pipelines.features import TextFormat
+from pipelines.records import RejectedRecord
+from pipelines.samples import Samples
+
+PIECE_ROWS = 65_536
+"""Samples in a piece, at most. Fixed, so that where pieces are cut depends on the input alone."""
+
+Format = Literal["criteo", "csv", "parquet", "synthetic"]
+FORMATS: tuple[Format, ...] = ("criteo", "csv", "parquet", "synthetic")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is to be read.
+
+    patterns: paths or globs, in the order given (none for synthetic). The rest is for synthetic: rows; seed; values: distinct
+    values a column, at most, None for as many as its table has ids.
+    """
+
+    format: Format
+    patterns: tuple[str, ...] = ()
+    rows: int = 0
+    seed: int = 0
+    values: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise SourceError(f"format: must be one of {', '.join(FORMATS)}, not {self.format!r}")
+        if self.format == "synthetic":
+            if self.patterns:
+                raise SourceError(f"source: synthetic data has no files, but {self.patterns[0]!r} is given; leave it out")
+            if self.rows < 1:
+                raise SourceError(f"rows: synthetic data needs at least 1 row, not {self.rows}; say how many with --rows")
+            if self.values is not None and self.values < 1:
+                raise SourceError(f"values: a column needs at least 1 distinct value, not {self.values}")
+        elif not self.patterns:
+            raise SourceError(f"source: format {self.format} needs at least one file or glob; name it")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A part of a source that is read on its own. All samples of all splits, in the splits' order, are the source's.
+
+    kind: text (bytes start .. end - 1 of the file, the lines that start in them), stream (a whole text file, from its start),
+    parquet (row group start), synthetic (rows start .. end - 1). file_index: place among the source's files, from 0.
+    split_index: place among the file's splits, from 0. text: how a text file is cut into fields, its delimiter and columns
+    filled in. first_line: the line at `start` of a stream. source: what synthetic rows are made from.
+    """
+
+    kind: Literal["text", "stream", "parquet", "synthetic"]
+    path: str
+    file_index: int
+    split_index: int
+    start: int
+    end: int
+    text: TextFormat = field(default_factory=TextFormat)
+    first_line: int = 1
+    source: Source | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Encoded consecutive samples of a split, at most PIECE_ROWS, without the records that were rejected among them.
+
+    keys, rejects, rejected: as in Records.
+    """
+
+    samples: Samples
+    keys: pa.Array | None
+    rejects: tuple[RejectedRecord, ...]
+    rejected: int

@@ -29,9 +29,17 @@ _MOST_CANDIDATES = 65_536  # sampled keys from which splitters are chosen, at mo
 class OrderedSource(Protocol):
     """What a schedule is compiled from: samples in their global order, in chunks of any size."""
 
-    training_samples: int  # over one epoch
-    evaluation_samples: int  # over one pass
-    shuffled: bool  # each epoch has an order of its own; otherwise every epoch gives the same arrays
+    @property
+    def training_samples(self) -> int:
+        """Samples of one epoch."""
+
+    @property
+    def evaluation_samples(self) -> int:
+        """Samples of one pass."""
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether each epoch has an order of its own; otherwise every epoch gives the same arrays."""
 
     def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
         """Chunks of the epoch's training samples in order, each with its samples' numbers (int64)."""
@@ -135,17 +143,18 @@ def shuffle_keys(seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ShuffledKeys:
-    """The shuffle keys of numbers (int64 [n]), computed one by one: a binary search asks for a few of them."""
+    """The shuffle keys of numbers, int64 [n], each `first` too small; computed one by one, since a binary search asks for a few."""
 
     seed: int
     epoch: int
     numbers: np.ndarray
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, row: int) -> int:
-        return chain(self.seed, self.epoch, int(self.numbers[row]))
+        return chain(self.seed, self.epoch, self.first + int(self.numbers[row]))
 
 
 # -- Sorting -----------------------------------------------------------------------------------------------------------------
@@ -260,6 +269,7 @@ class PieceOrder:
 
     @property
     def rows(self) -> int:
+        """Samples in all."""
         return int((self.ends - self.starts).sum())
 
     def slice(self, first: int, last: int) -> PieceOrder:
@@ -270,11 +280,17 @@ class PieceOrder:
         kept = np.flatnonzero(ends > starts)
         return PieceOrder(tuple(self.names[i] for i in kept), starts[kept], ends[kept])
 
+    def range(self, place: int) -> PieceOrder:
+        """One of the ranges as an order of its own."""
+        return PieceOrder(self.names[place : place + 1], self.starts[place : place + 1], self.ends[place : place + 1])
+
     def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
         return {"names": list(self.names), "starts": self.starts.tolist(), "ends": self.ends.tolist()}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> PieceOrder:
+        """Inverse of to_dict."""
         return cls(tuple(value["names"]), np.array(value["starts"], np.int64), np.array(value["ends"], np.int64))
 
 

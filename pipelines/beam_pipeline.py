@@ -1,0 +1,72 @@
+"""The pipeline as a whole: read -> (count ->) encode -> order -> (shuffle ->) compile."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+
+from pipelines.beam_order import (
+    CollectShuffled,
+    CollectSorted,
+    CutBuckets,
+    CutShuffle,
+    HoldOut,
+    ShuffleBucket,
+    SortBucket,
+    SortRuns,
+    source_of,
+)
+from pipelines.beam_read import ReadTask, add_reading
+from pipelines.beam_stages import GroupStage, Plan, Wrap, each, grouped
+from pipelines.compile import compile_schedule
+from pipelines.schedule import MANIFEST, write_atomically
+
+PROGRESS = "progress"
+"""In the work folder: steps compiled and steps in all, as text."""
+
+_PROGRESS_SECONDS = 1.0
+
+
+class Compile(GroupStage):
+    """The final orders -> the schedule. One worker does it; lanes are planned in threads."""
+
+    def together(self, values: list[Any]) -> Iterator[Any]:
+        if (self.plan.out / MANIFEST).exists():  # a runner may try again what is done
+            return
+        # A folder of this attempt alone: a worker given up for dead may still be writing into its own.
+        scratch = Path(tempfile.mkdtemp(prefix="compile-", dir=self.plan.work))
+        try:
+            compile_schedule(source_of(self.plan), self.plan.compile_settings(), self.plan.out, scratch, self._progress())
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        yield "compiled"
+
+    def _progress(self) -> Any:
+        noted = 0.0
+
+        def note(done: int, total: int) -> None:
+            nonlocal noted
+            if time.monotonic() - noted >= _PROGRESS_SECONDS:
+                noted = time.monotonic()
+                write_atomically(self.plan.work / PROGRESS, f"{done} {total}".encode())
+
+        return note
+
+
+def add_schedule(pipeline: beam.Pipeline, plan: Plan, tasks: list[ReadTask], wrap: Wrap = lambda stage: stage) -> None:
+    """Add everything to a pipeline. wrap: applied to every DoFn (tests disturb them)."""
+    orders = add_reading(pipeline, plan, tasks, wrap)
+    if plan.spec.order_by is not None:
+        buckets = each(orders, CutBuckets(plan), wrap, spread=False)
+        orders = grouped(each(buckets, SortBucket(plan), wrap), CollectSorted(plan), wrap)
+    ready = each(orders, HoldOut(plan), wrap, spread=False)
+    if plan.settings.shuffle_seed is not None:
+        parts = grouped(each(ready, SortRuns(plan), wrap), CutShuffle(plan), wrap)
+        ready = grouped(each(parts, ShuffleBucket(plan), wrap), CollectShuffled(plan), wrap)
+    grouped(ready, Compile(plan), wrap)

@@ -90,8 +90,7 @@ def test_a_trainer_notices_that_the_coordinator_is_gone() -> None:
     board = Board(join_store("127.0.0.1", port, TIMEOUT))
     del server
     with pytest.raises(PeerLost, match="launcher"):
-        for _ in range(3):
-            board.publish("a", 1)
+        board.publish("a", 1)
     with pytest.raises(PeerLost, match=f"coordinator at 127.0.0.1:{port}"):
         join_store("127.0.0.1", port, timedelta(milliseconds=200))
 

@@ -1,0 +1,112 @@
+"""Models that must be refused, and one that must not, found by import path in test_models.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.spec import ModelSpec
+
+
+class Sum(nn.Module):
+    """The sum of everything, scaled: the smallest model that can be trained."""
+
+    def __init__(self, spec: ModelSpec, *, scale: float = 1.0, flag: bool = False, steps: int = 3) -> None:
+        super().__init__()
+        self.names, self.arguments = spec.names, (scale, flag, steps)
+        self.bias = nn.Parameter(torch.full((1,), scale))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return dense.sum(1) + sum(embeddings[name].sum(1) for name in self.names) + self.bias
+
+
+class Counting(Sum):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        self.calls += 1
+        return super().forward(dense, embeddings)
+
+
+class Normed(Sum):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.norm = nn.BatchNorm1d(spec.dense_width)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(self.norm(dense) if len(dense) > 1 else dense, embeddings)
+
+
+class Remembering(Sum):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        self.shift = getattr(self, "shift", 0) + 1
+        return super().forward(dense, embeddings) + self.shift
+
+
+class Wide(Sum):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings)[:, None]
+
+
+class Squeezing(Sum):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings).squeeze()
+
+
+class Tupled(Sum):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return (super().forward(dense, embeddings),)
+
+
+class Double(Sum):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+class Lazy(Sum):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.lazy = nn.LazyLinear(1)
+
+
+class Sparse(Sum):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.table = nn.Embedding(3, 1, sparse=True)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings) + self.table(torch.zeros(len(dense), dtype=torch.int64)).squeeze(1)
+
+
+class Bare(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+
+
+class Failing(Sum):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return embeddings["nothing of this name"]
+
+
+class Unbuildable(Sum):
+    def __init__(self, spec: ModelSpec) -> None:
+        raise RuntimeError("no such luck")
+
+
+class BadColumns(Sum):
+    further_columns: ClassVar[dict[str, int]] = {"weights": 1}
+
+
+class Demanding(Sum):
+    def __init__(self, spec: ModelSpec, *, size: int) -> None:
+        super().__init__(spec)
+
+
+def not_a_class() -> None:
+    """A function, which is no model."""

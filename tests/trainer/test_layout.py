@@ -1,0 +1,78 @@
+"""Layouts follow from features, model and row optimizers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.features import Dense, Feature, FeatureSpec, Table
+from trainer.errors import JobError
+from trainer.layout import MEAN, SINGLE, BlockLayout, UpdateRules, layouts, model_spec
+from trainer.models.dlrm import DLRM
+from trainer.models.wide_deep import WideDeep
+from trainer.row_optimizers import RowOptimizer
+
+FEATURES = FeatureSpec(
+    label="label",
+    dense=(Dense("d", "d", "none"),),
+    features=(
+        Feature("a", 1, "a", "hash"),
+        Feature("b", 0, "b", "hash", pooling="mean"),
+        Feature("c", 1, "c", "hash"),
+    ),
+    tables=(Table("small", 10), Table("large", 1000, 6)),
+)
+SGD = RowOptimizer("sgd", 0.5)
+
+
+def test_rows_have_the_tables_dimension_and_the_models_columns() -> None:
+    rows = layouts(FEATURES, WideDeep, 4, SGD, {"large": RowOptimizer("rowwise_adagrad", 0.1)})
+    assert [row.parts for row in rows] == [(("weights", 4), ("linear", 1)), (("weights", 6), ("linear", 1))]
+    assert [(row.width, row.state_width, row.optimizer, row.lr) for row in rows] == [(5, 0, "sgd", 0.5), (7, 2, "rowwise_adagrad", 0.1)]
+    assert [row.row_bytes for row in layouts(FEATURES, DLRM, 4, RowOptimizer("adagrad", 0.1))] == [44, 60]
+    rules = UpdateRules.of(rows)
+    assert rules.kinds.tolist() == [0, 2] and rules.parts.tolist() == [4, 1, 6, 1] and rules.part_offsets.tolist() == [0, 2, 4]
+    assert rules.rates.tolist() == [np.float32(0.5), np.float32(0.1)] and (rules.width, rules.state_width) == (7, 2)
+
+
+def test_the_model_is_told_names_dimensions_and_tables_in_order() -> None:
+    spec = model_spec(FEATURES, 4)
+    assert spec.dense_width == 1 and spec.features == (("a", 6, "large"), ("b", 4, "small"), ("c", 6, "large"))
+
+
+def test_embeddings_are_views_of_the_block() -> None:
+    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, SGD))
+    assert layout.pooling.tolist() == [SINGLE, MEAN, SINGLE] and layout.widths.tolist() == [7, 5, 7] and layout.width == 7
+    block = torch.randn(3, 3, 7)
+    embeddings = layout.embeddings(block)
+    assert list(embeddings) == ["a", "a.linear", "b", "b.linear", "c", "c.linear"]
+    for name, expected in {"a": block[:, 0, :6], "b": block[:, 1, :4], "b.linear": block[:, 1, 4:5], "c.linear": block[:, 2, 6:7]}.items():
+        view = embeddings[name]
+        assert torch.equal(view, expected) and view.stride() == expected.stride() and view.data_ptr() == expected.data_ptr()
+
+
+def test_gradients_of_views_come_together_in_the_block() -> None:
+    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, SGD))
+    block = torch.randn(3, 3, 7, requires_grad=True)
+    embeddings = layout.embeddings(block)
+    (embeddings["b"].sum() * 2 + embeddings["a.linear"].sum() * 3).backward()
+    expected = torch.zeros(3, 3, 7)
+    expected[:, 1, :4], expected[:, 0, 6] = 2, 3
+    assert torch.equal(block.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "message"),
+    [("adam", 0.1, "must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"), ("sgd", -1, "not negative"), ("sgd", float("nan"), "finite")],
+)
+def test_settings_of_row_optimizers_are_checked(name: str, lr: float, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        RowOptimizer(name, lr)
+
+
+def test_what_does_not_fit_the_features_is_refused() -> None:
+    with pytest.raises(JobError, match="no table 'medium'; the tables are small, large"):
+        layouts(FEATURES, DLRM, 4, SGD, {"medium": SGD})
+    with pytest.raises(JobError, match="dim: must be at least 1; got 0"):
+        layouts(FEATURES, DLRM, 0, SGD)

@@ -1,0 +1,185 @@
+"""Models: what they compute, the same bits from the block as from a plain dict, their options, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ModelError
+from trainer.models import MODELS, build_model, key_values, load_model
+from trainer.models.dlrm import _PairwiseDots
+from trainer.models.spec import Embeddings, ModelSpec, further_columns
+
+OPTIONS: list[tuple[str, dict[str, object]]] = [
+    ("dlrm", {}),
+    ("dlrm", {"bottom": "8-4", "top": "5-1"}),
+    ("wide_deep", {}),
+    ("wide_deep", {"deep": "", "dropout": "0.5"}),
+    ("dcn", {"layers": "3", "rank": "2"}),
+    ("dcn", {"deep": ""}),
+    ("deepfm", {"deep": [7, 3]}),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cases_on_path() -> Iterator[None]:
+    folder = str(Path(__file__).parent)
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+
+
+def spec_of(dense_width: int = 3, dimension: int = 4, features: int = 3) -> ModelSpec:
+    return ModelSpec(dense_width, tuple((f"c{i}", dimension, f"t{i}") for i in range(features)))
+
+
+def inputs(module: nn.Module, spec: ModelSpec, samples: int, beyond: int = 0) -> tuple[Tensor, Embeddings]:
+    """Dense values, and embeddings as the trainer gives them, in a block wider than any row by `beyond`."""
+    parts = [(("weights", dimension), *further_columns(type(module))) for _, dimension, _ in spec.features]
+    width = max(sum(columns for _, columns in own) for own in parts) + beyond
+    block = torch.randn(samples, len(parts), width)
+    return torch.randn(samples, spec.dense_width), Embeddings.split(block.requires_grad_(), spec.names, parts)
+
+
+def results(module: nn.Module, dense: Tensor, embeddings: Mapping[str, Tensor], block: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    logits = module(dense, embeddings)
+    found = torch.autograd.grad(logits.sigmoid().sum(), [block, *module.parameters()])
+    return [logits.detach(), *found]
+
+
+@pytest.mark.parametrize("beyond", [0, 2])
+@pytest.mark.parametrize("dense_width", [0, 3])
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_block_and_plain_dict_give_the_same_bits(name: str, options: dict[str, object], dense_width: int, beyond: int) -> None:
+    spec = spec_of(dense_width)
+    module = build_model(load_model(name), spec, options, seed=3)
+    dense, embeddings = inputs(module, spec, 11, beyond)
+    by_block = results(module, dense, embeddings, embeddings.block)
+    plain = results(module, dense, dict(embeddings), embeddings.block)
+    assert all(torch.equal(a, b) for a, b in zip(by_block, plain, strict=True))
+    assert by_block[0].shape == (11,)
+    assert any(value.abs().sum() > 0 for value in by_block[1:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_a_function_of_the_seed(name: str) -> None:
+    first, again, other = (build_model(load_model(name), spec_of(), {}, seed) for seed in (5, 5, 6))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in first.parameters())
+
+
+def test_building_leaves_the_random_state_and_the_threads() -> None:
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    build_model(load_model("deepfm"), spec_of(), {"dropout": 0.3}, 1)
+    assert torch.equal(before, torch.get_rng_state()) and threads == torch.get_num_threads()
+
+
+def test_pairwise_dots_have_the_gradient_of_their_formula() -> None:
+    module = load_model("dlrm")(spec_of(features=4))
+    vectors = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    dots = _PairwiseDots.apply(vectors, module.pairs, module.places)
+    expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(5) for j in range(i)]
+    assert torch.allclose(dots, torch.stack(expected, 1))
+    assert torch.autograd.gradcheck(lambda v: _PairwiseDots.apply(v, module.pairs, module.places), (vectors,))
+
+
+def test_deepfm_sums_the_dot_products_of_all_pairs() -> None:
+    spec = spec_of(dense_width=0)
+    module = build_model(load_model("deepfm"), spec, {}, 0)
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    dense, embeddings = inputs(module, spec, 5)
+    vectors = [embeddings[name] for name in spec.names]
+    expected = sum((vectors[i] * vectors[j]).sum(1) for i in range(3) for j in range(i))
+    expected = expected + sum(embeddings[f"{name}.linear"].squeeze(1) for name in spec.names)
+    assert torch.allclose(module(dense, embeddings), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "deepfm"])
+def test_products_of_embeddings_need_one_dimension(name: str) -> None:
+    spec = ModelSpec(2, (("a", 4, "a"), ("b", 8, "b")))
+    with pytest.raises(ModelError, match="a 4, b 8"):
+        build_model(load_model(name), spec, {}, 0)
+    for other in ("wide_deep", "dcn"):
+        module = build_model(load_model(other), spec, {}, 0)
+        dense, embeddings = inputs(module, spec, 2)
+        assert torch.equal(module(dense, embeddings), module(dense, dict(embeddings)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dlrm", {"botom": "4"}, "has no option botom; it has bottom, top"),
+        ("dlrm", {"bottom": "8"}, "last size of bottom must be the dimension of the embeddings, 4; got 8"),
+        ("dlrm", {"top": "8-2"}, "last size of top must be 1"),
+        ("dlrm", {"top": "8-x"}, "must be layer sizes such as 64-32"),
+        ("dlrm", {"top": 8}, "must be layer sizes"),
+        ("dcn", {"layers": "0"}, "layers must be at least 1"),
+        ("dcn", {"layers": "2.5"}, "must be an integer; got '2.5'"),
+        ("dcn", {"layers": 2.5}, "must be an integer; got 2.5"),
+        ("dcn", {"rank": "99"}, "rank must be 0"),
+        ("deepfm", {"dropout": "1"}, "dropout: must be at least 0 and below 1"),
+        ("deepfm", {"dropout": "much"}, "must be a number; got 'much'"),
+        ("model_cases:Sum", {"flag": "maybe"}, "must be true or false"),
+        ("model_cases:Demanding", {}, "needs size"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_model(load_model(name), spec_of(), options, 0)
+
+
+def test_a_users_model_gets_options_of_the_types_of_its_defaults() -> None:
+    module = build_model(load_model("model_cases:Sum"), spec_of(), {"scale": "0.5", "flag": "true", "steps": "7"}, 0)
+    assert module.arguments == (0.5, True, 7)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("Counting", "changes buffer calls"),
+        ("Normed", "changes buffer norm.*BatchNorm"),
+        ("Remembering", "must keep no state"),
+        ("Wide", r"\[3\], for 3 samples; got torch.float32 \[3, 1\]"),
+        ("Squeezing", r"\[1\], for 1 samples; got torch.float32 \[\]"),
+        ("Tupled", "got tuple"),
+        ("Double", "parameter bias must be float32"),
+        ("Lazy", "parameter lazy.weight must be float32"),
+        ("Sparse", "table.weight has a sparse gradient"),
+        ("Bare", "has no parameters"),
+        ("Failing", "forward failed on made-up samples: KeyError"),
+        ("Unbuildable", "cannot be built: RuntimeError: no such luck"),
+    ],
+)
+def test_modules_that_cannot_be_trained_exactly_are_refused(case: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_model(load_model(f"model_cases:{case}"), spec_of(), {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dlrn", "must be one of dlrm, wide_deep, dcn, deepfm, or package.module:Class"),
+        ("no_such_module:Model", "cannot import no_such_module:Model: ModuleNotFoundError"),
+        ("model_cases:Nothing", "cannot import model_cases:Nothing: AttributeError"),
+        ("model_cases:not_a_class", "must be a subclass"),
+        ("model_cases:BadColumns", "must map names .not weights. to positive integers"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(name)
+
+
+def test_options_are_given_as_key_and_value() -> None:
+    assert key_values("--model-options", ["a=1", "b=x=y", "c="]) == {"a": "1", "b": "x=y", "c": ""}
+    for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
+        with pytest.raises(ModelError):
+            key_values("--model-options", wrong)

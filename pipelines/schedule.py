@@ -366,14 +366,32 @@ class Schedule:
             k += 1
 
     def events(self, first_segment: int = 0) -> Iterator[Event]:
-        """The program from a segment on, in order."""
+        """The program from a segment on, in order; waits where the schedule still grows."""
+        return (event for event in self.known_events(first_segment, wait=True) if event is not None)
+
+    def known_events(self, first_segment: int = 0, wait: bool = False) -> Iterator[Event | None]:
+        """The program from a segment on; unless it is to wait, None stands where the next event is not published yet."""
         place = sum(len(segment.samples) for segment, _ in zip(self.segments(), range(first_segment), strict=False))
         k = first_segment
-        while (segment := self.segment(k)) is not None:
+        while True:
+            while not wait and not self._published(k):
+                yield None
+            segment = self.segment(k)
+            if segment is None:
+                return
             for row, samples in enumerate(segment.samples):
                 yield Event(segment.kind, segment.first + row, samples, place, segment.epoch, k, row)
                 place += 1
             k += 1
+
+    def _published(self, index: int) -> bool:
+        """Whether it is known what segment `index` is, or that there is none, or that preparing failed."""
+        return (
+            index < len(self._segments)
+            or (self.path / segment_name(index)).exists()
+            or self.complete
+            or (self.path / FAILED).exists()
+        )
 
     def _open(self, segment: int, lane: int) -> tuple[MappedLists, MappedLists]:
         found = self._files.get((segment, lane))

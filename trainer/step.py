@@ -111,7 +111,7 @@ class Trainer:
         self.lanes = list(part.partitions)
         self._parameters = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._scratch = {lane: np.full(p.slots + p.evaluation_slots, -1, np.int32) for lane, p in part.partitions.items()}
+        self._scratch = {lane: np.full(p.slots, -1, np.int32) for lane, p in part.partitions.items()}
         self._metrics: BinaryMetrics | None = None
 
     def run(
@@ -169,17 +169,13 @@ class Trainer:
             slots = moves.slots[places]
             arrival = np.empty(slots.size, np.int32)
             _arrival_of(slots, moves.arrivals.slot, self._scratch[lane], arrival)
-            resident = np.flatnonzero(arrival < 0)
             self.part.kernels.take_rows(partition.weights, slots, out)
-            if resident.size < slots.size:
-                arriving = np.flatnonzero(arrival >= 0)
+            arriving = np.flatnonzero(arrival >= 0)
+            if arriving.size:
                 wanted = np.zeros(len(moves.arrivals), bool)
                 wanted[arrival[arriving]] = True
-                values = self.part.traffic.rows_ready(lane, event.index, wanted).weights
-                order = np.cumsum(wanted) - 1  # place of a wanted arrival among those that came
-                self.part.kernels.put_rows(
-                    out, arriving.astype(np.int32), torch.from_numpy(values[order[arrival[arriving]]]).to(out.device)
-                )
+                values = self.part.traffic.rows_ready(lane, event.index, wanted).weights[arrival[arriving]]
+                self.part.kernels.put_rows(out, arriving.astype(np.int32), torch.from_numpy(values).to(out.device))
 
         self.part.exchange.post_early(lists, fill)
         return lists
@@ -288,6 +284,10 @@ class Trainer:
 
     def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:
         part = self.part
+        segment = part.schedule.segment(event.segment)
+        assert segment is not None
+        for lane, partition in part.partitions.items():
+            partition.reserve_evaluation(segment.evaluation_slots[lane])
         lists = part.exchange.lists(self._lanes_of(event), early=False)
         self._move(event, lists.events, _Clock())
         part.exchange.finish_rows(lists, self._weights())

@@ -1,0 +1,120 @@
+"""Training in one process, for tests: several trainers as threads over the in-memory transport, on real redis-servers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from cache.placement import Placement
+from cache.reading import StoredRows
+from cache.store import Store
+from pipelines.schedule import Schedule
+from trainer.assembly import DensePart, Start, assemble
+from trainer.dense_optimizers import optimizer_state
+from trainer.digest import Digest
+from trainer.job import TrainJob
+from trainer.step import EvaluationReport, StepReport, Trainer
+from trainer.trained import trained_rows
+from trainer.transport import LocalHub
+
+
+@dataclass(slots=True)
+class Trained:
+    """What a training left: the digest, the reports of rank 0, where it stopped (None: at the end), and how many rows it wrote in all."""
+
+    digest: str
+    steps: list[StepReport]
+    evaluations: list[EvaluationReport]
+    stopped_at: int | None
+    start: Start
+    dense: list[DensePart] = field(default_factory=list)
+
+
+def spread(lanes: int, trainers: int) -> list[int]:
+    """Lane -> trainer, in blocks."""
+    return [lane * trainers // lanes for lane in range(lanes)]
+
+
+def train(
+    job: TrainJob,
+    schedule: Schedule,
+    urls: Sequence[str],
+    trainers: int = 1,
+    stop_after: Callable[[int], bool] = lambda step: False,
+    resume: Trained | None = None,
+    check_tags: bool = True,
+    prepare: Callable[[int, Trainer], None] = lambda rank, trainer: None,
+) -> Trained:
+    """Run a schedule to its end, or to a stop, with `trainers` trainers in threads. prepare: may put faults into a rank's trainer."""
+    hub = LocalHub(trainers)
+    transports = hub.transports()
+    placement = Placement.spread(len(urls))
+    lane_map = spread(schedule.header.lanes, trainers)
+    start = resume.start if resume is not None else Start.anew(schedule)
+    batches = list(start.batches)
+    outcome = Trained("", [], [], None, start)
+    failures: list[BaseException] = []
+    if resume is None:
+        denses = [DensePart.build(job, schedule) for _ in range(trainers)]
+    else:
+        denses = [resume.dense[0].copy(job, schedule) for _ in range(trainers)]
+
+    def run(rank: int) -> None:
+        store = Store(urls, timedelta(seconds=10))
+        try:
+            part, events = assemble(
+                job, schedule, denses[rank], start, lane_map, transports[rank], store, placement, check_tags=check_tags
+            )
+            try:
+                trainer = Trainer(part)
+                prepare(rank, trainer)
+                mine = rank == 0
+                stopped = trainer.run(
+                    events,
+                    stop_after,
+                    outcome.steps.append if mine else lambda report: None,
+                    outcome.evaluations.append,
+                )
+                trainer.write_everything_back(schedule.header.end_step if stopped is None else stopped + 1)
+                for lane in trainer.lanes:
+                    batches[lane] = part.traffic.batches(lane)
+                if mine:
+                    outcome.stopped_at = stopped
+            finally:
+                part.traffic.abort()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            transports[rank].close()
+            store.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(trainers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    last = schedule.header.end_step - 1 if outcome.stopped_at is None else outcome.stopped_at
+    outcome.start = Start(last, tuple(batches))
+    outcome.dense = denses
+    outcome.digest = digest(job, schedule, denses[0], urls, outcome.start)
+    return outcome
+
+
+def digest(job: TrainJob, schedule: Schedule, dense: DensePart, urls: Sequence[str], at: Start) -> str:
+    """The digest of the model as the store and a trainer hold it."""
+    found = Digest()
+    found.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
+    with Store(urls, timedelta(seconds=10)) as store:
+        stored = StoredRows(store, Placement.spread(len(urls)), dense.layouts, job.run_namespace)
+        rows = trained_rows(schedule, at.step, stored, at.batches)
+        pending = next(rows, None)
+        for number, table in enumerate(schedule.header.features.tables):
+            found.table(table.name)
+            while pending is not None and pending.table == number:
+                found.rows(pending.ids, pending.weights, pending.state)
+                pending = next(rows, None)
+    return found.hexdigest()

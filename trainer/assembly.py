@@ -1,0 +1,164 @@
+"""Putting a trainer together: from a job, a schedule and a place in it to the parts that `trainer.step.Trainer` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import nn
+
+from cache.partition import Partition
+from cache.placement import Placement
+from cache.reading import Expected, StoredRows, read_rows
+from cache.rows import RowLayout
+from cache.staging import Staged
+from cache.store import Store
+from cache.traffic import LanePlan, Traffic
+from pipelines.replay import Position, state_after
+from pipelines.schedule import Arrivals, Event, Schedule
+from trainer.dense_optimizers import build_dense_optimizer
+from trainer.errors import JobError
+from trainer.exchange import Exchange
+from trainer.job import TrainJob
+from trainer.kernels import kernels_for
+from trainer.layout import BlockLayout, UpdateRules, layouts, model_spec
+from trainer.models import build_model, load_model
+from trainer.step import Part
+from trainer.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a trainer begins: the last step trained before, and per lane the number of its last write-back batch."""
+
+    step: int
+    batches: tuple[int, ...]
+
+    @classmethod
+    def anew(cls, schedule: Schedule) -> Start:
+        """The beginning of a schedule whose lanes wrote nothing yet."""
+        return cls(schedule.header.first_step - 1, (0,) * schedule.header.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """The dense part of the model, the same on every trainer, and the layouts that follow from the model."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    layouts: list[RowLayout]
+
+    @classmethod
+    def build(cls, job: TrainJob, schedule: Schedule) -> DensePart:
+        """A new model and its optimizer, as the job says. Raises ModelError and JobError."""
+        features = schedule.header.features
+        model = load_model(job.model)
+        common, single = job.row_optimizers()
+        rows = layouts(features, model, job.dim, common, single)
+        module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)
+        optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
+        return cls(module, optimizer, rows)
+
+
+def partition_bytes(schedule: Schedule, rows: Sequence[RowLayout], lane: int, staging_rows: int) -> int:
+    """What a lane takes in trainer memory: slots with their occupants, and staging for as many rows as it may hold."""
+    width, state = max(row.width for row in rows), max(row.state_width for row in rows)
+    slot = 4 * (width + state) + 2 + 8 + 8 + 4 + 4
+    return slot * (schedule.header.slots[lane] + 2 * staging_rows)
+
+
+def default_staging_rows(schedule: Schedule) -> int:
+    """Rows that a lane may hold in staging: a quarter of its slots, at most 65,536."""
+    return max(1024, min(1 << 16, max(schedule.header.slots) // 4))
+
+
+def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
+    """A lane's arrivals from a position on."""
+    if position.next_event is None:
+        return
+    for event in schedule.known_events(position.segment):
+        if event is None:
+            yield None
+        elif event.index >= position.next_event.index:
+            yield event.index, schedule.arrivals(event, lane)
+
+
+def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
+    """The events from a position on."""
+    if position.next_event is None:
+        return
+    for event in schedule.events(position.segment):
+        if event.index >= position.next_event.index:
+            yield event
+
+
+def _enter(partition: Partition, position: Position, lane: int, stored: StoredRows) -> None:
+    """Fill a lane's slots with the rows that sat there, as a clean stop wrote them back."""
+    state = position.lanes[lane]
+    who = state.occupants
+    if not len(state.slots):
+        return
+    rows = read_rows(stored, Expected(lane, who.table, who.ordinal, who.id, who.tag))
+    arrivals = Arrivals(state.slots, who.table, who.ordinal, who.id, who.tag, np.full(len(state.slots), -1, np.int32))
+    partition.admit(arrivals, Staged(rows.weights, rows.state, timedelta()))
+
+
+def assemble(
+    job: TrainJob,
+    schedule: Schedule,
+    dense: DensePart,
+    start: Start,
+    lane_map: Sequence[int],
+    transport: Transport,
+    store: Store,
+    placement: Placement,
+    check_tags: bool = True,
+) -> tuple[Part, Iterator[Event]]:
+    """One trainer's parts, and the events that it runs, from `start` on. Raises JobError where the partitions do not fit --memory."""
+    device = torch.device(job.device)
+    rows = dense.layouts
+    rules = UpdateRules.of(rows)
+    hosted = [lane for lane, host in enumerate(lane_map) if host == transport.rank]
+    position = state_after(schedule, start.step)
+    stored = StoredRows(store, placement, rows, job.run_namespace)
+    staging_rows = default_staging_rows(schedule)
+    limit = job.memory_bytes
+    for lane in hosted:
+        size = partition_bytes(schedule, rows, lane, staging_rows)
+        if limit is not None and size > limit:
+            raise JobError(
+                f"--memory: must hold the schedule's {schedule.header.slots[lane]} slots, which take {size} bytes with this model, is {limit}: "
+                "give more memory, a smaller --dim, or prepare the schedule with fewer --slots"
+            )
+    evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
+    partitions = {
+        lane: Partition(schedule.header.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device) for lane in hosted
+    }
+    for lane, partition in partitions.items():
+        _enter(partition, position, lane, stored)
+    traffic = Traffic(
+        stored,
+        [LanePlan(lane, _plan(schedule, position, lane), start.batches[lane], start.step) for lane in hosted],
+        job.seed,
+        staging_rows=staging_rows,
+        check_tags=check_tags,
+    )
+    kernels = kernels_for(job.device)
+    part = Part(
+        schedule=schedule,
+        module=dense.module,
+        optimizer=dense.optimizer,
+        block=BlockLayout.of(schedule.header.features, rows),
+        rules=rules,
+        kernels=kernels,
+        exchange=Exchange(transport, lane_map, kernels, rules.width),
+        traffic=traffic,
+        partitions=partitions,
+        seed=job.seed,
+        device=device,
+        bytes_sent=lambda: sum(transport.bytes_sent.values()),
+    )
+    return part, remaining(schedule, position)

@@ -64,7 +64,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
     """Put back what optimizer_state returned. Raises RunError if it belongs to other parameters."""
     parameters = dict(module.named_parameters())
-    for name, parameter in parameters.items():
+    for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
     for path, value in saved.items():
         name, _, key = path.rpartition("/")

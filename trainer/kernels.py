@@ -35,7 +35,9 @@ class Kernels(Protocol):
     def put_rows(self, rows: Tensor, places: np.ndarray, values: Tensor) -> None:
         """rows[places[i]] = values[i]; places int32 [m] without repetition."""
 
-    def gather_block(self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor) -> None:
+    def gather_block(
+        self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor
+    ) -> None:
         """Fill the embedding block [b, F, W] from local rows [n, W].
 
         index: int32 [lookups], places among the rows; offsets: int32 [b*F + 1] into index, or None where every feature has one value.
@@ -222,7 +224,9 @@ class CompiledKernels:
     def put_rows(self, rows: Tensor, places: np.ndarray, values: Tensor) -> None:
         _put(rows.numpy(), places, values.numpy())
 
-    def gather_block(self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor) -> None:
+    def gather_block(
+        self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor
+    ) -> None:
         # detach: the block is usually a leaf that already requires its gradient
         values = block.detach().numpy()
         if offsets is None:
@@ -281,7 +285,9 @@ class TorchKernels:
     def put_rows(self, rows: Tensor, places: np.ndarray, values: Tensor) -> None:
         rows.index_copy_(0, self._long(places), values)
 
-    def gather_block(self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor) -> None:
+    def gather_block(
+        self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor
+    ) -> None:
         b, features, width = block.shape
         looked_up = rows.index_select(0, self._long(index))
         if offsets is not None:

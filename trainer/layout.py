@@ -32,7 +32,9 @@ def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
     table_dimensions = dimensions(features, dim)
     return ModelSpec(
         len(features.dense),
-        tuple((feature.name, table_dimensions[feature.table], features.tables[feature.table].name) for feature in features.features),
+        tuple(
+            (feature.name, table_dimensions[feature.table], features.tables[feature.table].name) for feature in features.features
+        ),
     )
 
 

@@ -56,7 +56,7 @@ def set_up(threads: int, device: str = "cpu") -> None:
     torch.set_flush_denormal(False)
     torch.use_deterministic_algorithms(True)
     # Filling every new tensor would only cost time: nothing here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False

@@ -64,7 +64,9 @@ def test_options_are_torchs() -> None:
         ("Adam", 0.1, {"betas": "0.9"}, "must be 2 numbers with commas"),
     ],
 )
-def test_what_has_no_fixed_update_or_does_not_exist_is_refused(name: str, lr: float, options: dict[str, object], message: str) -> None:
+def test_what_has_no_fixed_update_or_does_not_exist_is_refused(
+    name: str, lr: float, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(JobError, match=message):
         build_dense_optimizer(name, lr, options, network())
 

@@ -51,7 +51,9 @@ def bag(index: np.ndarray, offsets: np.ndarray | None, place: int) -> list[int]:
     return [int(index[place])] if offsets is None else index[offsets[place] : offsets[place + 1]].tolist()
 
 
-def expected_block(rows: np.ndarray, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, samples: int) -> np.ndarray:
+def expected_block(
+    rows: np.ndarray, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, samples: int
+) -> np.ndarray:
     features = len(layout.widths)
     block = np.zeros((samples, features, layout.width), f32)
     for place in range(samples * features):
@@ -66,7 +68,9 @@ def expected_block(rows: np.ndarray, index: np.ndarray, offsets: np.ndarray | No
     return block
 
 
-def expected_gradients(gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, n: int) -> np.ndarray:
+def expected_gradients(
+    gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, n: int
+) -> np.ndarray:
     features = len(layout.widths)
     sums: dict[int, np.ndarray] = {}
     for place in range(gradient.shape[0] * features):
@@ -80,7 +84,9 @@ def expected_gradients(gradient: np.ndarray, index: np.ndarray, offsets: np.ndar
 
 @settings(max_examples=60)
 @given(slices())
-def test_block_and_gradients_follow_the_order_of_lookups(case: tuple[np.ndarray, np.ndarray, np.ndarray | None, BlockLayout, int]) -> None:
+def test_block_and_gradients_follow_the_order_of_lookups(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray | None, BlockLayout, int],
+) -> None:
     rows, index, offsets, layout, samples = case
     block = expected_block(rows, index, offsets, layout, samples)
     gradient = np.random.default_rng(0).standard_normal(block.shape).astype(f32)
@@ -173,7 +179,14 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = ["sgd", "adagrad", "rowwise_adagrad"]
     tables = [
-        RowLayout(k, f"t{k}", 9, (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2], names[int(rng.integers(3))], 0.1 * k)
+        RowLayout(
+            k,
+            f"t{k}",
+            9,
+            (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2],
+            names[int(rng.integers(3))],
+            0.1 * k,
+        )
         for k in range(4)
     ]
     rules = UpdateRules.of(tables)
@@ -189,7 +202,7 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int) -> None:
     for kernels in VARIANTS:
         mine, own = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
         kernels.apply(mine, own, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules)
-        assert bits(mine) == bits(w) and bits(own) == bits(s), type(kernels).__name__
+        assert (bits(mine), bits(own)) == (bits(w), bits(s)), type(kernels).__name__
 
 
 @pytest.mark.parametrize("kernels", VARIANTS, ids=lambda kernels: type(kernels).__name__)

@@ -29,27 +29,43 @@ SGD = RowOptimizer("sgd", 0.5)
 def test_rows_have_the_tables_dimension_and_the_models_columns() -> None:
     rows = layouts(FEATURES, WideDeep, 4, SGD, {"large": RowOptimizer("rowwise_adagrad", 0.1)})
     assert [row.parts for row in rows] == [(("weights", 4), ("linear", 1)), (("weights", 6), ("linear", 1))]
-    assert [(row.width, row.state_width, row.optimizer, row.lr) for row in rows] == [(5, 0, "sgd", 0.5), (7, 2, "rowwise_adagrad", 0.1)]
+    assert [(row.width, row.state_width, row.optimizer, row.lr) for row in rows] == [
+        (5, 0, "sgd", 0.5),
+        (7, 2, "rowwise_adagrad", 0.1),
+    ]
     assert [row.row_bytes for row in layouts(FEATURES, DLRM, 4, RowOptimizer("adagrad", 0.1))] == [44, 60]
     rules = UpdateRules.of(rows)
-    assert rules.kinds.tolist() == [0, 2] and rules.parts.tolist() == [4, 1, 6, 1] and rules.part_offsets.tolist() == [0, 2, 4]
-    assert rules.rates.tolist() == [np.float32(0.5), np.float32(0.1)] and (rules.width, rules.state_width) == (7, 2)
+    assert rules.kinds.tolist() == [0, 2]
+    assert rules.parts.tolist() == [4, 1, 6, 1]
+    assert rules.part_offsets.tolist() == [0, 2, 4]
+    assert rules.rates.tolist() == [np.float32(0.5), np.float32(0.1)]
+    assert (rules.width, rules.state_width) == (7, 2)
 
 
 def test_the_model_is_told_names_dimensions_and_tables_in_order() -> None:
     spec = model_spec(FEATURES, 4)
-    assert spec.dense_width == 1 and spec.features == (("a", 6, "large"), ("b", 4, "small"), ("c", 6, "large"))
+    assert spec.dense_width == 1
+    assert spec.features == (("a", 6, "large"), ("b", 4, "small"), ("c", 6, "large"))
 
 
 def test_embeddings_are_views_of_the_block() -> None:
     layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, SGD))
-    assert layout.pooling.tolist() == [SINGLE, MEAN, SINGLE] and layout.widths.tolist() == [7, 5, 7] and layout.width == 7
+    assert layout.pooling.tolist() == [SINGLE, MEAN, SINGLE]
+    assert layout.widths.tolist() == [7, 5, 7]
+    assert layout.width == 7
     block = torch.randn(3, 3, 7)
     embeddings = layout.embeddings(block)
     assert list(embeddings) == ["a", "a.linear", "b", "b.linear", "c", "c.linear"]
-    for name, expected in {"a": block[:, 0, :6], "b": block[:, 1, :4], "b.linear": block[:, 1, 4:5], "c.linear": block[:, 2, 6:7]}.items():
+    for name, expected in {
+        "a": block[:, 0, :6],
+        "b": block[:, 1, :4],
+        "b.linear": block[:, 1, 4:5],
+        "c.linear": block[:, 2, 6:7],
+    }.items():
         view = embeddings[name]
-        assert torch.equal(view, expected) and view.stride() == expected.stride() and view.data_ptr() == expected.data_ptr()
+        assert torch.equal(view, expected)
+        assert view.stride() == expected.stride()
+        assert view.data_ptr() == expected.data_ptr()
 
 
 def test_gradients_of_views_come_together_in_the_block() -> None:
@@ -64,7 +80,11 @@ def test_gradients_of_views_come_together_in_the_block() -> None:
 
 @pytest.mark.parametrize(
     ("name", "lr", "message"),
-    [("adam", 0.1, "must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"), ("sgd", -1, "not negative"), ("sgd", float("nan"), "finite")],
+    [
+        ("adam", 0.1, "must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"),
+        ("sgd", -1, "not negative"),
+        ("sgd", float("nan"), "finite"),
+    ],
 )
 def test_settings_of_row_optimizers_are_checked(name: str, lr: float, message: str) -> None:
     with pytest.raises(JobError, match=message):

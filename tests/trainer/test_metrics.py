@@ -50,5 +50,7 @@ def test_extreme_logits_have_finite_losses() -> None:
 def test_metrics_that_are_not_defined_are_nan() -> None:
     assert all(math.isnan(value) for value in (BinaryMetrics().result().log_loss, BinaryMetrics().result().auc))
     found = measured(np.zeros(4, np.float32), np.ones(4, np.float32))
-    assert found.log_loss == pytest.approx(math.log(2)) and math.isnan(found.auc) and math.isnan(found.normalized_entropy)
+    assert found.log_loss == pytest.approx(math.log(2))
+    assert math.isnan(found.auc)
+    assert math.isnan(found.normalized_entropy)
     assert math.isnan(auc(np.array([0, np.nan], np.float32), np.array([0, 1])))

@@ -78,7 +78,8 @@ def test_a_model_is_a_function_of_the_seed(name: str) -> None:
 def test_building_leaves_the_random_state_and_the_threads() -> None:
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     build_model(load_model("deepfm"), spec_of(), {"dropout": 0.3}, 1)
-    assert torch.equal(before, torch.get_rng_state()) and threads == torch.get_num_threads()
+    assert torch.equal(before, torch.get_rng_state())
+    assert threads == torch.get_num_threads()
 
 
 def test_pairwise_dots_have_the_gradient_of_their_formula() -> None:

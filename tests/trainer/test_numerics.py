@@ -53,7 +53,12 @@ print(json.dumps({"differ": differ, "fingerprint": numerics.fingerprint(), "agai
 def measured(threads: int, **environment: str) -> dict[str, object]:
     inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(threads)], env=inherited | environment, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", SCRIPT, str(threads)],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     found: dict[str, object] = json.loads(done.stdout)
     return found
@@ -64,18 +69,23 @@ def test_a_linear_layer_gives_the_same_bits_at_every_address_and_in_every_slice(
     found = measured(threads)
     assert found["differ"] == []
     assert found["fingerprint"] == found["again"]
-    assert found["deterministic"] is True and found["filled"] is False
+    assert found["deterministic"] is True
+    assert found["filled"] is False
     fingerprint = found["fingerprint"]
     assert isinstance(fingerprint, dict)
-    assert fingerprint["threads"] == str(threads) and fingerprint["flush_to_zero"] == "off" and fingerprint["device"] == "cpu"
-    assert fingerprint["cpu_capability"] == "AVX2" and fingerprint["mkl_cbwr"] == "AVX2,STRICT"
+    assert fingerprint["threads"] == str(threads)
+    assert fingerprint["flush_to_zero"] == "off"
+    assert fingerprint["device"] == "cpu"
+    assert fingerprint["cpu_capability"] == "AVX2"
+    assert fingerprint["mkl_cbwr"] == "AVX2,STRICT"
 
 
 def test_the_users_environment_wins_and_shows_in_the_fingerprint() -> None:
     found = measured(1, MKL_CBWR="COMPATIBLE", ATEN_CPU_CAPABILITY="default")
     fingerprint = found["fingerprint"]
     assert isinstance(fingerprint, dict)
-    assert fingerprint["mkl_cbwr"] == "COMPATIBLE" and fingerprint["cpu_capability"] in ("DEFAULT", "NO AVX")
+    assert fingerprint["mkl_cbwr"] == "COMPATIBLE"
+    assert fingerprint["cpu_capability"] in ("DEFAULT", "NO AVX")
 
 
 def test_a_difference_is_refused_by_name() -> None:

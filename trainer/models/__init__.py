@@ -131,7 +131,9 @@ def _trial(module: nn.Module, spec: ModelSpec, samples: int) -> Tensor:
     logits = module(torch.randn(samples, spec.dense_width), Embeddings.split(block, spec.names, parts))
     if not isinstance(logits, Tensor) or logits.shape != (samples,) or logits.dtype != torch.float32:
         got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ModelError(f"{type(module).__name__}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}")
+        raise ModelError(
+            f"{type(module).__name__}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}"
+        )
     logits.sum().backward()
     return logits.detach()
 
@@ -161,7 +163,9 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
     changed = [buffer for buffer in after if buffer not in before or not torch.equal(before[buffer], after[buffer])]
     if changed or len(after) != len(before):
         what = changed[0] if changed else next(iter(set(before) - set(after)))
-        raise ModelError(f"{name}: forward changes buffer {what}, which lanes do not share; leave out BatchNorm and the like, use LayerNorm")
+        raise ModelError(
+            f"{name}: forward changes buffer {what}, which lanes do not share; leave out BatchNorm and the like, use LayerNorm"
+        )
     if not torch.equal(first, again):
         raise ModelError(f"{name}: two forwards of the same samples under one seed differ; forward must keep no state of its own")
     for parameter, value in parameters.items():

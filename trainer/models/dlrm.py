@@ -44,7 +44,9 @@ class DLRM(nn.Module):
         bottom_sizes = sizes("dlrm: bottom", bottom) or (64, dimension)
         top_sizes = sizes("dlrm: top", top)
         if bottom_sizes[-1] != dimension:
-            raise ModelError(f"dlrm: the last size of bottom must be the dimension of the embeddings, {dimension}; got {bottom_sizes[-1]}")
+            raise ModelError(
+                f"dlrm: the last size of bottom must be the dimension of the embeddings, {dimension}; got {bottom_sizes[-1]}"
+            )
         if top_sizes[-1:] != (1,):
             raise ModelError(f"dlrm: the last size of top must be 1, the logit; got {top!r}")
         vectors = len(spec.features) + bool(spec.dense_width)

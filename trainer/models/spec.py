@@ -47,7 +47,6 @@ class Embeddings(dict[str, Tensor]):
         super().__init__(views)
         self.block = block
 
-
     @classmethod
     def split(cls, block: Tensor, names: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]) -> Embeddings:
         """The views of a block; parts: per feature its rows' (part, columns), the first of which is the embedding.

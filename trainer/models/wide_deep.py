@@ -21,7 +21,9 @@ class WideDeep(nn.Module):
         self.spec = spec
         hidden = sizes("wide_deep: deep", deep)
         self.wide = nn.Linear(spec.dense_width, 1) if spec.dense_width else None
-        self.deep = mlp(spec.dense_width + spec.width, (*hidden, 1), last_relu=False, dropout=fraction("wide_deep: dropout", dropout))
+        self.deep = mlp(
+            spec.dense_width + spec.width, (*hidden, 1), last_relu=False, dropout=fraction("wide_deep: dropout", dropout)
+        )
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """dense [b, n]; embeddings: per feature [b, D] and "<feature>.linear" [b, 1]. Returns logits [b]."""

@@ -7,16 +7,31 @@ correctness before speed.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from reference_data import Data, Log, Samples, key, key_array, load, mix_array, shuffled, slice_bounds
+from reference_data import (
+    Data,
+    Log,
+    Samples,
+    criteo,
+    key,
+    key_array,
+    load,
+    mix_array,
+    read_features,
+    shuffled,
+    slice_bounds,
+)
 from torch import nn
 
+from trainer import numerics
+from trainer.models import load_model
 from trainer.models.spec import Embeddings, ModelSpec
 
 EPS = np.float32(1e-8)
@@ -133,7 +148,7 @@ def sum_in_order(groups: np.ndarray, values: np.ndarray, count: int) -> np.ndarr
     result = values[by_group[starts]]
     # All first values, then all second ones, ...: within one round no group comes twice.
     rounds = np.argsort(occurrence, kind="stable")
-    bounds = np.searchsorted(occurrence[rounds], np.arange(1, occurrence.max() + 2))
+    bounds = np.searchsorted(occurrence[rounds], np.arange(1, occurrence.max(initial=0) + 2))
     for first, last in zip(bounds[:-1], bounds[1:], strict=True):
         chosen = rounds[first:last]
         result[groups[chosen]] = result[groups[chosen]] + values[chosen]
@@ -188,11 +203,15 @@ class Trainer:
                 start += columns
 
         spec = ModelSpec(len(log.dense), tuple((f.name, dimensions[f.table], log.tables[f.table].name) for f in log.features))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         torch.manual_seed(config.seed)
         self.module = config.model(spec, **config.model_options)
+        torch.set_num_threads(threads)
         self.parameters = dict(self.module.named_parameters())
+        self.trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
         optimizers = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
-        self.optimizer = optimizers[config.dense_optimizer.lower()](self.parameters.values(), **config.dense_options)
+        self.optimizer = optimizers[config.dense_optimizer.lower()](self.trained.values(), **config.dense_options)
 
     def block(self, lookups: Lookups, samples: int) -> torch.Tensor:
         """The embedding block of a slice, float32 [samples, F, Wmax]."""
@@ -224,17 +243,17 @@ class Trainer:
         for number, table in enumerate(self.tables):
             of_table = self.table_of[lookups.feature] == number
             ids, groups = np.unique(lookups.id[of_table], return_inverse=True)
-            result.append((ids, sum_in_order(groups, per_lookup[of_table, : table.width], len(ids))) if len(ids) else (ids, np.zeros((0, table.width), np.float32)))
+            result.append((ids, sum_in_order(groups, per_lookup[of_table, : table.width], len(ids))))
         return result
 
     def step(self, number: int, samples: Samples) -> float:
         """Train on one step's samples; returns its loss."""
         total_loss = 0.0
-        dense_sum = {name: torch.zeros_like(value) for name, value in self.parameters.items()}
+        dense_sum = {name: torch.zeros_like(value) for name, value in self.trained.items()}
         lanes: list[list[tuple[np.ndarray, np.ndarray]]] = []
         for lane, (first, last) in enumerate(slice_bounds(len(samples), self.config.lanes)):
             # What an empty slice contributes.
-            gradients = {name: torch.zeros_like(value) for name, value in self.parameters.items()}
+            gradients = {name: torch.zeros_like(value) for name, value in self.trained.items()}
             if last > first:
                 part = samples.take(np.arange(first, last))
                 lookups = Lookups.of(part)
@@ -245,14 +264,14 @@ class Trainer:
                 loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(part.labels), reduction="sum") / len(samples)
                 loss.backward()
                 total_loss += float(loss.detach())
-                gradients.update({name: value.grad.clone() for name, value in self.parameters.items() if value.grad is not None})
+                gradients.update({name: value.grad.clone() for name, value in self.trained.items() if value.grad is not None})
                 assert block.grad is not None
                 lanes.append(self.row_gradients(lookups, block.grad.numpy()))
             for name, value in gradients.items():
                 dense_sum[name] = value if lane == 0 else dense_sum[name] + value
         for number_of_table, table in enumerate(self.tables):
             table.update(*add_lanes([lane[number_of_table] for lane in lanes]))
-        for name, value in self.parameters.items():
+        for name, value in self.trained.items():
             value.grad = dense_sum[name]
         self.optimizer.step()
         return total_loss
@@ -339,3 +358,73 @@ def train(config: Config) -> ReferenceResult:
             logits = trainer.evaluate(data.evaluation)
             evaluations.append(metrics(logits, data.evaluation.labels))
     return ReferenceResult(trainer.digest(), losses, evaluations, logits)
+
+
+def config_of(arguments: Sequence[str] | None) -> tuple[Config, int]:
+    """The run that a command line describes, in the words of `foreload prepare` and `foreload train`; and its threads."""
+    parser = argparse.ArgumentParser(description="Train in memory and print the digest and the metrics of every epoch.")
+    parser.add_argument("sources", nargs="+", type=Path)
+    parser.add_argument("--format", choices=("criteo", "csv", "tsv"), required=True)
+    parser.add_argument("--features", type=Path, help="feature file; without one, Criteo's columns in tables of --table-rows")
+    parser.add_argument("--table-rows", type=int, default=10_000)
+    parser.add_argument("--eval-source", type=Path, action="append", default=[])
+    parser.add_argument("--eval-fraction", type=float, default=0.0)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--shuffle-seed", type=int)
+    parser.add_argument("--model", default="dlrm")
+    parser.add_argument("--model-options", nargs="*", default=[], metavar="K=V")
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--row-optimizer", default="adagrad")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--dense-optimizer", default="Adagrad")
+    parser.add_argument("--dense-lr", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args(arguments)
+    log = read_features(given.features, "\t" if given.format == "tsv" else ",") if given.features else criteo(given.table_rows)
+    if given.format == "criteo" and not log.columns:
+        plain = criteo(2)
+        log = replace(log, columns=plain.columns, delimiter=plain.delimiter, quoting=plain.quoting)
+    config = Config(
+        log=log,
+        sources=tuple(given.sources),
+        model=load_model(given.model),
+        dim=given.dim,
+        batch_size=given.batch_size,
+        lanes=given.lanes,
+        epochs=given.epochs,
+        seed=given.seed,
+        shuffle_seed=given.shuffle_seed,
+        evaluation_sources=tuple(given.eval_source),
+        evaluation_fraction=given.eval_fraction,
+        model_options={name: _value(text) for name, _, text in (item.partition("=") for item in given.model_options)},
+        row_optimizer=given.row_optimizer,
+        lr=given.lr,
+        dense_optimizer=given.dense_optimizer,
+        dense_options={"lr": given.dense_lr},
+    )
+    return config, given.threads
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config, threads = config_of(arguments)
+    numerics.set_up(threads)
+    result = train(config)
+    for epoch, found in enumerate(result.evaluations):
+        print(f"epoch {epoch}: log loss {found.log_loss:.6f}, AUC {found.auc:.6f}, normalized entropy {found.normalized_entropy:.6f}")
+    print(f"digest {result.digest}")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,14 +90,21 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What a log's columns mean. columns: their names where the files have no header (then tab-separated and unquoted)."""
+    """What a log's columns mean.
+
+    order_type: text, integer or number; columns: their names where the files have no header; missing: texts that mean a missing value.
+    """
 
     label: str
     dense: tuple[Dense, ...]
     features: tuple[Feature, ...]
     tables: tuple[Table, ...]
     order_by: str | None = None
-    columns: tuple[str, ...] | None = None
+    order_type: str = "text"
+    columns: tuple[str, ...] = ()
+    delimiter: str = ","
+    quoting: bool = True
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,40 +131,70 @@ class Data:
     rows: tuple[int, ...]
 
 
+def criteo(rows: int | Sequence[int], dimension: int | None = None) -> Log:
+    """Criteo's columns, hashed. rows: of every table, or of each of the 26."""
+    sizes = [rows] * 26 if isinstance(rows, int) else rows
+    dense, categorical = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
+    return Log(
+        "label",
+        tuple(Dense(name, name, "log") for name in dense),
+        tuple(Feature(name, table, name, "hash") for table, name in enumerate(categorical)),
+        tuple(Table(name, size, dimension) for name, size in zip(categorical, sizes, strict=True)),
+        columns=("label", *dense, *categorical),
+        delimiter="\t",
+        quoting=False,
+    )
+
+
+def read_features(path: Path, delimiter: str = ",") -> Log:
+    """The log that a feature file (docs/features.md) describes, without its checks."""
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    tables = [Table(name, entry.get("rows"), entry.get("dimension")) for name, entry in document.get("table", {}).items()]
+    features = []
+    for entry in document["feature"]:
+        table = entry.get("table", entry["name"])
+        if table not in [known.name for known in tables]:
+            tables.append(Table(table, entry.get("rows"), entry.get("dimension")))
+        place = [known.name for known in tables].index(table)
+        rest = {name: entry[name] for name in ("pooling", "min_count", "separator") if name in entry}
+        features.append(Feature(entry["name"], place, entry.get("column", entry["name"]), entry.get("encoding", "hash"), **rest))
+    dense = [Dense(entry["name"], entry.get("column", entry["name"]), entry.get("transform", "log")) for entry in document.get("dense", [])]
+    text = document.get("text", {})
+    return Log(
+        document["label"],
+        tuple(dense),
+        tuple(features),
+        tuple(tables),
+        document.get("order_by"),
+        document.get("order_type", "text"),
+        tuple(text.get("columns", ())),
+        text.get("delimiter", delimiter),
+        text.get("quoting", True),
+        tuple(text.get("missing", ())),
+    )
+
+
 def read_columns(sources: Sequence[Path], log: Log) -> dict[str, list[str]]:
-    """Every column of the sources, one after the other, as the text that stands there."""
+    """Every column of the sources, one after the other, as the text that stands there; '' where it is missing."""
     names = {log.label, *(d.column for d in log.dense), *(f.column for f in log.features)} | ({log.order_by} if log.order_by else set())
     columns: dict[str, list[str]] = {name: [] for name in names}
     for source in sources:
-        opened = gzip.open(source, "rt", encoding="utf-8", newline="") if source.suffix == ".gz" else source.open(encoding="utf-8", newline="")
-        with opened as lines:
-            if log.columns is None:
-                rows: Iterator[list[str]] = csv.reader(lines)
-                header: Sequence[str] = next(rows)
-            else:
-                rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-                header = log.columns
+        opened = gzip.open if source.suffix == ".gz" else open
+        with opened(source, "rt", encoding="utf-8", newline="") as lines:
+            rows = csv.reader(lines, delimiter=log.delimiter, quoting=csv.QUOTE_MINIMAL if log.quoting else csv.QUOTE_NONE)
+            header = log.columns or next(rows)
             places = [(columns[name], header.index(name)) for name in sorted(names)]
             for row in rows:
                 for column, place in places:
-                    column.append(row[place])
+                    column.append("" if row[place] in log.missing else row[place])
     return columns
 
 
-def sort_order(values: Sequence[str]) -> list[int]:
+def sort_order(values: Sequence[str], order_type: str) -> list[int]:
     """Places in the order of a column: numbers by value, text by bytes, missing values first, ties as they stood."""
-
-    def number(text: str) -> float | int:
-        try:
-            return int(text)
-        except ValueError:
-            return float(text)
-
-    try:
-        keys: list[tuple[int, object]] = [(1, number(v)) if v else (0, 0) for v in values]
-    except ValueError:
-        keys = [(1, v.encode()) if v else (0, b"") for v in values]
-    return sorted(range(len(values)), key=keys.__getitem__)  # type: ignore[arg-type]
+    of: dict[str, Callable[[str], Any]] = {"text": str.encode, "integer": int, "number": float}
+    keys = [(1, of[order_type](value)) if value else (0, 0) for value in values]
+    return sorted(range(len(values)), key=keys.__getitem__)
 
 
 def shuffled(seed: int, epoch: int, samples: int) -> np.ndarray:
@@ -180,9 +219,10 @@ def dense_column(values: Sequence[str], transform: str, training: Sequence[str])
     return np.where(present, x, 0.0).astype(np.float32)
 
 
-def values_of(feature: Feature, text: str) -> list[str]:
+def values_of(feature: Feature, text: str, missing: Sequence[str] = ()) -> list[str]:
     """The values in one field: one, or for a multi-valued feature those between separators. A missing value is ''."""
-    return [text] if feature.pooling == "single" else text.split(feature.separator)
+    values = [text] if feature.pooling == "single" else text.split(feature.separator)
+    return ["" if value in missing else value for value in values]
 
 
 def vocabularies(log: Log, columns: dict[str, list[str]], training: Sequence[int]) -> dict[int, dict[str, int]]:
@@ -190,7 +230,7 @@ def vocabularies(log: Log, columns: dict[str, list[str]], training: Sequence[int
     result: dict[int, dict[str, int]] = {}
     for table in sorted({f.table for f in log.features if f.encoding == "vocabulary"}):
         features = [f for f in log.features if f.table == table]
-        counts = Counter(v for f in features for i in training for v in values_of(f, columns[f.column][i]) if v)
+        counts = Counter(v for f in features for i in training for v in values_of(f, columns[f.column][i], log.missing) if v)
         least = features[0].min_count
         kept = sorted((v for v, n in counts.items() if n >= least), key=lambda v: (-counts[v], v.encode()))
         result[table] = {value: place + 2 for place, value in enumerate(kept)}
@@ -215,14 +255,14 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
     """Read, order, split and encode a log. Evaluation is a second source or the tail of the first one's order."""
     columns = read_columns(sources, log)
     total = len(columns[log.label])
-    order = sort_order(columns[log.order_by]) if log.order_by else list(range(total))
+    order = sort_order(columns[log.order_by], log.order_type) if log.order_by else list(range(total))
     held_out = math.floor(evaluation_fraction * total)
     training, evaluation = order[: total - held_out], order[total - held_out :]
     evaluation_columns = columns
     if evaluation_sources:
         evaluation_columns = read_columns(evaluation_sources, log)
         count = len(evaluation_columns[log.label])
-        evaluation = sort_order(evaluation_columns[log.order_by]) if log.order_by else list(range(count))
+        evaluation = sort_order(evaluation_columns[log.order_by], log.order_type) if log.order_by else list(range(count))
 
     words = vocabularies(log, columns, training)
     rows = []
@@ -244,7 +284,7 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
             for sample, i in enumerate(places):
                 text = source[feature.column][i]
                 if text not in known:
-                    ids = [encode(feature, rows[feature.table], words.get(feature.table), v) for v in values_of(feature, text)]
+                    ids = [encode(feature, rows[feature.table], words.get(feature.table), v) for v in values_of(feature, text, log.missing)]
                     known[text] = np.array(ids, np.int64)
                 bags[sample].append(known[text])
         return Samples(labels, dense, bags)

@@ -51,6 +51,15 @@ class Write:
     marker: bytes | None = None
 
 
+def _check_arrays(request: Read | Write) -> None:
+    # The kernels copy without looking at bounds.
+    fields, rows = request.fields, request.rows
+    if rows.ndim != 2 or rows.dtype != np.uint8 or (rows.size and rows.strides[1] != 1):
+        raise ValueError(f"rows: must be uint8 [n, row_bytes], the last axis contiguous; got {rows.dtype} {rows.shape}")
+    if fields.dtype != np.uint64 or fields.shape != rows.shape[:1]:
+        raise ValueError(f"fields: must be uint64 [{len(rows)}], one a row; got {fields.dtype} {fields.shape}")
+
+
 class Store:
     """Connections to all store shards. One thread uses a Store; another makes its own.
 
@@ -112,8 +121,7 @@ class Store:
             requests.setdefault(write.shard, []).append(self._write_request(write))
         replies: list[tuple[Read, list[HmgetReply]]] = []
         for read in reads:
-            if len(read.fields) != len(read.rows):
-                raise ValueError(f"Read: {len(read.fields)} fields for {len(read.rows)} rows")
+            _check_arrays(read)
             parts: list[HmgetReply] = []
             for start in range(0, max(len(read.fields), 1), COMMAND_ROWS):
                 fields = read.fields[start : start + COMMAND_ROWS]
@@ -175,8 +183,9 @@ class Store:
         return info.get("redis_version", "unknown")
 
     def _write_request(self, write: Write) -> Request:
-        if len(write.fields) != len(write.rows) or not len(write.fields) + (write.marker is not None) > 0:
-            raise ValueError(f"Write: {len(write.fields)} fields for {len(write.rows)} rows, marker {write.marker!r}")
+        _check_arrays(write)
+        if not len(write.fields) and write.marker is None:
+            raise ValueError("Write: needs at least one row or a marker")
         if len(write.fields) > COMMAND_ROWS:
             raise ValueError(f"Write: at most {COMMAND_ROWS} rows a command; got {len(write.fields)}")
         self.rows_written += len(write.fields)
@@ -250,8 +259,12 @@ class Store:
                 for channel in busy:
                     channel.send()
                     selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, channel)
+                deadline = time.monotonic() + self.timeout.total_seconds()
                 while selector.get_map():
-                    patience = self._patience(busy)
+                    patience = deadline - time.monotonic()
+                    if patience <= 0:
+                        deadline = self._silent_at(busy)
+                        continue
                     for key, events in selector.select(patience):
                         self._serve(selector, key, events)
         except StoreError as error:
@@ -271,13 +284,12 @@ class Store:
         if wanted != key.events:
             selector.modify(key.fileobj, wanted, channel)
 
-    def _patience(self, busy: list[Channel]) -> float:
-        """Seconds until the first channel has been silent for too long. Raises StoreUnavailable when one has."""
-        waiting = [channel for channel in busy if not channel.answered]
-        left = min(channel.progressed for channel in waiting) + self.timeout.total_seconds() - time.monotonic()
-        if left > 0:
-            return left
-        silent = min(waiting, key=lambda channel: channel.progressed)
+    def _silent_at(self, busy: list[Channel]) -> float:
+        """The time at which a channel will have been silent for too long. Raises StoreUnavailable if one has been already."""
+        silent = min((channel for channel in busy if not channel.answered), key=lambda channel: channel.progressed)
+        deadline = silent.progressed + self.timeout.total_seconds()
+        if deadline > time.monotonic():
+            return deadline
         raise StoreUnavailable(
             f"store {silent.url}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
             "--store-timeout sets the limit"

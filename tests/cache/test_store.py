@@ -78,3 +78,28 @@ def test_a_fenced_key_says_so(store: Store) -> None:
     with pytest.raises(Fenced):
         store.exchange([Read(2, b"k", fields, values)], [Write(1, b"k", fields, values)])
     assert store.command(1, "HLEN", "k") == 9
+
+
+def test_arrays_that_do_not_fit_are_refused_before_anything_is_sent(store: Store) -> None:
+    fields, values = np.arange(4, dtype=np.uint64), rows(4, 20)
+    for wrong in [
+        Write(0, b"k", fields[:3], values),
+        Write(0, b"k", fields.astype(np.int64), values),
+        Write(0, b"k", fields, values.astype(np.int8)),
+        Write(0, b"k", fields, np.asfortranarray(values)),
+        Write(0, b"k", fields[:0], values[:0]),
+        Write(0, b"k", np.arange(2049, dtype=np.uint64), rows(2049, 4)),
+    ]:
+        with pytest.raises(ValueError):
+            store.exchange([], [Write(0, b"k", fields, values), wrong])
+    assert store.command(0, "EXISTS", "k") == 0
+
+
+def test_rows_of_a_wider_array_are_written_and_read_in_place(store: Store) -> None:
+    wide = rows(50, 100)
+    fields, part = np.arange(100, dtype=np.uint64)[::2], wide[:, 8:48]
+    got = np.zeros((50, 64), np.uint8)
+    store.exchange([Read(0, b"k", fields, got[:, 16:56])], [Write(0, b"k", fields, part)])
+    assert np.array_equal(got[:, 16:56], part)
+    assert not got[:, :16].any()
+    assert not got[:, 56:].any()

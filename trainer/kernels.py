@@ -161,20 +161,28 @@ def _add_part(total: np.ndarray, users: np.ndarray, lane: np.uint64, part: np.nd
 
 
 @_compile
-def _sum_of_squares(g: np.ndarray, p: np.ndarray) -> np.float32:
-    """Q(g) of docs/definitions.md; p: float32 [8], scratch."""
-    whole = g.size - g.size % 8
-    p[:] = np.float32(0)
-    for c in range(0, whole, 8):
-        for j in range(8):
-            p[j] = p[j] + g[c + j] * g[c + j]
-    for j in range(whole, g.size):
-        p[j - whole] = p[j - whole] + g[j] * g[j]
-    for j in range(4):
-        p[j] = p[j] + p[j + 4]
-    for j in range(2):
-        p[j] = p[j] + p[j + 2]
-    return p[0] + p[1]
+def _sum_of_squares(g: np.ndarray, start: int, end: int) -> np.float32:
+    """Q of docs/definitions.md over g[start:end]. Eight names instead of an array, so that they stay in one vector register."""
+    p0 = p1 = p2 = p3 = p4 = p5 = p6 = p7 = np.float32(0)
+    rest = (end - start) % 8
+    for c in range(start, end - rest, 8):
+        p0 = p0 + g[c] * g[c]
+        p1 = p1 + g[c + 1] * g[c + 1]
+        p2 = p2 + g[c + 2] * g[c + 2]
+        p3 = p3 + g[c + 3] * g[c + 3]
+        p4 = p4 + g[c + 4] * g[c + 4]
+        p5 = p5 + g[c + 5] * g[c + 5]
+        p6 = p6 + g[c + 6] * g[c + 6]
+        p7 = p7 + g[c + 7] * g[c + 7]
+    c = end - rest
+    p0 = p0 + g[c] * g[c] if rest > 0 else p0
+    p1 = p1 + g[c + 1] * g[c + 1] if rest > 1 else p1
+    p2 = p2 + g[c + 2] * g[c + 2] if rest > 2 else p2
+    p3 = p3 + g[c + 3] * g[c + 3] if rest > 3 else p3
+    p4 = p4 + g[c + 4] * g[c + 4] if rest > 4 else p4
+    p5 = p5 + g[c + 5] * g[c + 5] if rest > 5 else p5
+    p6 = p6 + g[c + 6] * g[c + 6] if rest > 6 else p6
+    return ((p0 + p4) + (p2 + p6)) + ((p1 + p5) + (p3 + p7))
 
 
 @_compile
@@ -190,7 +198,6 @@ def _apply(
     parts: np.ndarray,
     part_offsets: np.ndarray,
 ) -> None:
-    scratch = np.empty(8, np.float32)
     for i in range(slots.size):
         k = tables[i]
         kind, lr, width = kinds[k], rates[k], widths[k]
@@ -207,7 +214,7 @@ def _apply(
             for p in range(part_offsets[k], part_offsets[k + 1]):
                 end = start + parts[p]
                 own = p - part_offsets[k]
-                q = _sum_of_squares(g[start:end], scratch) / np.float32(parts[p])
+                q = _sum_of_squares(g, start, end) / np.float32(parts[p])
                 s[own] = s[own] + q
                 root = np.sqrt(s[own]) + EPSILON
                 for j in range(start, end):

@@ -31,7 +31,7 @@ def at(offset, x):
 differ = []
 for inputs, outputs in [(64, 1), (63, 1), (32, 1), (13, 64), (367, 64)]:
     layer = linear(inputs, outputs)
-    for samples in (1, 7, 64, 200):
+    for samples in (7, 64):
         x = torch.randn(samples, inputs)
         whole = layer(x).detach()
         def run(given):
@@ -39,7 +39,7 @@ for inputs, outputs in [(64, 1), (63, 1), (32, 1), (13, 64), (367, 64)]:
             y = layer(given)
             return [y.detach(), *torch.autograd.grad(y.square().sum(), [given, *layer.parameters()])]
         first = run(x)
-        for offset in range(0, 16, 3):
+        for offset in (1, 4, 11):
             if not all(torch.equal(a, b) for a, b in zip(first, run(at(offset, x)))):
                 differ.append(["address", inputs, outputs, samples, offset])
         for start in range(0, samples, 5):

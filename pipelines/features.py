@@ -223,11 +223,8 @@ def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, in
     known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", "rows", "dimension"}
     _refuse_unknown(entry, known, where)
     table = _optional(entry, "table", where) or name
-    if "rows" in entry or "dimension" in entry:
-        if table in places:
-            raise FeatureError(f"{where}: rows and dimension of a table stand in one place; move them to [table.{table}]")
-        if table != name:
-            raise FeatureError(f"{where}: rows and dimension belong to table {table}; write them under [table.{table}]")
+    if ("rows" in entry or "dimension" in entry) and (table in places or table != name):
+        raise FeatureError(f"{where}: rows and dimension of a shared table stand in one place; write them under [table.{table}]")
     if table not in places:
         if table != name:
             raise FeatureError(f"{where}: table must be one of the [table.NAME] of the file, not {table!r}; add [table.{table}]")

@@ -240,7 +240,9 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str
     if _is_text(column.type):
         column = _cast_text(column, pa.int64(), lambda place, value: report(place, value, reason))
     elif pa.types.is_uint64(column.type):
-        for place in np.flatnonzero(pc.fill_null(pc.greater(column, rows - 1), False).to_numpy(zero_copy_only=False)):
+        for place in np.flatnonzero(
+            pc.fill_null(pc.greater(column, pa.scalar(rows - 1, pa.uint64())), False).to_numpy(zero_copy_only=False)
+        ):
             report(int(place), _shown(given, place), reason)
         column = column.cast(pa.int64(), safe=False)
     else:

@@ -35,15 +35,21 @@ def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
 
 def read_parquet(split: Split, spec: FeatureSpec) -> Iterator[Records]:
     """The records of a row group in order, in pieces of at most PIECE_ROWS. Raises SourceError."""
+    for row, batch in _batches(split, spec):
+        columns = {name: batch.column(batch.schema.get_field_index(name)) for name in spec.columns}
+
+        def row_of(places: np.ndarray, row: int = row) -> np.ndarray:
+            return places + row + 1
+
+        yield convert(columns, spec, split.path, row_of)
+
+
+def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The row group's batches, each with the rows of the file before it."""
     with _opened(split.path) as parquet:
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(split.start))
         for batch in parquet.iter_batches(PIECE_ROWS, row_groups=[split.start], columns=list(spec.columns), use_threads=False):
-            columns = {name: batch.column(batch.schema.get_field_index(name)) for name in spec.columns}
-
-            def row_of(places: np.ndarray, row: int = row) -> np.ndarray:
-                return places + row + 1
-
-            yield convert(columns, spec, split.path, row_of)
+            yield row, batch
             row += batch.num_rows
 
 

@@ -1,0 +1,51 @@
+"""Exact statistics and the three transforms, against rational arithmetic and the documented formulas."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.dense import DenseStatistics, Scale, exact_sum, transform
+from pipelines.features import Dense
+
+floats = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e150, max_value=1e150)
+
+
+@given(st.lists(floats | st.sampled_from([5e-324, -5e-324, 2.0**-1022, 0.1, -0.0, 1e150, -1e150]), max_size=40))
+def test_a_sum_is_exact(values):
+    assert Fraction(exact_sum(np.array(values, np.float64)), 1 << 1074) == sum(map(Fraction, values), Fraction())
+
+
+@given(st.lists(st.lists(floats | st.just(math.nan), min_size=2, max_size=2), max_size=30), st.integers(0, 30))
+def test_statistics_do_not_depend_on_the_pieces(rows, cut):
+    dense = np.array(rows, np.float64).reshape(-1, 2)
+    whole = DenseStatistics.of(dense)
+    parts = DenseStatistics.of(dense[cut:]).merge(DenseStatistics.of(dense[:cut])).merge(DenseStatistics.empty(2))
+    assert parts == whole
+    assert DenseStatistics.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+    for place, scale in enumerate(whole.finish()):
+        known = [x for x in dense[:, place] if not math.isnan(x)]
+        if not known:
+            assert scale == Scale(0.0, 1.0)
+            continue
+        mean = math.fsum(known) / len(known)
+        variance = math.fsum(x * x for x in known) / len(known) - mean * mean
+        assert scale == Scale(mean, math.sqrt(variance) if variance > 0 else 1.0)
+
+
+def test_each_transform_is_as_documented_and_missing_is_zero_behind_it():
+    values = np.array([[x] * 3 for x in (-2.0, 0.0, 3.0, 1e6, math.nan)])
+    columns = (Dense("a", "a", "log"), Dense("b", "b", "standard"), Dense("c", "c", "none"))
+    out = transform(values, columns, (Scale(0, 1), Scale(1.5, 4.0), Scale(0, 1)))
+    assert out.dtype == np.float32
+    assert out[:, 0].tolist() == [0, 0, np.float32(math.log1p(3)), np.float32(math.log1p(1e6)), 0]
+    assert out[:, 1].tolist() == [np.float32((x - 1.5) / 4) for x in (-2, 0, 3, 1e6)] + [0]
+    assert out[:, 2].tolist() == [-2, 0, 3, 1e6, 0]
+    with pytest.raises(ValueError, match="needs the statistics"):
+        transform(values, columns, None)

@@ -1,0 +1,162 @@
+"""The feature file: what it says is what the spec holds, and every rule it breaks is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipelines.errors import FeatureError
+from pipelines.features import KAGGLE_ROWS, Dense, Feature, FeatureSpec, Table, TextFormat
+
+FILE = """
+label = "click"
+order_by = "time"
+order_type = "integer"
+
+[text]
+delimiter = ";"
+missing = ["NULL"]
+
+[table.item]
+rows = 1000
+dimension = 16
+
+[[feature]]
+name = "item"
+
+[[feature]]
+name = "history"
+table = "item"
+pooling = "mean"
+separator = " "
+
+[[feature]]
+name = "user"
+column = "..user"
+encoding = "vocabulary"
+min_count = 3
+
+[[feature]]
+name = "shop"
+encoding = "id"
+rows = 10
+
+[[dense]]
+name = "price"
+transform = "standard"
+
+[[dense]]
+name = "age"
+column = "Age"
+"""
+
+
+def load(tmp_path, text):
+    path = tmp_path / "features.toml"
+    path.write_text(text)
+    return FeatureSpec.load(path)
+
+
+def test_a_feature_file_becomes_a_spec_with_own_tables_behind_the_named_ones(tmp_path):
+    spec = load(tmp_path, FILE)
+    assert spec == FeatureSpec(
+        label="click",
+        dense=(Dense("price", "price", "standard"), Dense("age", "Age", "log")),
+        features=(
+            Feature("item", 0, "item", "hash"),
+            Feature("history", 0, "history", "hash", "mean", separator=" "),
+            Feature("user", 1, "..user", "vocabulary", min_count=3),
+            Feature("shop", 2, "shop", "id"),
+        ),
+        tables=(Table("item", 1000, 16), Table("user", None), Table("shop", 10)),
+        order_by="time",
+        order_type="integer",
+        text=TextFormat(delimiter=";", missing=("NULL",)),
+    )
+    assert spec.columns == ("click", "price", "Age", "item", "history", "..user", "shop", "time")
+    assert spec.multi_valued
+    assert spec.vocabulary_tables == (1,)
+    assert spec.min_count(1) == 3
+
+
+@pytest.mark.parametrize("spec", [FeatureSpec.criteo(), FeatureSpec.synthetic(rows=100, dimension=8)])
+def test_a_spec_survives_json(spec, tmp_path):
+    for each in (spec, load(tmp_path, FILE)):
+        assert FeatureSpec.from_dict(json.loads(json.dumps(each.to_dict()))) == each
+        assert json.loads(json.dumps(each.to_dict())) == each.to_dict()
+
+
+def test_rows_of_a_vocabulary_are_two_more_than_its_values(tmp_path):
+    spec = load(tmp_path, FILE)
+    with pytest.raises(FeatureError, match="table user: its rows are known once its vocabulary is counted"):
+        _ = spec.table_rows
+    assert spec.with_vocabulary({1: 40}).table_rows == (1000, 42, 10)
+
+
+def test_the_built_in_specs_have_the_kaggle_tables():
+    for spec, encoding in ((FeatureSpec.criteo(), "hash"), (FeatureSpec.synthetic(), "id")):
+        assert spec.table_rows == KAGGLE_ROWS
+        assert {f.encoding for f in spec.features} == {encoding}
+        assert not spec.multi_valued
+        assert len(spec.columns) == 40
+    assert FeatureSpec.criteo(rows=7).table_rows == (7,) * 26
+    assert sum(KAGGLE_ROWS) == 33_762_577
+
+
+GOOD = 'label = "y"\n[[feature]]\nname = "a"\nrows = 5\n'
+
+BAD = {
+    "label must be a text": GOOD.replace('label = "y"', ""),
+    "label must be a text; .* instead of 3": GOOD.replace('"y"', "3"),
+    "at least one is needed": 'label = "y"',
+    "unknown entry 'colour'": GOOD + 'colour = "red"',
+    "the feature file: unknown entry 'bogus'": "bogus = 1\n" + GOOD,
+    "feature a: encoding must be one of hash, vocabulary, id, not 'one-hot'": GOOD + 'encoding = "one-hot"',
+    "feature a: pooling must be one of single, sum, mean, not 'max'": GOOD + 'pooling = "max"',
+    "table a: rows is missing": GOOD.replace("rows = 5", ""),
+    "table a: rows must be a whole number of at least 1, not 'many'": GOOD.replace("5", '"many"'),
+    "table a: rows must be at least 2": GOOD.replace("5", "1"),
+    "table a: rows must be below 2\\^63": GOOD.replace("5", str(1 << 63)),
+    "table a: dimension must be a whole number of at least 1, not 0": GOOD + "dimension = 0",
+    "table must be one of the": GOOD.replace("rows = 5", 'table = "b"'),
+    "table b: no feature uses it": GOOD + "[table.b]\nrows = 3",
+    r"write them under \[table.a\]": GOOD + "[table.a]\nrows = 3",
+    r"write them under \[table.b\]": GOOD + 'table = "b"\n[table.b]\nrows = 3',
+    "feature a: a name may be given once": GOOD + '[[feature]]\nname = "a"',
+    'feature a.b: name must hold no "."': GOOD.replace('"a"', '"a.b"'),
+    "min_count needs encoding": GOOD + "min_count = 2",
+    "min_count must be a whole number of at least 1, not 0": GOOD.replace("rows = 5", 'encoding = "vocabulary"\nmin_count = 0'),
+    "its features must have one encoding, not hash, id": GOOD + '[[feature]]\nname = "b"\ntable = "a"\nencoding = "id"',
+    "one min_count, not 1, 2": 'label = "y"\n[table.t]\n'
+    + "".join(
+        f'[[feature]]\nname = "{n}"\ntable = "t"\nencoding = "vocabulary"\nmin_count = {c}\n' for n, c in (("a", 1), ("b", 2))
+    ),
+    "separator must be a text": GOOD + 'separator = ""',
+    "dense d: transform must be one of log, standard, none, not 'sqrt'": GOOD + '[[dense]]\nname = "d"\ntransform = "sqrt"',
+    "dense d: a name may be given once": GOOD + '[[dense]]\nname = "d"\n[[dense]]\nname = "d"',
+    "order_type must be one of": 'order_by = "t"\norder_type = "date"\n' + GOOD,
+    "without order_by leave out 'number'": 'order_type = "number"\n' + GOOD,
+    "delimiter must be one ASCII character, not ',,'": GOOD + '[text]\ndelimiter = ",,"',
+    "delimiter cannot be": GOOD + '[text]\ndelimiter = "\\n"',
+    "quoting must be true or false, not 1": GOOD + "[text]\nquoting = 1",
+    "newlines_in_values needs quoting": GOOD + "[text]\nquoting = false\nnewlines_in_values = true",
+    "missing must be a list of texts": GOOD + "[text]\nmissing = [1]",
+    "not valid TOML": "label = ",
+    r"write each as \[\[feature\]\]": 'label = "y"\nfeature = 3',
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_broken_rule_is_named_in_one_line(tmp_path, message):
+    with pytest.raises(FeatureError, match=message) as caught:
+        load(tmp_path, BAD[message])
+    assert "features.toml: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_feature_file_that_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(FeatureError, match=r"none.toml: cannot read the feature file \(No such file"):
+        FeatureSpec.load(tmp_path / "none.toml")
+    with pytest.raises(FeatureError, match="written by another version"):
+        FeatureSpec.from_dict({"label": "x"})

@@ -1,0 +1,183 @@
+"""Parquet sources: the same samples as from text, any column type that can mean the same, and clear refusals."""
+
+from __future__ import annotations
+
+import csv
+from datetime import date, datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.encode import Encoder
+from pipelines.errors import SourceError
+from pipelines.features import Dense, Feature, FeatureSpec, Table
+from pipelines.samples import Samples
+from pipelines.sources import Source, plan_splits, read_records, read_split
+
+SPEC = FeatureSpec(
+    label="y",
+    dense=(Dense("d", "d", "log"),),
+    features=(Feature("c", 0, "c", "hash"), Feature("i", 1, "i", "id"), Feature("m", 2, "m", "hash", "mean")),
+    tables=(Table("c", 1000), Table("i", 50), Table("m", 100)),
+    order_by="t",
+)
+ROWS = 40
+PLAIN = {
+    "y": pa.array([i % 2 for i in range(ROWS)], pa.int8()),
+    "d": pa.array([None if i == 3 else i for i in range(ROWS)], pa.int32()),
+    "c": pa.array([None if i == 5 else i * 1000 for i in range(ROWS)], pa.int64()),
+    "i": pa.array([None if i == 7 else i for i in range(ROWS)], pa.int16()),
+    "m": pa.array([None if i == 9 else [] if i == 11 else [i, i + 1] for i in range(ROWS)], pa.list_(pa.int64())),
+    "t": pa.array([None if i == 13 else f"t{i}" for i in range(ROWS)], pa.string()),
+}
+
+
+def write(path, columns, row_group_size=7):
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def read(path, spec=SPEC, kind="parquet"):
+    planned = plan_splits(Source(kind, (str(path),)), spec)
+    pieces = [p for s in planned for p in read_split(s, spec, Encoder(spec))]
+    rejects = [(r.line, r.field, r.value) for p in pieces for r in p.rejects]
+    return Samples.concat([p.samples for p in pieces]), [k for p in pieces for k in p.keys.to_pylist()], rejects
+
+
+def assert_same(a, b):
+    for name in ("labels", "dense", "ids", "offsets"):
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.fixture(scope="module")
+def as_csv(tmp_path_factory):
+    path = tmp_path_factory.mktemp("csv") / "log.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(PLAIN)
+        for row in zip(*(column.to_pylist() for column in PLAIN.values()), strict=True):
+            writer.writerow(["|".join(map(str, x)) if isinstance(x, list) else x for x in row])
+    return read(path, kind="csv")
+
+
+TYPES = {
+    "as they are": {},
+    "texts": {n: PLAIN[n].cast(pa.string()) for n in ("y", "d", "c", "i")},
+    "large texts": {n: PLAIN[n].cast(pa.large_string()) for n in ("y", "d", "c", "i", "t")},
+    "text views": {n: PLAIN[n].cast(pa.string()).cast(pa.string_view()) for n in ("c", "i", "t")},
+    "bytes": {n: PLAIN[n].cast(pa.string()).cast(pa.binary()) for n in ("c", "t")},
+    "dictionaries": {n: PLAIN[n].cast(pa.string()).dictionary_encode() for n in ("c", "i", "t")},
+    "floats": {n: PLAIN[n].cast(pa.float64()).fill_null(float("nan")) for n in ("d", "c", "i")},
+    "small floats": {n: PLAIN[n].cast(pa.float32()) for n in ("y", "d", "i")},
+    "booleans": {"y": PLAIN["y"].cast(pa.bool_())},
+    "unsigned": {n: PLAIN[n].cast(pa.uint64()) for n in ("y", "c", "i")},
+    "decimals": {"d": PLAIN["d"].cast(pa.decimal128(12, 2))},
+    "lists of texts": {"m": PLAIN["m"].cast(pa.list_(pa.string()))},
+    "large lists": {"m": PLAIN["m"].cast(pa.large_list(pa.large_string()))},
+    "texts with separators": {"m": pa.array([None if not x else "|".join(map(str, x)) for x in PLAIN["m"].to_pylist()])},
+}
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("row_group_size", [7, 1000])
+def test_any_type_gives_the_samples_of_the_csv_file(tmp_path, as_csv, types, row_group_size):
+    samples, keys, rejects = read(write(tmp_path / "log.parquet", PLAIN | TYPES[types], row_group_size))
+    assert_same(samples, as_csv[0])
+    assert keys == as_csv[1]
+    assert not rejects
+
+
+def test_a_single_value_in_a_multi_valued_feature_is_a_list_of_one(tmp_path):
+    whole = [None if x in (None, []) else x[0] for x in PLAIN["m"].to_pylist()]
+    single, _, _ = read(write(tmp_path / "a.parquet", PLAIN | {"m": pa.array(whole)}))
+    lists = pa.array([[] if x is None else [x] for x in whole])
+    assert_same(single, read(write(tmp_path / "b.parquet", PLAIN | {"m": lists}))[0])
+    nulls = pa.array([[None] if x is None else [x] for x in whole])
+    assert_same(single, read(write(tmp_path / "c.parquet", PLAIN | {"m": nulls}))[0])
+
+
+def test_a_column_of_nulls_is_missing_throughout(tmp_path):
+    nothing = {n: pa.nulls(ROWS) for n in ("d", "c", "i", "m")}
+    samples, _, rejects = read(write(tmp_path / "log.parquet", PLAIN | nothing))
+    assert not rejects
+    assert not samples.dense.any()
+    assert not samples.ids.any()
+    assert len(samples.ids) == 3 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("times", "keys"),
+    [
+        (pa.array([3, None, 1]), [3, None, 1]),
+        (pa.array([3.5, float("nan"), -0.0]), [3.5, None, 0.0]),
+        (pa.array(["b", "", "é"]), ["b", None, "é"]),
+        (
+            pa.array([datetime(1970, 1, 1, 0, 0, 1), None, datetime(1970, 1, 2)], pa.timestamp("ms")),
+            [10**9, None, 86_400 * 10**9],
+        ),
+        (pa.array([date(1970, 1, 2), None, date(1969, 12, 31)]), [86_400 * 10**9, None, -86_400 * 10**9]),
+    ],
+)
+def test_order_keys_keep_their_kind(tmp_path, times, keys):
+    columns = {name: column.slice(0, 3) for name, column in PLAIN.items()} | {"t": times}
+    assert read(write(tmp_path / "log.parquet", columns))[1] == keys
+
+
+def test_faults_are_located_by_row(tmp_path):
+    texts = TYPES["texts"]
+    y, d, i = (texts[n].to_pylist() for n in ("y", "d", "i"))
+    m = TYPES["lists of texts"]["m"].to_pylist()
+    y[0], d[8], i[20], i[21], d[21] = None, "many", "50", "-1", "-inf"
+    columns = PLAIN | {"y": pa.array(y), "d": pa.array(d), "i": pa.array(i), "m": pa.array(m)}
+    samples, keys, rejects = read(write(tmp_path / "log.parquet", columns))
+    assert rejects == [(1, "y", ""), (9, "d", "many"), (21, "i", "50"), (22, "d", "-inf")]
+    assert len(samples) == len(keys) == ROWS - 4
+    spec = FeatureSpec("y", (), (Feature("m", 0, "m", "id", "sum"),), (Table("m", 20),))
+    planned = plan_splits(Source("parquet", (str(write(tmp_path / "m.parquet", PLAIN)),)), spec)
+    found = [(r.line, r.value) for s in planned for records in read_records(s, spec) for r in records.rejects]
+    assert found == [(20, "20")] + [(row + 1, str(row)) for row in range(20, ROWS)]
+
+
+def test_large_unsigned_and_fractional_ids_are_rejects(tmp_path):
+    columns = {n: c.slice(0, 3) for n, c in PLAIN.items()}
+    big = pa.array([2**64 - 1, 49, 50], pa.uint64())
+    assert read(write(tmp_path / "a.parquet", columns | {"i": big}))[2] == [(1, "i", str(2**64 - 1)), (3, "i", "50")]
+    assert read(write(tmp_path / "b.parquet", columns | {"i": pa.array([1.5, 2, 1e300])}))[2] == [
+        (1, "i", "1.5"),
+        (3, "i", "1e+300"),
+    ]
+
+
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path):
+    def message(path, spec=SPEC):
+        with pytest.raises(SourceError) as caught:
+            [r for s in plan_splits(Source("parquet", (str(path),)), spec) for r in read_records(s, spec)]
+        text = str(caught.value)
+        assert "\n" not in text
+        assert path.name in text
+        return text
+
+    whole = write(tmp_path / "a.parquet", PLAIN).read_bytes()
+    for name, content in (("cut", whole[:-100]), ("short", b"PAR1"), ("empty", b""), ("csv", b"y,d\n1,2\n")):
+        path = tmp_path / f"{name}.parquet"
+        path.write_bytes(content)
+        assert "not a readable Parquet file" in message(path)
+    broken = bytearray(whole)
+    broken[4:400] = bytes(396)
+    (tmp_path / "broken.parquet").write_bytes(broken)
+    message(tmp_path / "broken.parquet")
+    without = {n: c for n, c in PLAIN.items() if n != "c"}
+    assert "no column 'c' among y, d, i, m, t" in message(write(tmp_path / "b.parquet", without))
+    dates = pa.array([date(2020, 1, 1)] * ROWS)
+    for name, columns, text in (
+        ("c", {"c": dates}, "column c must hold text or whole numbers, not date32"),
+        ("d", {"d": dates}, "column d must hold numbers or text, not date32"),
+        ("e", {"c": PLAIN["m"]}, 'column c holds lists; give feature c pooling "sum" or "mean"'),
+        ("f", {"t": PLAIN["m"]}, "order_by needs a column of single values"),
+        ("g", {"t": PLAIN["y"].cast(pa.bool_())}, "column t must hold numbers, times or text"),
+        ("h", {"c": pa.array([b"\xff"] * ROWS)}, "not valid text"),
+        ("i", {"d": PLAIN["m"]}, "column d must hold numbers or text, not"),
+    ):
+        assert text in message(write(tmp_path / f"{name}.parquet", PLAIN | columns))

@@ -1,0 +1,328 @@
+"""Text sources: however a log is stored, compressed, cut into splits or blocks, the samples are the same, and faults are located."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import reference_data as reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.encode import Encoder
+from pipelines.errors import SourceError
+from pipelines.features import Dense, Feature, FeatureSpec, Table, TextFormat
+from pipelines.samples import Samples
+from pipelines.sources import Source, plan_splits, read_records, read_split, splits
+from pipelines.sources.files import File, match_files
+from pipelines.sources.text import _read_exactly, plan_text, read_text
+
+SPEC = FeatureSpec(
+    label="y",
+    dense=(Dense("d", "d", "none"),),
+    features=(Feature("c", 0, "c", "hash"), Feature("m", 1, "m", "id", "sum"), Feature("c2", 0, "c", "hash")),
+    tables=(Table("c", 1000), Table("m", 50)),
+    order_by="c",
+)
+HEADER = "y,unused,d,c,m\n"
+
+
+def everything(pieces):
+    """Records of all pieces as (labels, dense, categorical columns, keys) lists, and the rejects as (line, field, value)."""
+    pieces = list(pieces)
+    rows = [
+        row
+        for p in pieces
+        for row in zip(
+            p.labels.tolist(), p.dense.tolist(), *(c.to_pylist() for c in p.categorical), p.keys.to_pylist(), strict=True
+        )
+    ]
+    return rows, [(r.line, r.field, r.value) for p in pieces for r in p.rejects], sum(p.rejected for p in pieces)
+
+
+def read(path, spec=SPEC, split_bytes=1 << 24, block_bytes=1 << 24):
+    planned = plan_text(match_files([str(path)]), spec, split_bytes)
+    return everything(records for split in planned for records in read_text(split, spec, block_bytes))
+
+
+GOOD = [f"{i % 2},x,{i}.5,c{i % 7},{i % 50}|{(i * 7) % 50}\n" for i in range(40)]
+FAULTS = {
+    3: ("2,x,1,c,1\n", "y", "2"),
+    9: ("1,x,abc,c,1\n", "d", "abc"),
+    10: ("1,x,inf,c,1\n", "d", "inf"),
+    17: ("0,x,1,c,50\n", "m", "50"),
+    18: ("0,x,1,c,3|-1\n", "m", "-1"),
+    22: ("0,x,1,c\n", "columns", "4"),
+    23: ("0,x,1,c,3,4\n", "columns", "6"),
+    30: (",x,1,c,3\n", "y", ""),
+    31: ("1,x,nan,c,0x1\n", "d", "nan"),
+    33: ("1,x,1,c,0x1\n", "m", "0x1"),
+}
+BLANK = {5, 6, 40}
+
+
+def faulty():
+    """Lines with faults and blank lines among good ones, the good rows, and where the faults are (header is line 1)."""
+    lines = list(GOOD)
+    for at in sorted(FAULTS):
+        lines.insert(at, FAULTS[at][0])
+    for at in sorted(BLANK):
+        lines.insert(at, "\n")
+    text = [HEADER, *lines]
+    located = [(text.index(line) + 1, field, value) for line, field, value in FAULTS.values()]
+    return "".join(text), located
+
+
+def expected_rows():
+    return [(float(i % 2), [i + 0.5], f"c{i % 7}", [i % 50, (i * 7) % 50], f"c{i % 7}", f"c{i % 7}") for i in range(40)]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("form", ["plain", "gzip", "zstd", "quoted"])
+def test_any_cut_gives_the_same_rows_and_the_same_faults_on_their_lines(tmp_path, newline, last, form):
+    text, located = faulty()
+    data = text.replace("\n", newline).removesuffix("" if last else newline).encode()
+    spec = SPEC
+    path = tmp_path / "log.csv"
+    if form == "gzip":
+        path = tmp_path / "log.csv.gz"
+        data = gzip.compress(data[:100]) + gzip.compress(data[100:])  # as concatenated by many tools
+    elif form == "zstd":
+        path = tmp_path / "log.csv.zst"
+        data = pa.compress(data, "zstd").to_pybytes()
+    elif form == "quoted":
+        spec = FeatureSpec(
+            SPEC.label, SPEC.dense, SPEC.features, SPEC.tables, SPEC.order_by, None, TextFormat(newlines_in_values=True)
+        )
+    path.write_bytes(data)
+    sizes = [1, 7, 30, 64, 1000] if form == "plain" else [64, 100, 1000]
+    for size in sizes:
+        rows, rejects, rejected = read(path, spec, split_bytes=size, block_bytes=size)
+        assert rows == expected_rows(), size
+        assert rejects == located, size
+        assert rejected == len(located)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name_or_value(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + (HEADER + "".join(GOOD)).encode())
+    assert read(path)[0] == expected_rows()
+    spec = FeatureSpec(
+        SPEC.label, SPEC.dense, SPEC.features, SPEC.tables, "c", None, TextFormat(columns=tuple(HEADER.strip().split(",")))
+    )
+    path.write_bytes(b"\xef\xbb\xbf" + "".join(GOOD).encode())
+    assert read(path, spec)[0] == expected_rows()
+
+
+cell = st.text("ab\"',é \n", max_size=4)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(cell, cell), max_size=12), st.integers(40, 80), st.booleans())
+def test_quoted_values_are_what_the_csv_module_wrote(tmp_path_factory, rows, block_bytes, newlines):
+    rows = [(a, b) if newlines else (a.replace("\n", ""), b.replace("\n", "")) for a, b in rows]
+    path = tmp_path_factory.mktemp("quoted") / "log.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["a", "y", "b"])
+        writer.writerows((a, "1", b) for a, b in rows)
+    features = (Feature("a", 0, "a", "hash"), Feature("b", 1, "b", "hash"))
+    spec = FeatureSpec("y", (), features, (Table("a", 5), Table("b", 5)), text=TextFormat(newlines_in_values=newlines))
+    planned = plan_text(match_files([str(path)]), spec, 25)
+    records = [r for split in planned for r in read_text(split, spec, block_bytes)]
+    for place in (0, 1):
+        values = [x or "" for r in records for x in r.categorical[place].to_pylist()]
+        assert values == [row[place] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        (['1,x,1,"a', 'b",1'], 2),
+        (['1,x,1,"never closed,1'], 2),
+        (["1,x,1,a,1", "1,x,1,a\rb,1"], 3),
+        (["1,x,1,a,1", '1,x,1,a,"1'], 3),
+    ],
+)
+def test_a_value_over_several_lines_is_refused_unless_it_is_announced(tmp_path, lines, line):
+    path = tmp_path / "log.csv"
+    path.write_bytes((HEADER + "\n".join(lines) + "\n").encode())
+    with pytest.raises(SourceError, match=f"log.csv:{line}: .*newlines_in_values = true"):
+        read(path)
+
+
+def test_lines_that_are_not_utf8_are_rejected(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_bytes(HEADER.encode() + b"1,x,1,a\xff,1\n0,x,2,\xc3\xa9,2\n\xfe\xff,1\n")
+    rows, rejects, rejected = read(path)
+    assert rows == [(0.0, [2.0], "é", [2], "é", "é")]
+    assert rejects == [(2, "text", "1,x,1,a\\xff,1"), (4, "text", "\\xfe\\xff,1")]
+    assert rejected == 2
+
+
+def test_texts_that_mean_missing_are_missing_everywhere(tmp_path):
+    path = tmp_path / "log.tsv"
+    path.write_text("y\td\tc\tm\n1\tNULL\t\\N\t1|NULL|\n0\t 2 \t\tNULL\n")
+    spec = FeatureSpec(SPEC.label, SPEC.dense, SPEC.features, SPEC.tables, "c", None, TextFormat(missing=("NULL", "\\N")))
+    rows, rejects, _ = read(path, spec)
+    assert not rejects
+    assert str(rows) == str([(1.0, [float("nan")], None, [1, None, None], None, None), (0.0, [2.0], None, [], None, None)])
+    planned = plan_splits(Source("csv", (str(path),)), spec)
+    (piece,) = (p for s in planned for p in read_split(s, spec, Encoder(spec)))
+    assert piece.samples.ids.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert piece.samples.offsets.tolist() == [0, 1, 4, 5, 6, 7, 8]
+    assert piece.keys.null_count == 2
+
+
+@pytest.mark.parametrize(
+    ("order_type", "keys", "bad"),
+    [("integer", [9, None, 10, -1], "1.5"), ("number", [9.0, None, 10.0, -1.0], "x"), ("text", ["9", None, "10", "-1"], None)],
+)
+def test_order_keys_have_the_type_asked_for(tmp_path, order_type, keys, bad):
+    path = tmp_path / "log.csv"
+    path.write_text("y,t,a\n" + "".join(f"1,{t},a\n" for t in ["9", "", "10", "-1", *([bad] if bad else [])]))
+    spec = FeatureSpec("y", (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", order_type)
+    (records,) = (r for s in plan_splits(Source("csv", (str(path),)), spec) for r in read_records(s, spec))
+    assert records.keys.to_pylist() == keys
+    assert [(r.line, r.field, r.value) for r in records.rejects] == ([(6, "t", bad)] if bad else [])
+
+
+def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.sources.text.PIECE_ROWS", 16)
+    text, located = faulty()
+    path = tmp_path / "log.csv"
+    path.write_text(text)
+    (split,) = plan_text(match_files([str(path)]), SPEC)
+    pieces = list(read_text(split, SPEC))
+    assert len(pieces) == 3
+    assert max(len(p) + p.rejected for p in pieces) <= 20
+    assert everything(pieces)[:2] == (expected_rows(), located)
+
+
+def test_a_file_without_a_row_gives_nothing(tmp_path):
+    for name, content in (("header.csv", HEADER), ("blank.csv", HEADER + "\n\n"), ("none.csv.gz", HEADER)):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+        assert read(path) == ([], [], 0)
+
+
+def test_only_so_many_rejects_are_kept_but_all_are_counted(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + "3,x,1,a,1\n" * 300 + "1,2\n" * 200)
+    rows, rejects, rejected = read(path)
+    assert (rows, len(rejects), rejected) == ([], 100, 500)
+
+
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path):
+    def message(path, spec=SPEC):
+        with pytest.raises(SourceError) as caught:
+            [r for s in plan_splits(Source("csv", (str(path),)), spec) for r in read_records(s, spec)]
+        text = str(caught.value)
+        assert "\n" not in text
+        return text
+
+    assert "no file matches" in message(tmp_path / "*.csv")
+    (tmp_path / "a.csv").write_text("y,d,m\n")
+    assert "a.csv: no column 'c' among its header: y, d, m" in message(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text("y,d,m,c,c\n")
+    assert "b.csv: more than one column 'c'" in message(tmp_path / "b.csv")
+    (tmp_path / "c.csv").write_text("")
+    assert "no column 'y' among its header: none" in message(tmp_path / "c.csv")
+    whole = gzip.compress((HEADER + "".join(GOOD)).encode())
+    (tmp_path / "d.csv.gz").write_bytes(whole[:-30])
+    assert "d.csv.gz: cannot be read to its end" in message(tmp_path / "d.csv.gz")
+    (tmp_path / "e.csv.gz").write_text(HEADER)
+    assert "e.csv.gz: cannot be read" in message(tmp_path / "e.csv.gz")
+    (tmp_path / "f.csv").mkdir()
+    assert "f.csv: cannot be opened" in message(tmp_path / "f.csv")
+    assert "nowhere://x" in message("nowhere://x")
+
+
+def test_files_come_in_the_order_of_patterns_and_then_of_paths(tmp_path):
+    for name in ("b.csv", "a.csv", "c.csv"):
+        (tmp_path / name).write_text(HEADER + "".join(GOOD))
+    files = match_files([str(tmp_path / "c.csv"), str(tmp_path / "[ab].csv")])
+    assert [(f.path[-5:], f.size_bytes) for f in files] == [
+        (n, (tmp_path / n).stat().st_size) for n in ("c.csv", "a.csv", "b.csv")
+    ]
+    planned = plan_splits(Source("csv", tuple(str(tmp_path / p) for p in ("c.csv", "[ab].csv"))), SPEC)
+    assert [(s.path[-5:], s.file_index, s.split_index) for s in planned] == [("c.csv", 0, 0), ("a.csv", 1, 0), ("b.csv", 2, 0)]
+
+
+def test_a_source_says_what_is_wrong_with_it():
+    for source, message in (
+        (("tsv", ("x",)), "format: must be one of"),
+        (("csv",), "needs at least one file"),
+        (("synthetic", ("x",)), "synthetic data has no files"),
+        (("synthetic",), "at least 1 row"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            Source(*source)
+
+
+@pytest.fixture(scope="module")
+def criteo(data):
+    spec = FeatureSpec.criteo()
+    planned = plan_splits(Source("criteo", (str(data / "criteo" / "train.tsv"),)), spec)
+    return spec, [p for s in planned for p in read_split(s, spec, Encoder(spec))]
+
+
+def test_criteo_is_read_as_the_reference_reads_it(data, criteo):
+    spec, pieces = criteo
+    samples = Samples.concat([p.samples for p in pieces])
+    log = reference.Log(
+        "label",
+        tuple(reference.Dense(d.name, d.column, d.transform) for d in spec.dense),
+        tuple(reference.Feature(f.name, f.table, f.column, f.encoding) for f in spec.features),
+        tuple(reference.Table(t.name, t.rows) for t in spec.tables),
+        columns=spec.text.columns,
+        delimiter="\t",
+        quoting=False,
+    )
+    expected = reference.load(log, [data / "criteo" / "train.tsv"]).training
+    assert np.array_equal(samples.labels, expected.labels)
+    assert np.array_equal(samples.dense, expected.dense)
+    assert np.array_equal(samples.ids, np.concatenate([ids for bags in expected.bags for ids in bags]))
+
+
+def test_criteo_in_small_splits_or_compressed_is_the_same(data, criteo, tmp_path):
+    spec, pieces = criteo
+    whole = Samples.concat([p.samples for p in pieces])
+    raw = (data / "criteo" / "train.tsv").read_bytes()
+    (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(raw, 1))
+    cut = plan_text([File(str(data / "criteo" / "train.tsv"), len(raw))], spec, 200_000)
+    packed = plan_splits(Source("criteo", (str(tmp_path / "train.tsv.gz"),)), spec)
+    assert len(cut) == 9
+    for planned in (cut, packed):
+        again = Samples.concat([p.samples for s in planned for p in read_split(s, spec, Encoder(spec))])
+        for name in ("labels", "dense", "ids"):
+            assert np.array_equal(getattr(again, name), getattr(whole, name))
+
+
+def test_talkingdata_is_read_as_the_csv_module_reads_it(data):
+    path = data / "talkingdata" / "train_sample.csv"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = ("..ip", "app", "device", "os", "channel")
+    features = tuple(Feature(n.strip("."), k, n, "id") for k, n in enumerate(names))
+    spec = FeatureSpec("is_attributed", (), features, tuple(Table(f.name, 400_000) for f in features), "click_time")
+    for size in (splits.PIECE_ROWS, 1 << 24):
+        planned = plan_text(match_files([str(path)]), spec, size)
+        records = [r for s in planned for r in read_text(s, spec)]
+        assert [x for r in records for x in r.keys.to_pylist()] == [row["click_time"] for row in rows]
+        for place, name in enumerate(names):
+            values = np.concatenate([r.categorical[place].to_numpy() for r in records])
+            assert np.array_equal(values, np.array([int(row[name]) for row in rows]))
+
+
+def test_a_stream_that_returns_less_than_asked_is_read_whole():
+    class Slow(io.BytesIO):
+        def read(self, size=-1):
+            return super().read(min(size, 3))
+
+    assert _read_exactly(Slow(b"0123456789"), 8, "x") == b"01234567"

@@ -56,7 +56,10 @@ class Occupant:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the checker saw. before: per event, per lane, slot -> occupant as it stood before the event; ordinals: likewise, (lane, table) -> given."""
+    """What the checker saw.
+
+    before: per event, per lane, slot -> occupant as it stood before the event; ordinals: per event, (lane, table) -> ordinals given before.
+    """
 
     rows: dict[Row, Trained]
     arrivals: int = 0
@@ -145,12 +148,16 @@ class _Run:
             owned = [row for row in order if self.rows[row].lane == lane]
             assert len(part.slots) == len(part.users) == len(part.early) == len(part.next_users) == len(owned)
             used = [int(slot) for slot in part.slots]
-            assert [partition[slot].row if slot in partition else None for slot in used] == owned, "every row used sits in the slot named"
+            assert [partition[slot].row if slot in partition else None for slot in used] == owned, (
+                "every row used sits in the slot named"
+            )
             for place, row in enumerate(owned):
                 assert int(part.users[place]) == step.users(row)
                 assert int(part.next_users[place]) == (following.users(row) if following else 0)
-                critical = self.rows[row].tag == number and number > 0 or self._left_at(row, number - 1, part)
-                assert bool(part.early[place]) == (not critical), "early: not changed by the step before, nor gone at its boundary"
+                critical = (self.rows[row].tag == number and number > 0) or self._left_at(row, number - 1, part)
+                assert bool(part.early[place]) == (not critical), (
+                    "early: not changed by the step before, nor gone at its boundary"
+                )
             for slot, row in zip(used, owned, strict=True):
                 was = partition[slot]
                 partition[slot] = Occupant(row, was.ordinal, number + 1, was.stored)
@@ -161,7 +168,11 @@ class _Run:
 
     def _left_at(self, row: Row, boundary: int, part: Any) -> bool:
         """Whether a row arrives now after it left a slot at that boundary."""
-        found = [int(a) for t, i, a in zip(part.arrivals.table, part.arrivals.id, part.arrivals.after, strict=True) if (int(t), int(i)) == row]
+        found = [
+            int(a)
+            for t, i, a in zip(part.arrivals.table, part.arrivals.id, part.arrivals.after, strict=True)
+            if (int(t), int(i)) == row
+        ]
         return self.rows[row].tag > 0 and boundary >= 0 and found == [boundary]
 
     def _boundary(self, number: int, lane: int, part: Any, known: dict[Row, Trained | None]) -> None:
@@ -181,7 +192,8 @@ class _Run:
             assert row not in [occupant.row for occupant in partition.values()], "no row sits in two slots"
             before = known[row]
             now = self.rows[row]
-            assert now.lane == lane and ordinal == now.ordinal
+            assert now.lane == lane
+            assert ordinal == now.ordinal
             assert tag == (before.tag if before else 0), "initial or stored, with the tag of its last change"
             assert after == (before.last_end if before else -1), "a fetch names the boundary of its row's last write-back"
             assert after < number, "which precedes it"
@@ -197,9 +209,12 @@ class _Run:
             assert not len(part.ends), "evaluation ends no residency"
             view = dict(self.partitions[lane])
             for slot, row, ordinal, tag, after in _arrivals(part):
-                assert self.slots[lane] <= slot < self.slots[lane] + self.evaluation_slots[lane], "evaluation has slots of its own"
+                assert self.slots[lane] <= slot < self.slots[lane] + self.evaluation_slots[lane], (
+                    "evaluation has slots of its own"
+                )
                 assert slot not in view, "no slot holds two rows"
-                assert row in order and row not in [occupant.row for occupant in view.values()]
+                assert row in order
+                assert row not in [occupant.row for occupant in view.values()]
                 trained = self.rows.get(row)
                 if trained is None:
                     assert (ordinal, tag, after) == (-1, 0, -1), "a row that was never trained is initial, and has no ordinal"
@@ -215,7 +230,9 @@ class _Run:
                 assert trained is None or trained.lane == lane
                 assert int(part.users[place]) == step.users(occupant.row)
                 lane_of[occupant.row] = lane
-            assert [o.row for o in used] == [row for row in order if lane_of.get(row) == lane], "rows stand in order of first lookup"
+            assert [o.row for o in used] == [row for row in order if lane_of.get(row) == lane], (
+                "rows stand in order of first lookup"
+            )
         assert set(lane_of) == set(order)
         self._check_index(step, parts, order, lane_of)
 
@@ -231,4 +248,6 @@ def _arrivals(part: Any) -> list[tuple[int, Row, int, int, int]]:
     """(slot, row, ordinal, tag, after) of every arrival."""
     a = part.arrivals
     columns = zip(a.slot, a.table, a.id, a.ordinal, a.tag, a.after, strict=True)
-    return [(int(slot), (int(table), int(i)), int(ordinal), int(tag), int(after)) for slot, table, i, ordinal, tag, after in columns]
+    return [
+        (int(slot), (int(table), int(i)), int(ordinal), int(tag), int(after)) for slot, table, i, ordinal, tag, after in columns
+    ]

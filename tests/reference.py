@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,7 +150,7 @@ def sum_in_order(groups: np.ndarray, values: np.ndarray, count: int) -> np.ndarr
     # All first values, then all second ones, ...: within one round no group comes twice.
     rounds = np.argsort(occurrence, kind="stable")
     bounds = np.searchsorted(occurrence[rounds], np.arange(1, occurrence.max(initial=0) + 2))
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in itertools.pairwise(bounds):
         chosen = rounds[first:last]
         result[groups[chosen]] = result[groups[chosen]] + values[chosen]
     return result
@@ -184,8 +185,8 @@ class Trainer:
         further = dict(getattr(config.model, "further_columns", {}))
         dimensions = [table.dimension or config.dim for table in log.tables]
         self.tables: list[Table] = []
-        for table, rows, dimension in zip(log.tables, data.rows, dimensions, strict=True):
-            optimizer, lr = config.by_table.get(table.name, (config.row_optimizer, config.lr))
+        for described, rows, dimension in zip(log.tables, data.rows, dimensions, strict=True):
+            optimizer, lr = config.by_table.get(described.name, (config.row_optimizer, config.lr))
             self.tables.append(Table(rows, [dimension, *further.values()], optimizer, lr))
         for number, table in enumerate(self.tables):
             features = [f for f, feature in enumerate(log.features) if feature.table == number]
@@ -261,7 +262,9 @@ class Trainer:
                 self.module.zero_grad(set_to_none=True)
                 torch.manual_seed(key(self.config.seed, number, lane) >> 1)
                 logits = self.logits(block, part.dense)
-                loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(part.labels), reduction="sum") / len(samples)
+                loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(part.labels), reduction="sum") / len(
+                    samples
+                )
                 loss.backward()
                 total_loss += float(loss.detach())
                 gradients.update({name: value.grad.clone() for name, value in self.trained.items() if value.grad is not None})
@@ -422,7 +425,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numerics.set_up(threads)
     result = train(config)
     for epoch, found in enumerate(result.evaluations):
-        print(f"epoch {epoch}: log loss {found.log_loss:.6f}, AUC {found.auc:.6f}, normalized entropy {found.normalized_entropy:.6f}")
+        print(
+            f"epoch {epoch}: log loss {found.log_loss:.6f}, AUC {found.auc:.6f}, normalized entropy {found.normalized_entropy:.6f}"
+        )
     print(f"digest {result.digest}")
 
 

@@ -158,7 +158,10 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
         place = [known.name for known in tables].index(table)
         rest = {name: entry[name] for name in ("pooling", "min_count", "separator") if name in entry}
         features.append(Feature(entry["name"], place, entry.get("column", entry["name"]), entry.get("encoding", "hash"), **rest))
-    dense = [Dense(entry["name"], entry.get("column", entry["name"]), entry.get("transform", "log")) for entry in document.get("dense", [])]
+    dense = [
+        Dense(entry["name"], entry.get("column", entry["name"]), entry.get("transform", "log"))
+        for entry in document.get("dense", [])
+    ]
     text = document.get("text", {})
     return Log(
         document["label"],
@@ -176,13 +179,15 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
 
 def read_columns(sources: Sequence[Path], log: Log) -> dict[str, list[str]]:
     """Every column of the sources, one after the other, as the text that stands there; '' where it is missing."""
-    names = {log.label, *(d.column for d in log.dense), *(f.column for f in log.features)} | ({log.order_by} if log.order_by else set())
+    names = {log.label, *(d.column for d in log.dense), *(f.column for f in log.features)} | (
+        {log.order_by} if log.order_by else set()
+    )
     columns: dict[str, list[str]] = {name: [] for name in names}
     for source in sources:
         opened = gzip.open if source.suffix == ".gz" else open
         with opened(source, "rt", encoding="utf-8", newline="") as lines:
             rows = csv.reader(lines, delimiter=log.delimiter, quoting=csv.QUOTE_MINIMAL if log.quoting else csv.QUOTE_NONE)
-            header = log.columns or next(rows)
+            header = list(log.columns) or next(rows)
             places = [(columns[name], header.index(name)) for name in sorted(names)]
             for row in rows:
                 for column, place in places:
@@ -284,7 +289,10 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
             for sample, i in enumerate(places):
                 text = source[feature.column][i]
                 if text not in known:
-                    ids = [encode(feature, rows[feature.table], words.get(feature.table), v) for v in values_of(feature, text, log.missing)]
+                    ids = [
+                        encode(feature, rows[feature.table], words.get(feature.table), v)
+                        for v in values_of(feature, text, log.missing)
+                    ]
                     known[text] = np.array(ids, np.int64)
                 bags[sample].append(known[text])
         return Samples(labels, dense, bags)

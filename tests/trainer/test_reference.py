@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +68,9 @@ def test_mix_is_splitmix64() -> None:
 
 def test_key_chains_and_takes_negative_numbers_in_twos_complement() -> None:
     assert key(3, -1) == mix(mix(3) ^ (2**64 - 1))
-    np.testing.assert_array_equal(key_array((3, 1), np.array([-1, 0, 7])), np.array([key(3, 1, n) for n in (-1, 0, 7)], np.uint64))
+    np.testing.assert_array_equal(
+        key_array((3, 1), np.array([-1, 0, 7])), np.array([key(3, 1, n) for n in (-1, 0, 7)], np.uint64)
+    )
 
 
 def test_hash64_is_of_the_length_and_padded_words() -> None:
@@ -113,7 +117,7 @@ def test_a_log_is_ordered_split_and_encoded_as_defined(log_file: Path) -> None:
     assert data.rows == (100, 5)
     cities = [1 + hash64(text) % 99 for text in (b"Rome", b"Oslo", b"Bern")]
     assert [int(bags[0][0]) for bags in data.training.bags] == [cities[0], 0, cities[1], cities[2]]
-    np.testing.assert_array_equal(data.training.dense[:, 0], np.float32([0, 0, 0, math.log1p(7)]))
+    np.testing.assert_array_equal(data.training.dense[:, 0], np.array([0, 0, 0, math.log1p(7)], np.float32))
     # z of the training samples: 5, 1, 3, 7; mean 4, deviation sqrt(5).
     np.testing.assert_allclose(data.training.dense[:, 1], np.array([1, -3, -1, 3]) / math.sqrt(5), rtol=1e-6)
     assert data.evaluation.dense[0, 1] == 0
@@ -140,14 +144,17 @@ def test_a_shuffle_sorts_numbers_by_key() -> None:
 @given(st.integers(0, 300), st.integers(1, 64))
 def test_slices_cut_a_step_evenly(samples: int, lanes: int) -> None:
     bounds = slice_bounds(samples, lanes)
-    assert bounds[0][0] == 0 and bounds[-1][1] == samples
-    assert all(a[1] == b[0] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == samples
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
     assert {last - first for first, last in bounds} <= {samples // lanes, -(-samples // lanes)}
 
 
 def test_criteo_has_40_columns_and_a_table_for_each_category() -> None:
     log = criteo(50)
-    assert len(log.columns) == 40 and len(log.tables) == len(log.features) == 26 and len(log.dense) == 13
+    assert len(log.columns) == 40
+    assert len(log.tables) == len(log.features) == 26
+    assert len(log.dense) == 13
 
 
 def test_a_feature_file_describes_a_log(tmp_path: Path) -> None:
@@ -200,7 +207,11 @@ def test_gradients_are_added_one_after_the_other_from_the_first(groups: list[int
 
 
 def test_lanes_are_added_in_lane_order_and_another_order_gives_other_bits() -> None:
-    parts = [(np.array([1, 4]), float_rows(2, 50, seed=1)), (np.array([4]), float_rows(1, 50, seed=2)), (np.array([0, 4]), float_rows(2, 50, seed=3))]
+    parts = [
+        (np.array([1, 4]), float_rows(2, 50, seed=1)),
+        (np.array([4]), float_rows(1, 50, seed=2)),
+        (np.array([0, 4]), float_rows(2, 50, seed=3)),
+    ]
     ids, total = add_lanes(parts)
     assert ids.tolist() == [0, 1, 4]
     np.testing.assert_array_equal(total[0], parts[2][1][0])
@@ -263,9 +274,11 @@ def log_of(tmp_path: Path, rows: int) -> tuple[Log, Path]:
     return Log("y", (Dense("x", "x", "none"),), features, (Table("t", 9, 4), Table("u", 9, 6))), path
 
 
-def config_of(tmp_path: Path, **changed: object) -> Config:
+def config_of(tmp_path: Path, **changed: Any) -> Config:
     log, path = log_of(tmp_path, 50)
-    return replace(Config(log, (path,), Sums, 8, 16, lanes=3, epochs=2, evaluation_fraction=0.2, row_optimizer="adagrad", lr=0.1), **changed)
+    return replace(
+        Config(log, (path,), Sums, 8, 16, lanes=3, epochs=2, evaluation_fraction=0.2, row_optimizer="adagrad", lr=0.1), **changed
+    )
 
 
 def test_training_is_that_of_torch_embeddings_up_to_rounding(tmp_path: Path) -> None:
@@ -299,7 +312,9 @@ def test_a_run_is_repeated_to_the_bit_and_depends_on_its_seed_and_lanes(tmp_path
     first = train(config_of(tmp_path))
     again = train(config_of(tmp_path))
     assert (first.digest, first.losses, first.evaluations) == (again.digest, again.losses, again.evaluations)
-    others = [train(config_of(tmp_path, **change)).digest for change in ({"seed": 1}, {"lanes": 2}, {"shuffle_seed": 1}, {"lr": 0.2})]
+    others = [
+        train(config_of(tmp_path, **change)).digest for change in ({"seed": 1}, {"lanes": 2}, {"shuffle_seed": 1}, {"lr": 0.2})
+    ]
     assert len({first.digest, *others}) == 5
 
 
@@ -338,7 +353,7 @@ def test_a_block_holds_pooled_rows_and_zeros_beyond(tmp_path: Path) -> None:
 
 
 def test_metrics_of_a_small_case_by_hand() -> None:
-    found = metrics(np.float32([0, 0, 2, -1]), np.float32([0, 1, 1, 0]))
+    found = metrics(np.array([0, 0, 2, -1], np.float32), np.array([0, 1, 1, 0], np.float32))
     assert found.auc == 3.5 / 4
     log_loss = (2 * math.log(2) + math.log1p(math.exp(-2)) + math.log1p(math.exp(-1))) / 4
     assert found.log_loss == pytest.approx(log_loss)
@@ -353,4 +368,5 @@ def test_the_command_line_prints_every_epoch_and_the_digest(tmp_path: Path, caps
     reference.main([*flags.split(), "--model-options", "bottom=8-4", "top=8-1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["epoch 0", "epoch 1"]
-    assert lines[2].startswith("digest ") and len(lines[2]) == 7 + 64
+    assert lines[2].startswith("digest ")
+    assert len(lines[2]) == 7 + 64

@@ -1,0 +1,132 @@
+"""From raw text to a schedule: the accesses and values that the reference reads are those that the schedule holds."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle_twin import Step, check_program
+from reference_data import Data, Samples, load, read_features, shuffled, slice_bounds
+
+from pipelines import prepare
+from pipelines.schedule import Schedule
+
+LANES, BATCH_SIZE, EPOCHS = 3, 7, 2
+
+FEATURES = """
+label = "click"
+{order}
+[text]
+missing = ["NULL"]
+[table.place]
+rows = 30
+dimension = 4
+[[feature]]
+name = "home"
+table = "place"
+[[feature]]
+name = "away"
+table = "place"
+[[feature]]
+name = "tags"
+encoding = "vocabulary"
+pooling = "mean"
+min_count = 3
+separator = ";"
+[[feature]]
+name = "number"
+encoding = "id"
+rows = 12
+[[dense]]
+name = "x"
+[[dense]]
+name = "z"
+transform = "standard"
+[[dense]]
+name = "plain"
+column = "x"
+transform = "none"
+"""
+
+
+def write_log(path: Path, rows: int, seed: int) -> Path:
+    """Random clicks with missing values, quotes, non-ASCII text and ties in `at`."""
+    random = np.random.default_rng(seed)
+    places = ["Rome", "Zürich", '"a, ""b"""', "NULL", "", "007", "7"]
+    lines = ["at,click,home,away,tags,number,x,z"]
+    for _ in range(rows):
+        tags = ";".join(random.choice(["a", "b", "c", "é", "", "NULL", f"rare{random.integers(99)}"], random.integers(1, 4)))
+        x = "" if random.random() < 0.2 else f"{random.normal() * 10:.4f}"
+        z = "NULL" if random.random() < 0.1 else f"{random.normal() * 1e3:.6g}"
+        number = "" if random.random() < 0.1 else str(random.integers(12))
+        at = "" if random.random() < 0.1 else str(random.integers(-5, 15))
+        lines.append(f"{at},{random.integers(2)},{random.choice(places)},{random.choice(places)},{tags},{number},{x},{z}")
+    data = ("\n".join(lines) + "\n").encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    return path
+
+
+def steps_of(kind: str, samples: Samples, tables: list[int]) -> list[Step]:
+    """The accesses of consecutive samples, cut into steps and slices."""
+    rows = [tuple((table, int(i)) for table, bag in zip(tables, bags, strict=True) for i in bag) for bags in samples.bags]
+    steps = []
+    for first in range(0, len(rows), BATCH_SIZE):
+        step = rows[first : first + BATCH_SIZE]
+        steps.append(Step(kind, tuple(sum(step[a:b], ()) for a, b in slice_bounds(len(step), LANES))))
+    return steps
+
+
+def check(schedule: Schedule, data: Data, tables: list[int], shuffle_seed: int | None) -> None:
+    """The schedule is one of exactly these samples, in this order."""
+    assert tuple(table.rows for table in schedule.header.features.tables) == data.rows
+    program: list[Step] = []
+    samples: list[Samples] = []
+    numbers: list[np.ndarray] = []
+    for epoch in range(EPOCHS):
+        count = len(data.training)
+        order = np.arange(count) if shuffle_seed is None else shuffled(shuffle_seed, epoch, count)
+        for kind, part, places in (("train", data.training, order), ("evaluate", data.evaluation, np.arange(len(data.evaluation)))):
+            program += steps_of(kind, part.take(places), tables)
+            chosen = [places[first : first + BATCH_SIZE] for first in range(0, len(places), BATCH_SIZE)]
+            numbers += chosen
+            samples += [part.take(step) for step in chosen]
+    events = list(schedule.events())
+    manifest = schedule.manifest
+    check_program(events, schedule.lane, program, schedule.header.slots, manifest["evaluation_slots"], schedule.final_ends)
+    for event, step, named in zip(events, samples, numbers, strict=True):
+        parts = [schedule.lane(event, lane) for lane in range(LANES)]
+        np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), step.labels)
+        np.testing.assert_array_equal(np.concatenate([part.dense for part in parts]), step.dense)
+        np.testing.assert_array_equal(np.concatenate([part.numbers for part in parts]), named)
+        counts = [len(bag) for bags in step.bags for bag in bags]
+        if schedule.header.features.multi_valued:
+            assert [n for part in parts for n in np.diff(part.offsets).tolist()] == counts
+
+
+@pytest.mark.parametrize(
+    ("order", "held_out", "shuffle_seed", "name"),
+    [
+        ("", "fraction", None, "a.csv"),
+        ('order_by = "at"', "source", None, "a.csv"),
+        ('order_by = "at"\norder_type = "integer"', "fraction", 5, "a.csv.gz"),
+    ],
+    ids=["file order, tail", "ordered by text, second source", "ordered by number, shuffled, tail, gzip"],
+)
+def test_a_schedule_of_a_log_is_what_the_reference_reads(
+    tmp_path: Path, order: str, held_out: str, shuffle_seed: int | None, name: str
+) -> None:
+    features = tmp_path / "features.toml"
+    features.write_text(FEATURES.format(order=order))
+    sources = [write_log(tmp_path / name, 60, 1), write_log(tmp_path / f"more-{name}", 41, 2)]
+    other = write_log(tmp_path / "other.csv", 16, 3)
+    flags = [*map(str, sources), "--format", "csv", "--features", str(features), "--out", str(tmp_path / "schedule")]
+    flags += ["--batch-size", str(BATCH_SIZE), "--lanes", str(LANES), "--epochs", str(EPOCHS), "--slots", "min"]
+    flags += ["--eval-fraction", "0.15"] if held_out == "fraction" else ["--eval-source", str(other)]
+    flags += [] if shuffle_seed is None else ["--shuffle-seed", str(shuffle_seed)]
+    prepare.run(flags)
+    log = read_features(features)
+    data = load(log, sources, [other] if held_out == "source" else [], 0.15 if held_out == "fraction" else 0.0)
+    assert len(data.evaluation) == (15 if held_out == "fraction" else 16)
+    check(Schedule(tmp_path / "schedule"), data, [feature.table for feature in log.features], shuffle_seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import pytest
 from belady import belady_arrivals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_source import MemorySource
 from oracle_twin import Outcome, Row, Step, Trained, check_program, own_rows
-from reference_data import shuffled, slice_bounds
+from reference_data import slice_bounds
 
 from pipelines import compile as compiling
 from pipelines.compile import CompileSettings, compile_schedule
@@ -26,45 +26,6 @@ from pipelines.schedule import Schedule
 
 EVERYTHING = 1 << 40
 SLOTS: tuple[int | str, ...] = ("min", "all", 3, 6, 14)
-
-
-@dataclass(frozen=True)
-class MemorySource:
-    """An OrderedSource of samples in memory, given out in chunks of `chunk` samples."""
-
-    train: Samples
-    held_out: Samples
-    chunk: int
-    shuffle_seed: int | None
-
-    @property
-    def training_samples(self) -> int:
-        return len(self.train)
-
-    @property
-    def evaluation_samples(self) -> int:
-        return len(self.held_out)
-
-    @property
-    def shuffled(self) -> bool:
-        return self.shuffle_seed is not None
-
-    def order(self, epoch: int) -> np.ndarray:
-        if self.shuffle_seed is None:
-            return np.arange(len(self.train))
-        return shuffled(self.shuffle_seed, epoch, len(self.train))
-
-    def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
-        order = self.order(epoch)
-        yield from self._chunks(self.train.take(order), order)
-
-    def evaluation(self) -> Iterator[tuple[Samples, np.ndarray]]:
-        yield from self._chunks(self.held_out, np.arange(len(self.held_out)))
-
-    def _chunks(self, samples: Samples, numbers: np.ndarray) -> Iterator[tuple[Samples, np.ndarray]]:
-        for first in range(0, len(samples), self.chunk):
-            last = min(first + self.chunk, len(samples))
-            yield samples.slice(first, last), numbers[first:last]
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,10 @@ def check(schedule: Schedule, data: Data, tables: list[int], shuffle_seed: int |
     for epoch in range(EPOCHS):
         count = len(data.training)
         order = np.arange(count) if shuffle_seed is None else shuffled(shuffle_seed, epoch, count)
-        for kind, part, places in (("train", data.training, order), ("evaluate", data.evaluation, np.arange(len(data.evaluation)))):
+        for kind, part, places in (
+            ("train", data.training, order),
+            ("evaluate", data.evaluation, np.arange(len(data.evaluation))),
+        ):
             program += steps_of(kind, part.take(places), tables)
             chosen = [places[first : first + BATCH_SIZE] for first in range(0, len(places), BATCH_SIZE)]
             numbers += chosen

@@ -1,0 +1,50 @@
+"""Samples in memory as the source of a schedule, for tests of compiling without Beam or files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from reference_data import shuffled
+
+from pipelines.samples import Samples
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """An OrderedSource of samples in memory, given out in chunks of `chunk` samples."""
+
+    train: Samples
+    held_out: Samples
+    chunk: int
+    shuffle_seed: int | None
+
+    @property
+    def training_samples(self) -> int:
+        return len(self.train)
+
+    @property
+    def evaluation_samples(self) -> int:
+        return len(self.held_out)
+
+    @property
+    def shuffled(self) -> bool:
+        return self.shuffle_seed is not None
+
+    def order(self, epoch: int) -> np.ndarray:
+        if self.shuffle_seed is None:
+            return np.arange(len(self.train))
+        return shuffled(self.shuffle_seed, epoch, len(self.train))
+
+    def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
+        order = self.order(epoch)
+        yield from self._chunks(self.train.take(order), order)
+
+    def evaluation(self) -> Iterator[tuple[Samples, np.ndarray]]:
+        yield from self._chunks(self.held_out, np.arange(len(self.held_out)))
+
+    def _chunks(self, samples: Samples, numbers: np.ndarray) -> Iterator[tuple[Samples, np.ndarray]]:
+        for first in range(0, len(samples), self.chunk):
+            last = min(first + self.chunk, len(samples))
+            yield samples.slice(first, last), numbers[first:last]

@@ -1,0 +1,59 @@
+"""On real clicks, arrivals are Belady's minimum, of an independent simulation, and far fewer than an LRU cache needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from belady import belady_arrivals, lru_arrivals
+from memory_source import MemorySource
+from reference_data import Feature, Log, Table, load
+
+from pipelines import features as spec
+from pipelines.compile import CompileSettings, compile_schedule
+from pipelines.samples import Samples
+
+NAMES = ("ip", "app", "device", "os", "channel")
+BATCH_SIZE = 256
+
+
+@pytest.fixture(scope="module")
+def clicks(data: Path) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Ids of the 100,000 clicks by click_time, int64 [clicks, 5], and the tables' rows."""
+    log = Log(
+        "is_attributed",
+        (),
+        tuple(Feature(name, table, "..ip" if name == "ip" else name, "vocabulary") for table, name in enumerate(NAMES)),
+        tuple(Table(name, None) for name in NAMES),
+        "click_time",
+    )
+    found = load(log, [data / "talkingdata" / "train_sample.csv"])
+    return np.array([[bag[0] for bag in bags] for bags in found.training.bags]), found.rows
+
+
+@pytest.mark.parametrize("slots", [1_000, 3_000, 8_000])
+def test_arrivals_are_beladys_minimum(clicks: tuple[np.ndarray, tuple[int, ...]], slots: int, tmp_path: Path) -> None:
+    ids, rows = clicks
+    features = spec.FeatureSpec(
+        label="is_attributed",
+        dense=(),
+        features=tuple(spec.Feature(name, table, name, "id") for table, name in enumerate(NAMES)),
+        tables=tuple(spec.Table(name, count) for name, count in zip(NAMES, rows, strict=True)),
+    )
+    nothing = np.zeros((len(ids), 0), np.float32)
+    source = MemorySource(
+        Samples(np.zeros(len(ids), np.float32), nothing, ids.reshape(-1)),
+        Samples(np.zeros(0, np.float32), nothing[:0], np.zeros(0, np.int64)),
+        8192,
+        None,
+    )
+    manifest = compile_schedule(source, CompileSettings(features, BATCH_SIZE, 1, slots), tmp_path, tmp_path / "work")
+    steps = [
+        [(table, row) for sample in ids[first : first + BATCH_SIZE].tolist() for table, row in enumerate(sample)]
+        for first in range(0, len(ids), BATCH_SIZE)
+    ]
+    arrivals, fewest, lru = manifest["counts"]["arrivals"], belady_arrivals(steps, slots), lru_arrivals(steps, slots)
+    print(f"{slots} slots: {arrivals} arrivals, {arrivals / fewest:.6f} of Belady's {fewest}; LRU {lru}, {lru / fewest:.3f}")
+    assert fewest <= arrivals <= 1.001 * fewest
+    assert lru > 1.05 * fewest

@@ -86,8 +86,8 @@ class TextFormat:
 class FeatureSpec:
     """The columns of a source and how they become samples (docs/definitions.md, Encoding and Order).
 
-    order_by: the column of the global order, or None. order_type: how text files' order_by column is compared; None is by bytes
-    in text files, and what the column is in Parquet.
+    order_by: the column of the global order, or None. order_type: how it is compared; None: in Parquet by the column's type, in text
+    files as numbers where the first rows hold numbers, else by bytes.
     """
 
     label: str

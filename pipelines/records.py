@@ -17,6 +17,10 @@ MOST_REJECTS = 100
 """Malformed records of a piece that are kept with all their details; more are only counted."""
 
 _MOST_TEXT = 80  # characters of a malformed value that are shown
+_KEY_REASONS = {
+    kind: f'order_by must be {what}, as order_type or the first rows of the data say (order_type = "text" allows any value)'
+    for kind, what in (("integer", "a whole number"), ("number", "a number"))
+}
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -263,9 +267,7 @@ def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults
     if _is_text(column.type):
         kind = {"integer": pa.int64(), "number": pa.float64()}.get(order_type or "text")
         if kind is not None:
-            reason = (
-                "with its order_type, order_by must be a whole number" if order_type == "integer" else "order_by must be a number"
-            )
+            reason = _KEY_REASONS[order_type or ""]
             column = _cast_text(column, kind, lambda row, value: faults.add(row, name, value, reason))
             return _without_nan(column) if order_type == "number" else column
         return pc.if_else(pa.array(_present(column)), column, pa.scalar(None, column.type)).cast(pa.string())
@@ -307,14 +309,15 @@ def _cast_text(column: pa.Array, kind: pa.DataType, report: Callable[[int, objec
             pass
     trimmed = pc.ascii_trim_whitespace(texts)
     distinct = pc.unique(trimmed).drop_null()
-    bad = [text for text in distinct.to_pylist() if not _parses(text, kind)]
+    bad = [text for text in distinct.to_pylist() if not parses(text, kind)]
     wrong = pc.is_in(trimmed, pa.array(bad, distinct.type))
     for place in np.flatnonzero(wrong.to_numpy(zero_copy_only=False)):
         report(int(place), _shown(column, place))
     return pc.if_else(wrong, pa.scalar(None, trimmed.type), trimmed).cast(kind)
 
 
-def _parses(text: str, kind: pa.DataType) -> bool:
+def parses(text: str, kind: pa.DataType) -> bool:
+    """Whether a text, without spaces around it, is a number of a kind: float64 or int64."""
     if kind == pa.int64() and "x" in text.lower():
         return False
     try:

@@ -54,7 +54,8 @@ class Split:
     kind: text (bytes start .. end - 1 of the file, the lines that start in them), stream (a whole text file, from its start),
     parquet (row group start), synthetic (rows start .. end - 1). file_index: place among the source's files, from 0.
     split_index: place among the file's splits, from 0. text: how a text file is cut into fields, its delimiter and columns
-    filled in. first_line: the line at `start` of a stream. source: what synthetic rows are made from.
+    filled in. first_line: the line at `start` of a stream. order_type: how a text file's order_by compares. source: what
+    synthetic rows are made from.
     """
 
     kind: Literal["text", "stream", "parquet", "synthetic"]
@@ -65,6 +66,7 @@ class Split:
     end: int
     text: TextFormat = field(default_factory=TextFormat)
     first_line: int = 1
+    order_type: Literal["text", "integer", "number"] | None = None
     source: Source | None = None
 
 

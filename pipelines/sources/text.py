@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,33 +16,38 @@ from pipelines.errors import SourceError
 from pipelines.features import FeatureSpec, TextFormat
 from pipelines.records import MOST_REJECTS, Records, RejectedRecord, convert
 from pipelines.sources.files import File, compression, open_file, open_stream, reading
+from pipelines.sources.heads import delimiter_of, infer_order_type, read_header
 from pipelines.sources.splits import PIECE_ROWS, Split
 
 SPLIT_BYTES = 16 << 20
 """Bytes of a split of an uncompressed file, and of a block of a compressed one."""
 
-_BOM = b"\xef\xbb\xbf"
 _READ_BYTES = 1 << 20
-_LARGEST_HEADER_BYTES = 1 << 20
-_SHOWN_COLUMNS = 50
 _SHOWN_CHARACTERS = 80
 
 
 def plan_text(files: list[File], spec: FeatureSpec, split_bytes: int = SPLIT_BYTES) -> list[Split]:
-    """The splits of text files, cut as spec.text says; reads each file's header only. Raises SourceError where a column is missing."""
+    """The splits of text files, cut as spec.text says; reads the beginnings of files only.
+
+    Without an order_type of the spec's, that of all files is inferred from the first rows that have a value of order_by. Raises
+    SourceError where a column is missing.
+    """
     splits = []
+    order_type = spec.order_type
     for place, file in enumerate(files):
-        text = replace(spec.text, delimiter=spec.text.delimiter or _delimiter(file.path))
-        columns, start = _header(file.path, spec, text)
+        text = replace(spec.text, delimiter=spec.text.delimiter or delimiter_of(file.path))
+        columns, start = read_header(file.path, spec, text)
         first_line = 1 if text.columns else 2
         text = replace(text, columns=columns)
+        if order_type is None:
+            order_type = infer_order_type(file.path, start, spec, text)
         if compression(file.path) or text.newlines_in_values:
             splits.append(Split("stream", file.path, place, 0, start, start, text, first_line))
             continue
         for number, at in enumerate(range(start, file.size_bytes, split_bytes)):
             end = min(at + split_bytes, file.size_bytes)
             splits.append(Split("text", file.path, place, number, at, end, text))
-    return splits
+    return [replace(split, order_type=order_type) for split in splits]
 
 
 def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES) -> Iterator[Records]:
@@ -51,7 +55,7 @@ def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES) -
 
     block_bytes: what is read and parsed at a time of a file that is one split.
     """
-    layout = _Layout(split.path, split.text, spec)
+    layout = _Layout(split.path, split.text, replace(spec, order_type=split.order_type))
     if split.kind == "text":
         data, begin = _read_range(split)
         if data:
@@ -102,36 +106,6 @@ class _Block:
     lines: np.ndarray
     misfits: list[_Misfit]
     lines_before: Callable[[], int]
-
-
-def _delimiter(path: str) -> str:
-    name = path.removesuffix(".gz").removesuffix(".zst")
-    return "\t" if name.endswith((".tsv", ".tab")) else ","
-
-
-def _header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[str, ...], int]:
-    """The names of a file's columns, and where its records begin (bytes of the decompressed file)."""
-    with open_stream(path) as stream:
-        head = stream.read(len(_BOM)) if text.columns else stream.readline(_LARGEST_HEADER_BYTES)
-    start = len(_BOM) if head.startswith(_BOM) else 0
-    if text.columns:
-        columns = list(text.columns)
-        given = "the columns given for it"
-    else:
-        line = head[start:].decode(errors="replace").rstrip("\r\n")
-        delimiter = text.delimiter or ","
-        quoted = text.quoting and '"' in line
-        columns = next(csv.reader([line], delimiter=delimiter)) if quoted else line.split(delimiter)
-        start = len(head)
-        given = "its header"
-    for name in spec.columns:
-        if columns.count(name) != 1:
-            found = "no" if name not in columns else "more than one"
-            shown = ", ".join(columns[:_SHOWN_COLUMNS]) + (", ..." if len(columns) > _SHOWN_COLUMNS else "")
-            raise SourceError(
-                f"{path}: {found} column {name!r} among {given}: {shown or 'none'}; check the feature file and the delimiter"
-            )
-    return tuple(columns), start
 
 
 def _read_range(split: Split) -> tuple[bytes, int]:
@@ -245,7 +219,7 @@ def _only_utf8(data: bytes) -> tuple[bytes, list[_Misfit]]:
 
 def _blank_lines(data: bytes) -> np.ndarray:
     """The lines without a character, int64, ascending."""
-    if not (b"\n\n" in data or b"\n\r\n" in data or data[:2] in (b"\n", b"\r\n") or data[:1] == b"\n"):
+    if not (b"\n\n" in data or data.startswith((b"\n", b"\r\n")) or (b"\r" in data and b"\n\r\n" in data)):
         return np.empty(0, np.int64)
     characters = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(characters == ord("\n"))

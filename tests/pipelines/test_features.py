@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +161,10 @@ def test_a_feature_file_that_cannot_be_read_is_an_error(tmp_path):
         FeatureSpec.load(tmp_path / "none.toml")
     with pytest.raises(FeatureError, match="written by another version"):
         FeatureSpec.from_dict({"label": "x"})
+
+
+def test_the_documented_feature_file_is_valid(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "features.md").read_text(encoding="utf-8")
+    spec = load(tmp_path, page.split("```toml\n")[1].split("```")[0])
+    assert [t.name for t in spec.tables] == ["site", "ip", "app", "device"]
+    assert spec.text.missing == ("NULL", "\\N")

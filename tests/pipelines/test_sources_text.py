@@ -181,15 +181,52 @@ def test_texts_that_mean_missing_are_missing_everywhere(tmp_path):
 
 @pytest.mark.parametrize(
     ("order_type", "keys", "bad"),
-    [("integer", [9, None, 10, -1], "1.5"), ("number", [9.0, None, 10.0, -1.0], "x"), ("text", ["9", None, "10", "-1"], None)],
+    [
+        ("integer", [9, None, 10, -1], "1.5"),
+        ("number", [9.0, None, 10.0, -1.0], "x"),
+        ("text", ["9", None, "10", "-1"], None),
+        (None, ["9", None, "10", "-1"], None),
+    ],
 )
 def test_order_keys_have_the_type_asked_for(tmp_path, order_type, keys, bad):
     path = tmp_path / "log.csv"
-    path.write_text("y,t,a\n" + "".join(f"1,{t},a\n" for t in ["9", "", "10", "-1", *([bad] if bad else [])]))
+    path.write_text("y,t,a\n" + "".join(f"1,{t},a\n" for t in ["9", "", "10", "-1", bad or "x"]))
     spec = FeatureSpec("y", (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", order_type)
     (records,) = (r for s in plan_splits(Source("csv", (str(path),)), spec) for r in read_records(s, spec))
-    assert records.keys.to_pylist() == keys
+    assert records.keys.to_pylist() == keys + ([] if bad else ["x"])
     assert [(r.line, r.field, r.value) for r in records.rejects] == ([(6, "t", bad)] if bad else [])
+
+
+@pytest.mark.parametrize(
+    ("first", "order_type"),
+    [
+        (["2017-11-07 09:30:38"], "text"),
+        (["", "NULL", "17", "-4 "], "integer"),
+        (["1", "2.5", "1e3"], "number"),
+        (["1", "2", "0x10"], "text"),
+        (["NULL"], "number"),
+        (['"1\n2"', "3"], "text"),
+    ],
+)
+def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path, first, order_type):
+    (tmp_path / "a.csv").write_text("y,t,a\n")
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(("y,t,a\n" + "".join(f"1,{t},a\n" for t in first)).encode()))
+    (tmp_path / "c.csv").write_text("t,y,a\n1.5,1,a\n")
+    text = TextFormat(missing=("NULL",), newlines_in_values=True)
+    spec = FeatureSpec("y", (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", text=text)
+    planned = plan_splits(Source("csv", (str(tmp_path / "*"),)), spec)
+    assert [s.order_type for s in planned] == [order_type] * 3
+    records = [r for s in planned for r in read_records(s, spec)]
+    keys = {k for r in records for k in r.keys.to_pylist()}
+    rejects = [str(reject) for r in records for reject in r.rejects]
+    if order_type == "integer":
+        assert keys == {None, 17, -4}
+        assert len(rejects) == 1
+        assert "c.csv:2: t: order_by must be a whole number, as order_type or the first rows" in rejects[0]
+        assert rejects[0].endswith("not '1.5'")
+    else:
+        assert not rejects
+        assert (1.5 in keys) == (order_type == "number")
 
 
 def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ class TrainJob:
     model_options: dict[str, Any] = _setting({}, "options", "options of the model, such as top=64-32-1", metavar="K=V")
     dense_options: dict[str, Any] = _setting({}, "options", "options of the dense optimizer, such as momentum=0.9", metavar="K=V")
     tables: dict[str, dict[str, Any]] = _setting(
-        {}, "tables", "job file only: row-optimizer and lr of single tables, in [tables.NAME]"
+        {}, "tables", "job file only: row-optimizer and lr of single tables, in [train.tables.NAME]"
     )
     threads: int = _setting(
         1, "integer", "threads of the arithmetic in each trainer; part of the numerics fingerprint", metavar="T", least=1
@@ -123,10 +123,10 @@ class TrainJob:
             given = {key.replace("-", "_"): value for key, value in own.items()}
             unknown = sorted(set(given) - {"row_optimizer", "lr"})
             if unknown:
-                raise JobError(f"[tables.{table}]: knows row-optimizer and lr; got {unknown[0]}")
+                raise JobError(f"[train.tables.{table}]: knows row-optimizer and lr; got {unknown[0]}")
             lr = given.get("lr", self.lr)
             if isinstance(lr, bool) or not isinstance(lr, int | float):
-                raise JobError(f"[tables.{table}] lr: must be a number; got {lr!r}")
+                raise JobError(f"[train.tables.{table}] lr: must be a number; got {lr!r}")
             single[table] = RowOptimizer(given.get("row_optimizer", self.row_optimizer), float(lr))
         return common, single
 
@@ -178,9 +178,9 @@ def flag(name: str) -> str:
 
 
 def read_job_file(path: str) -> dict[str, Any]:
-    """The settings in a TOML file, one `name = value` for each flag, and tables model-options, dense-options and tables.NAME.
+    """The settings in the table [train] of a TOML file, a `name = value` for each flag; [train.model-options] and the like for the rest.
 
-    Raises JobError.
+    The file may have a table [prepare] too. Raises JobError.
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -188,7 +188,10 @@ def read_job_file(path: str) -> dict[str, Any]:
         raise JobError(f"--job: cannot read {path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"--job: {path} is no TOML: {error}") from error
-    return {key.replace("-", "_"): value for key, value in document.items()}
+    unknown = sorted(set(document) - {"prepare", "train"})
+    if unknown or not isinstance(document.get("train", {}), dict):
+        raise JobError(f"--job: {path} may have tables [prepare] and [train]; got {unknown[0] if unknown else 'train = ...'}")
+    return {key.replace("-", "_"): value for key, value in document.get("train", {}).items()}
 
 
 def parse_size(name: str, text: str | int) -> int:

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,10 @@ _ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
 
 @dataclass(slots=True)
 class Totals:
-    """What the metrics of all steps so far add up to; seconds are those of the steps, over all calls of a run."""
+    """What the metrics of all steps so far add up to; seconds are those of the steps, over all calls of a run.
+
+    rows_written_back: as the schedule says; rows_flushed: beyond it, at clean stops.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -142,8 +145,7 @@ class RunReport:
             "last_step": self.last_step,
             **further,
         }
-        # JSON has no NaN.
-        found = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
+        found = _finite(found)
         write_json(self._run / SUMMARY, found)
         return found
 
@@ -154,7 +156,7 @@ class RunReport:
         self._board.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.write(json.dumps(_finite(line)) + "\n")
 
     def _show(self, line: Mapping[str, Any]) -> None:
         totals, now = self.totals, time.monotonic()
@@ -182,6 +184,6 @@ class RunReport:
         )
 
 
-def totals_dict(totals: Totals) -> dict[str, float]:
-    """For status.json; Totals(**...) reads it back."""
-    return asdict(totals)
+def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has neither NaN nor infinities."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()}

@@ -23,8 +23,8 @@ def test_a_job_survives_json() -> None:
 def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
-        'schedule = "s"\nrun = "r"\nstore = "local:2"\nrow-optimizer = "adagrad"\nlr = 0.1\nmemory = "2GiB"\n'
-        '[model-options]\nbottom = [64, 32]\n[tables.C1]\nrow-optimizer = "sgd"\n[tables.C2]\nlr = 1\n'
+        '[prepare]\nlanes = 4\n[train]\nschedule = "s"\nrun = "r"\nstore = "local:2"\nrow-optimizer = "adagrad"\nlr = 0.1\nmemory = "2GiB"\n'
+        '[train.model-options]\nbottom = [64, 32]\n[train.tables.C1]\nrow-optimizer = "sgd"\n[train.tables.C2]\nlr = 1\n'
     )
     job = TrainJob.of(read_job_file(str(path)))
     assert job.model_options == {"bottom": [64, 32]}
@@ -52,7 +52,7 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
         ({"resume": True, "overwrite": True}, "--resume and --overwrite"),
         ({"memory": "2 foo"}, "--memory: must be a size"),
         ({"namespace": "a b"}, "--namespace"),
-        ({"tables": {"C1": {"momentum": 1}}}, r"\[tables.C1\]: knows row-optimizer and lr; got momentum"),
+        ({"tables": {"C1": {"momentum": 1}}}, r"\[train.tables.C1\]: knows row-optimizer and lr; got momentum"),
         ({"tables": {"C1": {"row-optimizer": "adam"}}}, "row-optimizer: must be one of"),
         ({"learning_rate": 1}, "no setting is called 'learning_rate'"),
     ],
@@ -65,6 +65,9 @@ def test_a_wrong_setting_is_named_with_its_rule_and_value(changed: dict[str, Any
 def test_a_job_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="--job: cannot read"):
         read_job_file(str(tmp_path / "none.toml"))
+    (tmp_path / "flat.toml").write_text("lr = 1")
+    with pytest.raises(JobError, match=r"may have tables \[prepare\] and \[train\]; got lr"):
+        read_job_file(str(tmp_path / "flat.toml"))
     (tmp_path / "bad.toml").write_text("lr = = 1")
     with pytest.raises(JobError, match="is no TOML"):
         read_job_file(str(tmp_path / "bad.toml"))

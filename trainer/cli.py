@@ -1,0 +1,263 @@
+"""The command line: prepare, train, evaluate, export, digest, stores status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cache.errors import CacheError
+from pipelines.errors import PipelineError
+from trainer.errors import JobError, TrainerError
+from trainer.job import Setting, TrainJob, flag, read_job_file, settings
+
+_GROUPS = {
+    "what to train": ("run", "model", "dim", "model_options", "seed"),
+    "how it learns": ("row_optimizer", "lr", "dense_optimizer", "dense_lr", "dense_options"),
+    "where it runs": (
+        "store",
+        "trainers",
+        "threads",
+        "device",
+        "memory",
+        "namespace",
+        "address",
+        "store_timeout",
+        "peer_timeout",
+    ),
+    "this call": ("follow", "resume", "overwrite", "digest"),
+}
+_STORE_HELP = "URLs of the run's store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give"
+
+ABOUT = """\
+Trains click models whose embedding tables live in Redis. The order of the data is known before training begins, so `prepare` compiles it into a
+schedule that says, for every step, which rows the trainers need; `train` follows it, and always has them in time."""
+
+EXAMPLES = """\
+a first training, which needs nothing but this package:
+  foreload prepare --format synthetic --rows 200000 --eval-fraction 0.1 --batch-size 1024 --lanes 4 --out clicks
+  foreload train clicks --run first --store local:3 --trainers 2 --dim 16
+  foreload evaluate first
+
+`foreload COMMAND --help` explains each command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["prepare"]:
+            # Beam takes long to import, and only prepare needs it.
+            from pipelines.prepare import run
+
+            run(given[1:])
+            return 0
+        parsed = parser().parse_args(given)
+        command: Callable[[argparse.Namespace], int] = parsed.command
+        return command(parsed)
+    except (PipelineError, CacheError, TrainerError) as error:
+        print(f"foreload: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("foreload: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has had enough; Python would complain while flushing it.
+        sys.stdout = None
+        return 141
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line, but for the flags of prepare."""
+    top = argparse.ArgumentParser(
+        prog="foreload",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands.add_parser("prepare", help="compile click logs into a schedule", add_help=False)
+    _add_train(commands)
+    evaluate = _add(
+        commands, "evaluate", _evaluate, "measure a run's model on held-out data",
+        "Computes log loss, AUC and normalised entropy of the model on the evaluation steps of a schedule.",
+    )  # fmt: skip
+    evaluate.add_argument("schedule", nargs="?", metavar="SCHEDULE", help="evaluate on this one instead of the run's own")
+    export = _add(
+        commands, "export", _export, "write a run's model to files",
+        "Writes every trained row as Parquet, one file a table with columns id, weight and state, and the dense part as safetensors.",
+    )  # fmt: skip
+    export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
+    _add(
+        commands, "digest", _digest, "print a fingerprint of a run's model",
+        "Prints the SHA-256 of every bit of the model: equal digests mean equal models (docs/definitions.md).",
+    )  # fmt: skip
+    stores = commands.add_parser("stores", help="look at a run's store shards")
+    of_stores = stores.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add(
+        of_stores, "status", _stores_status, "whether each shard is up, and what it holds",
+        "Asks each store shard of a run for its state, rows and memory. Exits with 2 if one is down or lost.",
+    )  # fmt: skip
+    return top
+
+
+def _add(
+    commands: Any, name: str, command: Callable[[argparse.Namespace], int], help: str, description: str
+) -> argparse.ArgumentParser:
+    added: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
+    added.add_argument("run", metavar="RUN", help="the folder that `foreload train --run` wrote")
+    added.add_argument("--store", metavar="URL,...", help=_STORE_HELP)
+    added.add_argument("--json", metavar="FILE", help="write the result there too, for programs")
+    added.set_defaults(command=command)
+    return added
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train", help="train a model from a schedule", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Trains a model from a schedule. Ctrl-C stops after the step, with everything saved; --resume goes on.",
+        epilog="Every flag can also stand in the table [train] of a job file, as in `row-optimizer = \"adagrad\"`; flags win.",
+    )  # fmt: skip
+    train.add_argument("schedule", nargs="?", metavar="SCHEDULE", help=settings()["schedule"].help)
+    defaults = {item.name: item.default for item in TrainJob.__dataclass_fields__.values()}
+    for title, names in _GROUPS.items():
+        group = train.add_argument_group(title)
+        for name in names:
+            _add_setting(group, name, settings()[name], defaults[name])
+    train.add_argument("--job", metavar="FILE.toml", help="take settings from this file")
+    train.add_argument("--json", metavar="FILE", help="write the summary there too, for programs")
+    train.set_defaults(command=_train)
+
+
+def _add_setting(group: Any, name: str, setting: Setting, default: Any) -> None:
+    if setting.kind == "switch":
+        group.add_argument(flag(name), action="store_const", const=True, help=setting.help)
+        return
+    kinds = {"integer": int, "number": float}
+    shown = f" (default {default})" if setting.kind in ("text", "integer", "number") and default not in ("", None) else ""
+    options: dict[str, Any] = {"help": setting.help + shown}
+    if setting.kind == "options":
+        options |= {"nargs": "+", "action": "extend"}
+    else:
+        options["type"] = kinds.get(setting.kind, str)
+    if setting.choices:
+        options["choices"] = setting.choices
+    else:
+        options["metavar"] = setting.metavar
+    group.add_argument(flag(name), **options)
+
+
+def job_of(parsed: argparse.Namespace) -> TrainJob:
+    """The job of a call: flags, else the job file, else (with --resume) what the run was started with. Raises JobError and RunError."""
+    given = {name: getattr(parsed, name, None) for name in settings()}
+    flags = {name: value for name, value in given.items() if value is not None}
+    for name in ("model_options", "dense_options"):
+        if name in flags:
+            from trainer.models import key_values
+
+            flags[name] = key_values(flag(name), flags[name])
+    values = (read_job_file(parsed.job) if parsed.job else {}) | flags
+    if values.get("resume"):
+        from trainer.run import Run
+
+        if not values.get("run"):
+            raise JobError("--run: is missing; give the run that --resume goes on with")
+        values = Run.open(values["run"]).manifest.job | values
+    return TrainJob.of(values)
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    job = job_of(parsed)
+    from trainer.launch import train
+
+    ending = train(job)
+    if ending is None:
+        return 0
+    _tell(parsed, ending.summary, _summary_text(ending.summary))
+    if ending.stopped:
+        print(
+            f"stopped after step {ending.step}; go on with: foreload train {job.schedule} --run {job.run} --resume",
+            file=sys.stderr,
+        )
+    return 128 + ending.signal_number if ending.signal_number is not None else 0
+
+
+def _summary_text(summary: dict[str, Any]) -> str:
+    def shown(value: Any, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    lines = [
+        f"{summary['steps']:,} steps, {summary['samples']:,} samples, {shown(summary['samples_per_second'], ',.0f')} a second",
+        f"log loss {shown(summary['log_loss'], '.5f')}   AUC {shown(summary['auc'], '.4f')}   "
+        f"normalised entropy {shown(summary['normalized_entropy'], '.4f')}",
+        f"rows: {summary['rows_used']:,} used, {summary['rows_arrived']:,} arrived, {summary['rows_fetched']:,} of them fetched, "
+        f"{summary['rows_written_back']:,} written back, {summary['rows_flushed']:,} more at the end",
+        f"cache hits {shown(summary['cache_hit_rate'], '.1%')}, waiting for rows {shown(summary['wait_fraction'], '.1%')} of the time",
+    ]
+    if summary.get("digest"):
+        lines.append(f"digest {summary['digest']}")
+    return "\n".join(lines)
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from trainer.commands import evaluate
+
+    found = evaluate.run(parsed.run, parsed.store, parsed.schedule)
+    text = (
+        f"log loss {found['log_loss']:.5f}   AUC {found['auc']:.4f}   normalised entropy {found['normalized_entropy']:.4f}   "
+        f"({found['samples']:,} samples, after step {found['step']})"
+    )
+    return _tell(parsed, found, text)
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from trainer.commands import export
+
+    about = export.run(parsed.run, parsed.store, parsed.out)
+    rows = sum(table["rows"] for table in about["tables"])
+    return _tell(
+        parsed,
+        about,
+        f"{parsed.out}: {rows:,} rows of {len(about['tables'])} tables, and the dense part, after step {about['step']}",
+    )
+
+
+def _digest(parsed: argparse.Namespace) -> int:
+    from trainer.commands import digest
+
+    found = digest.run(parsed.run, parsed.store)
+    return _tell(parsed, found, found["digest"])
+
+
+def _stores_status(parsed: argparse.Namespace) -> int:
+    from trainer.commands import stores
+
+    found = stores.run(parsed.run, parsed.store)
+    lines = [f"run {found['run']}: {found['state']}, namespace {found['namespace']}"]
+    for shard in found["shards"]:
+        facts = [
+            f"{shard[name]:,} {name.replace('_', ' ')}"
+            for name in ("rows", "memory_bytes", "saved_bytes")
+            if shard.get(name) is not None
+        ]
+        lines.append("  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]]))
+    _tell(parsed, found, "\n".join(lines))
+    return 2 if any(shard["state"] in ("down", "lost") for shard in found["shards"]) else 0
+
+
+def _tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:
+    print(text)
+    if parsed.json:
+        try:
+            Path(parsed.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise JobError(f"--json: cannot write {parsed.json}: {error.strerror}") from error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""`foreload evaluate`: log loss, AUC and normalised entropy of a run's model on the evaluation steps of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cache.initial import initial_weights
+from cache.reading import Expected, read_rows
+from pipelines.replay import state_after
+from pipelines.schedule import Event, LaneEvent, Schedule
+from trainer import numerics
+from trainer.commands.resting import RestingRun, open_resting
+from trainer.dense_file import load_parameters
+from trainer.errors import RunError
+from trainer.kernels import kernels_for
+from trainer.layout import BlockLayout, model_spec
+from trainer.metrics import BinaryMetrics
+from trainer.models import build_model, load_model
+
+_KEY = np.dtype([("table", np.int16), ("id", np.int64)])
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationStep:
+    """An evaluation step: its lanes' parts, and per lane what row sits in each slot of its list, _KEY [U]."""
+
+    lanes: tuple[LaneEvent, ...]
+    rows: tuple[np.ndarray, ...]
+
+
+def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
+    """Evaluate on the run's own schedule, or on another one of the same features. Raises RunError where that has nothing to evaluate."""
+    with open_resting(path, store) as resting:
+        numerics.set_up(resting.job.threads)
+        used = resting.schedule if schedule is None else _fitting(resting, Schedule(schedule))
+        wanted = _distinct_rows(used)
+        weights = _weights(resting, wanted)
+        module = _module(resting)
+        metrics = BinaryMetrics()
+        for step in _last_pass(used):
+            for logits, labels in _logits(resting, module, step, wanted, weights):
+                metrics.add(logits.numpy(), labels)
+        found = metrics.result()
+    return {
+        "schedule": str(used.path),
+        "step": resting.status.step,
+        "samples": found.samples,
+        "log_loss": found.log_loss,
+        "auc": found.auc,
+        "normalized_entropy": found.normalized_entropy,
+    }
+
+
+def _fitting(resting: RestingRun, schedule: Schedule) -> Schedule:
+    mine, other = resting.schedule.header, schedule.header
+    if other.features != mine.features or other.settings.get("encoding") != mine.settings.get("encoding"):
+        raise RunError(
+            f"schedule {schedule.path}: its features or their encoding are not those that the run was trained on ({resting.schedule.path}); "
+            "prepare it with the same feature file, and --after that schedule where vocabularies or standardised columns are counted"
+        )
+    return schedule
+
+
+def _last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
+    """The evaluation steps after the last epoch."""
+    header = schedule.header
+    first = next(
+        (segment.index for segment in schedule.segments() if segment.kind == "evaluate" and segment.epoch == header.epochs - 1),
+        None,
+    )
+    if first is None:
+        raise RunError(f"schedule {schedule.path}: has no evaluation steps; prepare one with --eval-source or --eval-fraction")
+    total = header.slots, schedule.manifest["evaluation_slots"]
+    held = [np.zeros(slots + further, _KEY) for slots, further in zip(*total, strict=True)]
+    for lane, state in enumerate(state_after(schedule, header.end_step - 1).lanes):
+        held[lane]["table"][state.slots] = state.occupants.table
+        held[lane]["id"][state.slots] = state.occupants.id
+    for event in schedule.events(first):
+        if event.kind == "evaluate":
+            yield _step(schedule, event, held)
+
+
+def _step(schedule: Schedule, event: Event, held: list[np.ndarray]) -> EvaluationStep:
+    lanes = tuple(schedule.lane(event, lane) for lane in range(schedule.header.lanes))
+    for moves, rows in zip(lanes, held, strict=True):
+        rows["table"][moves.arrivals.slot] = moves.arrivals.table
+        rows["id"][moves.arrivals.slot] = moves.arrivals.id
+    return EvaluationStep(lanes, tuple(rows[moves.slots] for moves, rows in zip(lanes, held, strict=True)))
+
+
+def _distinct_rows(schedule: Schedule) -> np.ndarray:
+    """All rows that the pass uses, by (table, id): _KEY [n]."""
+    found = [np.unique(np.concatenate(step.rows)) for step in _last_pass(schedule)]
+    return np.unique(np.concatenate(found))
+
+
+def _weights(resting: RestingRun, wanted: np.ndarray) -> Tensor:
+    """The rows' weights, float32 [n, W of the widest]: from the store where trained, else initial."""
+    weights = np.zeros((len(wanted), max(layout.width for layout in resting.layouts)), np.float32)
+    for table, layout in enumerate(resting.layouts):
+        of_table = np.flatnonzero(wanted["table"] == table)
+        own = np.zeros((len(of_table), weights.shape[1]), np.float32)
+        ids = np.ascontiguousarray(wanted["id"][of_table])
+        initial_weights(resting.job.seed, table, ids, layout.scale, own, layout.init_columns)
+        weights[of_table] = own
+    ordinals = None
+    if resting.status.step < resting.schedule.header.end_step - 1:
+        ordinals = np.array([lane.ordinals for lane in state_after(resting.schedule, resting.status.step).lanes])
+    for batch in resting.schedule.rows():
+        keys = np.empty(len(batch["id"]), _KEY)
+        keys["table"], keys["id"] = batch["table"], batch["id"]
+        places = np.searchsorted(wanted, keys)
+        hit = (places < len(wanted)) & (wanted[np.minimum(places, len(wanted) - 1)] == keys)
+        if ordinals is not None:
+            hit &= batch["ordinal"] < ordinals[batch["lane"], batch["table"]]
+        for lane in np.unique(batch["lane"][hit]):
+            chosen = np.flatnonzero(hit & (batch["lane"] == lane))
+            tags = np.minimum(batch["tag"][chosen], resting.status.step + 1)
+            tables, ordinals_here, ids = (batch[name][chosen] for name in ("table", "ordinal", "id"))
+            expected = Expected(int(lane), tables, ordinals_here, ids, tags, tag_at_most=True)
+            weights[places[chosen]] = read_rows(resting.stored, expected, resting.batches[lane]).weights
+    return torch.from_numpy(weights)
+
+
+def _module(resting: RestingRun) -> nn.Module:
+    job = resting.job
+    spec = model_spec(resting.schedule.header.features, job.dim)
+    module = build_model(load_model(job.model), spec, job.model_options, job.seed)
+    load_parameters(module, resting.dense()[0])
+    return module.eval()
+
+
+def _logits(
+    resting: RestingRun, module: nn.Module, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Logits [b] and labels float32 [b] of each slice that has samples."""
+    block_layout = BlockLayout.of(resting.schedule.header.features, resting.layouts)
+    kernels = kernels_for("cpu")
+    places = [np.searchsorted(wanted, rows) for rows in step.rows]
+    for lane, moves in enumerate(step.lanes):
+        if not len(moves.labels):
+            continue
+        used = [
+            found[(owner.users >> np.uint64(lane)) & np.uint64(1) == 1] for found, owner in zip(places, step.lanes, strict=True)
+        ]
+        rows = weights[torch.from_numpy(np.concatenate(used))]
+        block = torch.empty((len(moves.labels), len(block_layout.names), block_layout.width))
+        dense = torch.empty(moves.dense.shape, dtype=torch.float32)
+        # A mapped view may lie at any address, and the bits of a product depend on its alignment.
+        dense.numpy()[...] = moves.dense
+        kernels.gather_block(rows, moves.index, moves.offsets, block_layout, block)
+        with torch.no_grad():
+            yield module(dense, block_layout.embeddings(block)), moves.labels

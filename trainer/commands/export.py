@@ -1,0 +1,99 @@
+"""`foreload export`: every trained row as Parquet, one file a table, and the dense part as safetensors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.torch import save_file
+
+from cache.rows import RowLayout
+from pipelines.schedule import write_json
+from trainer.commands.resting import RestingRun, open_resting
+from trainer.errors import RunError
+from trainer.trained import TrainedRows
+
+MODEL, DENSE_STATE, ABOUT = "model.safetensors", "optimizer.safetensors", "export.json"
+
+
+def run(path: str, store: str | None, out: str) -> dict[str, Any]:
+    """Write the folder `out`, whole or not at all; returns what stands in its export.json. Raises RunError if it exists."""
+    target = Path(out)
+    if target.exists():
+        raise RunError(f"--out: {out} exists already; choose a new folder")
+    with open_resting(path, store) as resting:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        except OSError as error:
+            raise RunError(f"--out: cannot write to {target.parent}: {error.strerror}") from error
+        try:
+            about = _write(resting, temporary)
+            temporary.chmod(0o755)
+            os.replace(temporary, target)
+        except OSError as error:
+            raise RunError(
+                f"--out: cannot write {out}: {error.strerror or error}; free the disk or choose another folder"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return about
+
+
+def _write(resting: RestingRun, folder: Path) -> dict[str, Any]:
+    parameters, state = resting.dense()
+    save_file(parameters, folder / MODEL)
+    save_file(state, folder / DENSE_STATE)
+    names = [quote(layout.name, safe=" ") + ".parquet" for layout in resting.layouts]
+    counts = [0] * len(names)
+    batches = resting.rows()
+    batch = next(batches, None)
+    for table, layout in enumerate(resting.layouts):
+        with pq.ParquetWriter(folder / names[table], _schema(layout), compression="zstd") as writer:
+            while batch is not None and batch.table == table:
+                writer.write_table(_arrow(batch, layout))
+                counts[table] += len(batch.ids)
+                batch = next(batches, None)
+    job = resting.manifest.job
+    about = {
+        "step": resting.status.step,
+        "seed": resting.job.seed,
+        "model": {name: job[name] for name in ("model", "model_options", "dim")},
+        "dense": MODEL,
+        "dense_optimizer_state": DENSE_STATE,
+        "tables": [
+            {
+                "name": layout.name, "file": names[table], "rows": counts[table], "table_rows": layout.rows,
+                "parts": [list(part) for part in layout.parts], "optimizer": layout.optimizer,
+            }
+            for table, layout in enumerate(resting.layouts)
+        ],
+    }  # fmt: skip
+    write_json(folder / ABOUT, about)
+    return about
+
+
+def _schema(layout: RowLayout) -> pa.Schema:
+    return pa.schema(
+        [
+            pa.field("id", pa.int64(), nullable=False),
+            pa.field("weight", pa.list_(pa.float32(), layout.width)),
+            pa.field("state", pa.list_(pa.float32(), layout.state_width)),
+        ]
+    )
+
+
+def _arrow(batch: TrainedRows, layout: RowLayout) -> pa.Table:
+    columns: list[pa.Array] = [pa.array(batch.ids)]
+    for values, width in ((batch.weights, layout.width), (batch.state, layout.state_width)):
+        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+        kind = pa.list_(pa.float32(), width)
+        columns.append(pa.FixedSizeListArray.from_arrays(flat, type=kind) if width else pa.array([[]] * len(batch.ids), kind))
+    return pa.Table.from_arrays(columns, schema=_schema(layout))

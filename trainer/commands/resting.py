@@ -1,0 +1,79 @@
+"""Opening a run that rests: its schedule, its dense part, and its rows on the store."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.reading import StoredRows
+from cache.rows import RowLayout
+from cache.store import Store
+from pipelines.schedule import Schedule
+from trainer.dense_file import read_dense
+from trainer.errors import RunError
+from trainer.job import TrainJob
+from trainer.layout import layouts
+from trainer.models import load_model
+from trainer.run import DENSE, Manifest, Run, Status, open_stores
+from trainer.trained import TrainedRows, trained_rows
+
+
+@dataclass(frozen=True, slots=True)
+class RestingRun:
+    """A run that was stopped or has ended, with its store open."""
+
+    run: Run
+    manifest: Manifest
+    status: Status
+    job: TrainJob
+    schedule: Schedule
+    layouts: list[RowLayout]
+    stored: StoredRows
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Per lane the number of its last write-back batch."""
+        return tuple(int(self.status.batches[str(lane)]) for lane in range(self.manifest.lanes))
+
+    def rows(self) -> Iterator[TrainedRows]:
+        """Every trained row by (table, id), checked against the schedule."""
+        return trained_rows(self.schedule, self.status.step, self.stored, self.batches)
+
+    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters by name, and optimizer state by "<parameter>/<key>"."""
+        return read_dense(self.run.path / DENSE, self.status.step)
+
+
+def rest(run: Run, store: Store, status: Status) -> RestingRun:
+    """A run as it is at `status`, with its rows on an open store. Raises RunError if its schedule is there no more, or is another one."""
+    manifest = run.manifest
+    job, stage = manifest.training_job, manifest.stages[-1]
+    schedule = Schedule(stage.path)
+    if schedule.identity != stage.identity:
+        raise RunError(f"schedule {stage.path}: is not the one that run {run.path} was trained on; put that one back")
+    common, single = job.row_optimizers()
+    rows = layouts(schedule.header.features, load_model(job.model), job.dim, common, single)
+    stored = StoredRows(store, run.placement, rows, manifest.namespace)
+    return RestingRun(run, manifest, status, job, schedule, rows, stored)
+
+
+@contextlib.contextmanager
+def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
+    """The run in a folder, its local stores started for as long as the context lasts.
+
+    store: URLs with passwords; those of the run, with the password of the environment, by default. Raises RunError and CacheError.
+    """
+    torch.set_num_threads(1)
+    run = Run.open(path)
+    manifest, status = run.manifest, run.resting()
+    local = open_stores(run)
+    with contextlib.ExitStack() as stack:
+        if local is not None:
+            urls = list(stack.enter_context(local).urls)
+        else:
+            urls = store.split(",") if store else list(manifest.store_urls)
+        yield rest(run, stack.enter_context(Store(urls, manifest.training_job.store_silence)), status)

@@ -1,0 +1,388 @@
+"""`foreload train`: claims the run and its place on the store, starts trainers, follows them, and leaves everything whole.
+
+Also `python -m trainer.launch`. Where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, a scheduler has started one such process per
+trainer: rank 0 then coordinates, and only its own trainer is a child of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from cache.local import LocalStores
+from cache.namespace import claim, remove
+from cache.placement import Placement
+from cache.store import Store
+from cache.url import parse_urls
+from pipelines.schedule import Schedule, write_json
+from trainer import numerics
+from trainer.commands.digest import model_digest
+from trainer.commands.resting import rest
+from trainer.coordinator import Board, ControlSocket, Inbox, contiguous_lanes, host_store
+from trainer.errors import FingerprintError, JobError, RunError, TrainerError
+from trainer.fit import check_fit
+from trainer.job import TrainJob, local_shards
+from trainer.report import RunReport, Totals
+from trainer.run import PLACEMENT, STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
+from trainer.worker import JOIN_TIMEOUT, RENDEZVOUS, TERM, TRAINER, Call, work
+from trainer.worker import STORES as STORES_VARIABLE
+
+POLL = timedelta(milliseconds=30)
+GRACE = timedelta(seconds=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a call of `foreload train` ended: its summary, the last step, and the signal or request that stopped it early, if any."""
+
+    summary: dict[str, Any]
+    step: int
+    stopped: bool
+    signal_number: int | None
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM: before trainers run they end the call at once; then the first asks for a stop and the second kills."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.gentle = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received.append(number)
+        if not self.gentle:
+            raise KeyboardInterrupt
+
+
+def under_scheduler() -> bool:
+    """Whether this process was started by torchrun or the like."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def train(job: TrainJob) -> Ending | None:
+    """Train as the job says. Returns None in a process that is only one of a scheduler's trainers.
+
+    Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
+    """
+    numerics.set_environment()
+    if not under_scheduler():
+        with Interrupts() as interrupts:
+            return Launch(job, interrupts).run()
+    store, rank, world = _scheduled_store()
+    if world != job.trainers:
+        job = replace(job, trainers=world)
+    if rank:
+        urls = None if local_shards(job.store) else job.store.split(",")
+        status = work(store, rank, urls)
+        if status:
+            raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
+        return None
+    with Interrupts() as interrupts:
+        return Launch(job, interrupts, store).run()
+
+
+def _scheduled_store() -> tuple[Any, int, int]:
+    import torch.distributed as dist
+
+    store, rank, world = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+    return store, rank, world
+
+
+class Launch:
+    """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job, else one is made here."""
+
+    def __init__(self, job: TrainJob, interrupts: Interrupts, rendezvous: Any = None) -> None:
+        self._job = job
+        self._interrupts = interrupts
+        self._rendezvous = rendezvous
+        self._spawned = range(1) if rendezvous is not None else range(job.trainers)
+
+    def run(self) -> Ending:
+        """Train; see `train`."""
+        schedule = Schedule(self._job.schedule, follow=self._job.follow)
+        lanes = schedule.header.lanes
+        if self._job.trainers > lanes:
+            raise JobError(
+                f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
+            )
+        sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
+        if self._job.resume:
+            return self._resume(schedule)
+        path = Path(self._job.run)
+        check_free(path, self._job.overwrite)
+        count = local_shards(self._job.store)
+        urls = () if count else parse_urls(self._job.store)
+        manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
+        if not count:
+            # Known to be there before anything is deleted.
+            Store(urls, self._job.store_silence).close()
+        run = Run.create(path, manifest, Placement.spread(count or len(urls)), self._job.overwrite)
+        start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
+        return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
+
+    def _resume(self, schedule: Schedule) -> Ending:
+        run = Run.open(self._job.run)
+        manifest, step = resumed(run, self._job, schedule)
+        self._job = replace(self._job, namespace=manifest.namespace)
+        if (local_shards(self._job.store) or None) != manifest.local_stores:
+            raise RunError(
+                f"--store: must be what the run was started with, {manifest.training_job.store}; got {self._job.store.split('@')[-1]}"
+            )
+        start = replace(run.resting(), state="training", step=step)
+        return self._with_stores(run, manifest, start, schedule, open_stores(run))
+
+    def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
+        if local is not None:
+            local.start()
+        trained = False
+        try:
+            urls = list(local.urls) if local is not None else self._job.store.split(",")
+            with self._claimed(run, manifest, urls):
+                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, urls)
+                ending = attempt.train(self._rendezvous, self._spawned)
+            trained = True
+            if self._job.digest and attempt.failure is None:
+                with Store(urls, self._job.store_silence) as store:
+                    ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
+                write_json(run.path / SUMMARY, ending.summary)
+            if local is not None:
+                local.stop(save=True)
+            run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
+            run.write_status(attempt.status)
+        finally:
+            if local is not None and not trained:
+                local.stop(save=False)
+        if attempt.failure is not None:
+            raise TrainerError(f"{attempt.failure} (training stopped after step {ending.step}, the last that was published)")
+        return ending
+
+    @contextlib.contextmanager
+    def _claimed(self, run: Run, manifest: Manifest, urls: Sequence[str]) -> Iterator[None]:
+        identity = {"run": manifest.run_id, "lanes": manifest.lanes}
+        job = self._job
+        with Store(urls, job.store_silence) as store:
+            claim(store, manifest.namespace, identity, "resume" if job.resume else "overwrite" if job.overwrite else "new")
+        try:
+            yield
+        except BaseException:
+            # A call that failed before it began leaves the name free, so that the next one needs no --overwrite.
+            if run.status is None:
+                with contextlib.suppress(Exception), Store(urls, job.store_silence, timedelta(seconds=1)) as store:
+                    remove(store, manifest.namespace)
+                (run.path / PLACEMENT).unlink(missing_ok=True)
+            raise
+
+
+class Attempt:
+    """The trainers of one call: told, started, followed to their end."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        interrupts: Interrupts,
+        run: Run,
+        manifest: Manifest,
+        start: Status,
+        schedule: Schedule,
+        urls: Sequence[str],
+    ) -> None:
+        self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
+        self._schedule, self._urls = schedule, urls
+        self.manifest = manifest
+        self.status = start
+        self.failure: str | None = None
+        self._lane_map = contiguous_lanes(schedule.header.lanes, job.trainers)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ready: dict[int, dict[str, str]] = {}
+        self._ended: dict[int, dict[str, Any]] = {}
+        self._errors: list[dict[str, Any]] = []
+        self._stop_wanted = False
+        self._stop_told = False
+
+    def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
+        """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
+        job = self._job
+        store = rendezvous if rendezvous is not None else host_store(job.address, JOIN_TIMEOUT)
+        board = Board(store)
+        call = Call(
+            job=asdict(job),
+            trainers=job.trainers,
+            start_step=self._start.step,
+            batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
+            stores=tuple(url.plain for url in parse_urls(list(self._urls), {})),
+            fingerprint=self.manifest.fingerprint,
+            resumes=job.resume,
+        )
+        board.publish_lane_map(TERM, self._lane_map)
+        # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
+        board.publish("call", asdict(replace(call, job=call.job | {"store": self.manifest.job["store"]})))
+        steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
+        report = RunReport(self._run.path, Totals(**self._start.totals), self._start.step + 1, steps, job.trainers)  # type: ignore[arg-type]
+        control = ControlSocket(self._run.path, lambda: self._told(report), self._want_stop)
+        self._interrupts.gentle = True
+        try:
+            self._spawn(spawned, store)
+            self._follow(board, report)
+            return self._finish(report)
+        finally:
+            self._kill()
+            control.close()
+            report.close()
+            self._interrupts.gentle = False
+
+    def _spawn(self, spawned: Sequence[int], store: Any) -> None:
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+        for trainer in spawned:
+            environment = os.environ | {
+                "PYTHONPATH": path,
+                RENDEZVOUS: f"{store.host}:{store.port}" if hasattr(store, "host") else _scheduler_address(),
+                TRAINER: str(trainer),
+                STORES_VARIABLE: json.dumps(list(self._urls)),
+            }
+            # A session of its own: Ctrl-C in the terminal is for the launcher, which stops trainers after the same step.
+            command = [sys.executable, "-P", "-m", "trainer.worker"]
+            self._processes[trainer] = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def _follow(self, board: Board, report: RunReport) -> None:
+        inbox = Inbox(board, self._job.trainers)
+        gone = False
+        while len(self._ended) < self._job.trainers:
+            # Before the mail is read: what a process sent before it ended is then there.
+            dead = [trainer for trainer, process in self._processes.items() if process.poll() is not None]
+            for mail in inbox.poll():
+                self._receive(mail, board, report)
+            if self._errors or set(dead) - self._ended.keys():
+                if gone:
+                    raise self._reason()
+                gone = True
+                self._linger(inbox, board, report)
+                continue
+            if len(self._interrupts.received) > 1:
+                raise KeyboardInterrupt
+            if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
+                self._stop_told = True
+                board.publish("stop/wanted", True)
+            time.sleep(POLL.total_seconds())
+        for process in self._processes.values():
+            # All is done; one that takes longer to leave is ended with the rest.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE.total_seconds())
+
+    def _linger(self, inbox: Inbox, board: Board, report: RunReport) -> None:
+        """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
+        deadline = time.monotonic() + GRACE.total_seconds()
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
+            for mail in inbox.poll():
+                self._receive(mail, board, report)
+            if any(not error["peer_lost"] for error in self._errors):
+                return
+            time.sleep(POLL.total_seconds())
+        for mail in inbox.poll():
+            self._receive(mail, board, report)
+
+    def _receive(self, mail: dict[str, Any], board: Board, report: RunReport) -> None:
+        kind, trainer = mail["kind"], mail["trainer"]
+        if kind == "step":
+            report.step(mail["report"])
+        elif kind == "evaluation":
+            report.evaluation(mail["report"])
+        elif kind == "ready":
+            self._ready[trainer] = mail["fingerprint"]
+            if len(self._ready) == self._job.trainers:
+                self.manifest = replace(self.manifest, fingerprint=self._ready[0])
+                self._run.write_manifest(self.manifest)
+                # From the first step on rows change on the store, while the dense part at rest does not.
+                self._run.write_status(self._start)
+                board.publish("go", True)
+        elif kind == "ended":
+            self._ended[trainer] = mail
+        elif kind == "error":
+            self._errors.append(mail)
+
+    def _reason(self) -> TrainerError:
+        causes = [error for error in self._errors if not error["peer_lost"]]
+        if causes:
+            kind = FingerprintError if causes[0]["message"].startswith("numerics fingerprint") else TrainerError
+            return kind(causes[0]["message"])
+        spoken = {error["trainer"] for error in self._errors}
+        for trainer, process in self._processes.items():
+            status = process.poll()
+            if status is not None and trainer not in spoken | self._ended.keys():
+                hosted = ", ".join(str(lane) for lane, host in enumerate(self._lane_map) if host == trainer)
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                return TrainerError(
+                    f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped; train again with --overwrite"
+                )
+        return TrainerError(self._errors[0]["message"])
+
+    def _finish(self, report: RunReport) -> Ending:
+        ended = self._ended.values()
+        first = self._ended[0]
+        batches = {lane: number for mail in ended for lane, number in mail["batches"].items()}
+        self.failure = first["failure"]
+        stopped = bool(first["stopped"])
+        written = sum(mail["flushed"] for mail in ended)
+        if stopped:
+            report.totals.rows_flushed += written
+        else:
+            # The end of a schedule ends every residency.
+            report.totals.rows_written_back += written
+        self.status = Status("stopped" if stopped else "ended", first["step"], batches, asdict(report.totals))
+        traffic = {name: sum(mail["traffic"][name] for mail in ended) for name in first["traffic"]}
+        summary = report.summary(state=self.status.state, trainers=self._job.trainers, store_traffic=traffic)
+        return Ending(
+            summary, first["step"], stopped, self._interrupts.received[0] if stopped and self._interrupts.received else None
+        )
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
+
+    def _want_stop(self) -> None:
+        self._stop_wanted = True
+
+    def _told(self, report: RunReport) -> dict[str, Any]:
+        """The answer to `status` on the control socket."""
+        return {
+            "state": "training" if len(self._ready) == self._job.trainers else "starting",
+            "step": report.last_step,
+            "term": TERM,
+            "lanes": self._lane_map,
+            "trainers": {trainer: process.pid for trainer, process in self._processes.items()},
+        }
+
+
+def _scheduler_address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+if __name__ == "__main__":
+    from trainer.cli import main
+
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,184 @@
+"""A trainer process: it joins a job, trains its lanes, and leaves rows and dense part where the next one finds them.
+
+Started by the launcher as `python -m trainer.worker`; what it is told comes over the rendezvous store, passwords in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainer import numerics
+
+# Before torch computes anything, and so before it is imported.
+numerics.set_environment()
+
+import torch  # noqa: E402
+
+from cache.errors import CacheError  # noqa: E402
+from cache.placement import Placement  # noqa: E402
+from cache.store import Store  # noqa: E402
+from pipelines.errors import PipelineError, ScheduleError  # noqa: E402
+from pipelines.schedule import Schedule  # noqa: E402
+from trainer.assembly import DensePart, Start, assemble  # noqa: E402
+from trainer.coordinator import Board, Mail, StopAgreement, join_store  # noqa: E402
+from trainer.dense_file import load_dense, save_dense  # noqa: E402
+from trainer.errors import PeerLost, TrainerError  # noqa: E402
+from trainer.job import TrainJob  # noqa: E402
+from trainer.run import DENSE, PLACEMENT  # noqa: E402
+from trainer.step import EvaluationReport, StepReport, Trainer  # noqa: E402
+from trainer.transport import GlooTransport, NcclTransport, Transport  # noqa: E402
+
+STORES, RENDEZVOUS, TRAINER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER"
+JOIN_TIMEOUT = timedelta(minutes=5)
+TERM = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the coordinator tells every trainer of one call of `foreload train`; stores without passwords."""
+
+    job: dict[str, Any]
+    trainers: int
+    start_step: int
+    batches: tuple[int, ...]
+    stores: tuple[str, ...]
+    fingerprint: dict[str, str] | None
+    resumes: bool
+
+
+def main() -> int:
+    """The process that the launcher starts; returns its exit status."""
+    host, _, port = os.environ[RENDEZVOUS].rpartition(":")
+    try:
+        store = join_store(host, int(port), JOIN_TIMEOUT)
+        return work(store, int(os.environ[TRAINER]), json.loads(os.environ.get(STORES, "null")))
+    except PeerLost as error:
+        sys.stderr.write(f"foreload: error: {error}\n")
+        return 2
+
+
+def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
+    """Train as trainer number `trainer`; store_urls, with passwords, where they are not the coordinator's. Returns the exit status."""
+    board = Board(store)
+    mail = Mail(board, trainer)
+    try:
+        call = Call(**board.read("call"))
+        TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores)).run()
+    except (PipelineError, CacheError, TrainerError) as error:
+        with contextlib.suppress(PeerLost):
+            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        with contextlib.suppress(PeerLost):
+            mail.send("error", message=f"trainer {trainer}: {type(error).__name__}: {error} (see above)", peer_lost=False)
+        return 1
+    return 0
+
+
+class TrainerProcess:
+    """One trainer's part of a call, from joining to leaving."""
+
+    def __init__(self, store: Any, board: Board, mail: Mail, trainer: int, call: Call, store_urls: list[str]) -> None:
+        self._store, self._board, self._mail = store, board, mail
+        self._trainer, self._call, self._store_urls = trainer, call, store_urls
+        self._job = TrainJob.of(call.job)
+        self._run = Path(self._job.run)
+        self._last_step = call.start_step
+
+    def run(self) -> None:
+        """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
+        call, job = self._call, self._job
+        numerics.set_up(job.threads, job.device)
+        self._check_fingerprint()
+        schedule = Schedule(job.schedule, follow=job.follow)
+        dense = DensePart.build(job, schedule)
+        if call.resumes:
+            load_dense(self._run / DENSE, dense.module, dense.optimizer, call.start_step)
+        lane_map = self._board.lane_map(TERM)
+        with self._transport() as transport, Store(self._store_urls, job.store_silence) as store:
+            start = Start(call.start_step, tuple(call.batches))
+            part, events = assemble(
+                job, schedule, dense, start, lane_map, transport, store, Placement.load(self._run / PLACEMENT)
+            )
+            with part.traffic:
+                self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
+                self._board.read("go")
+                trainer = Trainer(part)
+                stopped, failure = self._train(trainer, events)
+                flushed = trainer.write_everything_back(self._last_step + 1, beyond=stopped)
+                batches = {lane: part.traffic.batches(lane) for lane in part.partitions}
+                counters = {
+                    name: value.total_seconds() if isinstance(value, timedelta) else int(value)
+                    for name, value in asdict(part.traffic.counters()).items()
+                }
+            if self._trainer == lane_map[0]:
+                save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
+            self._mail.send(
+                "ended", step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, batches=batches, traffic=counters
+            )  # fmt: skip
+            transport.barrier()
+
+    def _train(self, trainer: Trainer, events: Iterator[Any]) -> tuple[bool, str | None]:
+        """Run the events; returns whether training stopped early, and what is wrong with the schedule if that is why."""
+        agreement = StopAgreement(self._board, leads=self._board.lane_map(TERM)[0] == self._trainer)
+
+        def on_step(report: StepReport) -> None:
+            self._last_step = report.step
+            self._mail.send("step", report=asdict(report))
+
+        def on_evaluation(report: EvaluationReport) -> None:
+            self._mail.send("evaluation", report=asdict(report))
+
+        try:
+            return trainer.run(events, agreement.stop_after, on_step, on_evaluation) is not None, None
+        except ScheduleError as error:
+            # What was published before is valid, and all trainers come to the same end of it.
+            if not self._job.follow:
+                raise
+            return True, str(error)
+
+    def _check_fingerprint(self) -> None:
+        mine = numerics.fingerprint(self._device())
+        expected = self._call.fingerprint
+        if expected is None and self._trainer:
+            expected = self._board.read("fingerprint")
+        elif expected is None:
+            self._board.publish("fingerprint", mine)
+        if expected is not None:
+            numerics.check(mine, expected)
+
+    def _device(self) -> str:
+        if self._job.device != "cuda":
+            return "cpu"
+        return f"cuda:{self._trainer % max(torch.cuda.device_count(), 1)}"
+
+    @contextlib.contextmanager
+    def _transport(self) -> Iterator[Transport]:
+        job, trainers = self._job, self._call.trainers
+        transport: Transport
+        if job.device == "cuda":
+            if not torch.cuda.is_available():
+                raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
+            torch.cuda.set_device(self._device())
+            device = torch.device(self._device())
+            transport = NcclTransport(self._store, TERM, self._trainer, trainers, job.peer_silence, device)
+        else:
+            transport = GlooTransport(self._store, TERM, self._trainer, trainers, job.peer_silence, job.address)
+        try:
+            yield transport
+        finally:
+            transport.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

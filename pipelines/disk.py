@@ -40,7 +40,11 @@ def estimate_rows(splits: Sequence[Split]) -> int:
     line_bytes = 0.0
     for path, kind in files:
         if kind == "parquet":
-            with reading(path), open_file(path) as file, contextlib.suppress(pa.ArrowException):  # reading it will say what is wrong
+            with (
+                reading(path),
+                open_file(path) as file,
+                contextlib.suppress(pa.ArrowException),
+            ):  # reading it will say what is wrong
                 total += pq.read_metadata(file).num_rows
             continue
         with open_stream(path) as stream, reading(path):

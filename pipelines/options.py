@@ -30,8 +30,8 @@ examples:
   foreload prepare train.tsv --format criteo --eval-source test.tsv --batch-size 256 --lanes 2 --out schedule
   foreload prepare 'clicks/*.parquet' --format parquet --features clicks.toml --eval-fraction 0.1 --out schedule
 
-Sizes are bytes, or a number with a unit: 512MiB, 2GB. Any other flag goes to Apache Beam, which does the work: by default in this
-process (--direct_num_workers=4 --direct_running_mode=multi_threading uses more cores), or on a cluster by --runner=... (docs/flink.md)."""
+Sizes are bytes, or a number with a unit: 512MiB, 2GB. Any other flag goes to Apache Beam, which does the work: in this process
+(--direct_num_workers=4 --direct_running_mode=multi_threading uses more cores), or on a cluster by --runner=... (docs/flink.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +74,38 @@ def parser() -> argparse.ArgumentParser:
         argument_default=None,
     )
     data = result.add_argument_group("the data")
-    data.add_argument("sources", nargs="*", metavar="SOURCE", help="files or quoted globs, read in the order given; .gz and .zst too")
+    data.add_argument(
+        "sources", nargs="*", metavar="SOURCE", help="files or quoted globs, read in the order given; .gz and .zst too"
+    )
     data.add_argument("--format", metavar="NAME", help="criteo, csv, tsv, parquet, or synthetic (made up, needs no SOURCE)")
-    data.add_argument("--features", metavar="FILE.toml", help="what the columns are (docs/features.md); criteo and synthetic know")
+    data.add_argument(
+        "--features", metavar="FILE.toml", help="what the columns are (docs/features.md); criteo and synthetic know"
+    )
     data.add_argument("--rows", metavar="N", help="synthetic: how many rows to make up")
     data.add_argument("--seed", metavar="N", help="synthetic: which rows to make up (default 0)")
     data.add_argument("--max-rejects", metavar="N", help="malformed records to leave out before giving up (default 0: none)")
-    data.add_argument("--eval-source", dest="eval_sources", metavar="SOURCE", action="append", help="evaluate on this; may be repeated")
+    data.add_argument(
+        "--eval-source", dest="eval_sources", metavar="SOURCE", action="append", help="evaluate on this; may be repeated"
+    )
     data.add_argument("--eval-fraction", metavar="X", help="or hold out the last part of the data's order: 0.1 is a tenth")
     training = result.add_argument_group("how it will be trained")
     training.add_argument("--batch-size", metavar="B", help="samples of a training step, over all lanes")
-    training.add_argument("--lanes", metavar="V", help="parts that a step is cut into, 1 to 64: at most as many trainers (default 1)")
+    training.add_argument(
+        "--lanes", metavar="V", help="parts that a step is cut into, 1 to 64: at most as many trainers (default 1)"
+    )
     training.add_argument("--epochs", metavar="E", help="passes over the data (default 1)")
     training.add_argument("--shuffle-seed", metavar="S", help="shuffle every epoch by this seed (default: as ordered)")
     training.add_argument("--after", metavar="SCHEDULE", help="continue the model of this schedule with new data")
     cache = result.add_argument_group("the cache of each lane")
     cache.add_argument(
-        "--slots", metavar="N", help="rows it holds: a number, a size (2GiB), min (as few as a step needs) or all (default: --memory)"
+        "--slots",
+        metavar="N",
+        help="rows it holds: a number, a size (2GiB), min (as few as a step needs) or all (default: --memory)",
     )
     cache.add_argument("--memory", dest="memory_bytes", metavar="SIZE", help="what it may take, staging included (default 1GiB)")
-    cache.add_argument("--row-bytes", metavar="N", help="a row with optimizer state (default 4 * (largest dimension or 32, + 1) + 12)")
+    cache.add_argument(
+        "--row-bytes", metavar="N", help="a row with optimizer state (default 4 * (largest dimension or 32, + 1) + 12)"
+    )
     output = result.add_argument_group("the output")
     output.add_argument("--out", metavar="SCHEDULE", help="folder to write; on a cluster, on a disk that all workers share")
     output.add_argument("--overwrite", action="store_const", const=True, help="replace a schedule that is there")
@@ -173,7 +185,8 @@ def _job_values(path: Path) -> dict[str, Any]:
     table = document.get("prepare", {})
     if not isinstance(table, dict):
         raise PipelineError(f"--job {path}: prepare must be a table [prepare], not {table!r}")
-    names = {_flag(field.name).removeprefix("--").replace("-", "_"): field.name for field in fields(Options)}
+    names = {field.name: field.name for field in fields(Options) if field.name not in ("eval_sources", "memory_bytes")}
+    names |= {"eval_source": "eval_sources", "memory": "memory_bytes"}
     values = {}
     for key, value in table.items():
         name = names.get(key.replace("-", "_"))
@@ -192,7 +205,9 @@ def _check_together(options: Options, given: set[str]) -> None:
     """Rules between options. given: the names of those that the user set."""
     synthetic = options.format == "synthetic"
     if synthetic and options.sources:
-        raise PipelineError(f"SOURCE: --format synthetic reads none, got {options.sources[0]}; leave it out, or name the file's format")
+        raise PipelineError(
+            f"SOURCE: --format synthetic reads none, got {options.sources[0]}; leave it out, or name the file's format"
+        )
     if synthetic and options.rows is None:
         raise PipelineError("--rows: --format synthetic needs a number of rows; add --rows N")
     if not synthetic and not options.sources:

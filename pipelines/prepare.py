@@ -71,7 +71,9 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
                 _run_pipeline(job, wrap)
             job.plan.raise_failure()
             if not (options.out / MANIFEST).exists():
-                raise ScheduleError(f"--out {options.out}: the workers wrote no schedule there; it must be on a disk that they share")
+                raise ScheduleError(
+                    f"--out {options.out}: the workers wrote no schedule there; it must be on a disk that they share"
+                )
             rejected = job.plan.load("rejected")
         except BaseException as error:
             _note_failure(options.out, error)
@@ -132,8 +134,9 @@ def _plan(options: Options, flags: list[str], parent: Schedule | None) -> _Job:
         },
     )
     tasks, piece_rows = plan_reading(options, spec)
-    if not any(task.which == "training" for task in tasks):
-        raise SourceError("SOURCE: has no records; give files that hold some")
+    for which, flag, wanted in (("training", "SOURCE", True), ("evaluation", "--eval-source", bool(options.eval_sources))):
+        if wanted and not any(task.which == which for task in tasks):
+            raise SourceError(f"{flag}: has no records; give files that hold some")
     plan = Plan(
         out=options.out.absolute(),
         spec=spec,

@@ -41,9 +41,7 @@ def test_an_integer_has_one_key_whatever_its_type(values: list[int]) -> None:
 
 @given(st.lists(st.floats(allow_nan=False) | INT64))
 def test_integers_and_floats_of_two_sources_sort_together_by_value(values: list[float]) -> None:
-    keys = [
-        ordering.order_keys(pa.array([v], pa.int64() if isinstance(v, int) else pa.float64()))[0].as_py() for v in values
-    ]
+    keys = [ordering.order_keys(pa.array([v], pa.int64() if isinstance(v, int) else pa.float64()))[0].as_py() for v in values]
     by_key = sorted(range(len(values)), key=lambda i: keys[i])
     assert [values[i] for i in by_key] == sorted(values)
 

@@ -1,0 +1,80 @@
+"""DoFns under conditions that a local runner never makes: groups in any order, work done twice. Importable by workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+
+from pipelines import beam_pipeline, beam_read, prepare
+from pipelines.beam_pipeline import Compile
+from pipelines.beam_stages import GroupStage, Stage
+from pipelines.schedule import MANIFEST
+
+
+class Disturbed(beam.DoFn):
+    """Shuffles every group that the stage is given, and runs the stage again over what it has written."""
+
+    def __init__(self, stage: Stage, seed: int) -> None:
+        super().__init__()
+        self.stage, self.seed = stage, seed
+
+    def process(self, element: Any) -> Iterator[Any]:
+        generator = random.Random(self.seed)
+        outputs = []
+        for _ in range(2):
+            if isinstance(self.stage, GroupStage):
+                values = list(element[1])
+                generator.shuffle(values)
+                element = element[0], values
+            outputs.append(list(self.stage.process(element)))
+            if isinstance(self.stage, Compile) and len(outputs) == 1:
+                (self.stage.plan.out / MANIFEST).unlink()  # as if its worker had been lost just before the end
+        assert outputs[0] == outputs[1]
+        yield from generator.sample(outputs[0], len(outputs[0]))
+
+
+def disturb(seed: int) -> Callable[[beam.DoFn], beam.DoFn]:
+    """For prepare.run's `wrap`."""
+    return partial(_disturbed, seed)
+
+
+def _disturbed(seed: int, stage: Stage) -> beam.DoFn:
+    return Disturbed(stage, seed)
+
+
+class Killed(beam.DoFn):
+    """Ends the process with SIGKILL once the stage has written its n-th element."""
+
+    def __init__(self, stage: Stage, elements: int) -> None:
+        super().__init__()
+        self.stage, self.left = stage, elements
+
+    def process(self, element: Any) -> Iterator[Any]:
+        yield from self.stage.process(element)
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prepare_and_die(arguments: list[str], where: str, elements: int, piece_rows: int) -> None:
+    """Run prepare until it is killed: after a stage's n-th element, or when `Compile` has compiled n steps."""
+    beam_read.PIECE_ROWS = piece_rows
+    if where == "Compile":
+        compile_schedule = beam_pipeline.compile_schedule
+
+        def until_killed(source: Any, settings: Any, out: Path, work: Path, progress: Any) -> Any:
+            def note(done: int, total: int) -> None:
+                if done >= elements:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            return compile_schedule(source, settings, out, work, note)
+
+        beam_pipeline.compile_schedule = until_killed
+    prepare.run(arguments, wrap=lambda stage: Killed(stage, elements) if type(stage).__name__ == where else stage)

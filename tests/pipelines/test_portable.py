@@ -1,0 +1,166 @@
+"""One schedule, byte for byte, whatever runs the pipeline, in whatever order, however often, and whether or not it was broken off."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from disturbed import disturb
+
+from pipelines import beam_read, prepare
+
+FEATURES = """
+label = "clicked"
+order_by = "time"
+order_type = "integer"
+[[dense]]
+name = "price"
+transform = "standard"
+[[feature]]
+name = "left"
+encoding = "vocabulary"
+[[feature]]
+name = "right"
+encoding = "hash"
+rows = 500
+"""
+OPTIONS = (
+    "--batch-size=32",
+    "--lanes=3",
+    "--slots=60",
+    "--epochs=2",
+    "--shuffle-seed=5",
+    "--eval-fraction=0.2",
+    "--max-rejects=9",
+)
+SEGMENTS = ("--segment-bytes=4000",)
+PIECE_ROWS = 100
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of processes that import the packages and this folder."""
+    here = Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Sort in small buckets, so that there are many of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beam_read, "PIECE_ROWS", PIECE_ROWS)
+        yield
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command line, without --out: five files, a few malformed records."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = random.Random(0)
+    for name in "abcde":
+        lines = ["clicked,price,left,right,time"]
+        for _ in range(generator.randrange(100, 200)):
+            clicked = generator.choice("0101010101010101010101010101012" if name in "bd" else "01")
+            left, right, time = (generator.randrange(n) for n in (90, 2000, 60))
+            lines.append(f"{clicked},{generator.random():.3f},w{left},{right},{time}")
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    (folder / "features.toml").write_text(FEATURES)
+    return [str(folder / "*.csv"), "--format=csv", f"--features={folder / 'features.toml'}", *OPTIONS, *SEGMENTS]
+
+
+def contents(schedule: Path) -> dict[str, bytes]:
+    """Every file but the one that says how the schedule came to be."""
+    files = [path for path in schedule.rglob("*") if path.is_file() and path.name != prepare.PROVENANCE]
+    return {str(path.relative_to(schedule)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def expected(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The schedule that one worker in this process makes, undisturbed."""
+    out = tmp_path_factory.mktemp("expected")
+    summary = prepare.run([*arguments, f"--out={out}"])
+    files = contents(out)
+    assert summary["rejected"] > 0
+    assert summary["fetched"] > 0
+    assert {"schedule.json", "rejects.jsonl", "encoding/encoding.json", "segment-000003.json"} <= set(files)
+    assert not (out / ".work").exists()
+    return files
+
+
+def test_two_threads_make_the_same_schedule(arguments: list[str], expected: dict[str, bytes], tmp_path: Path) -> None:
+    prepare.run([*arguments, f"--out={tmp_path}", "--direct_num_workers=2", "--direct_running_mode=multi_threading"])
+    assert contents(tmp_path) == expected
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_groups_in_any_order_and_work_done_twice_change_nothing(
+    seed: int, arguments: list[str], expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    prepare.run([*arguments, f"--out={tmp_path}"], wrap=disturb(seed))
+    assert contents(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("stage", "elements"), [("Encode", 3), ("ShuffleBucket", 5), ("Compile", 20)])
+def test_a_run_broken_off_can_be_started_again(
+    stage: str, elements: int, arguments: list[str], expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    command = [*arguments, f"--out={tmp_path}"]
+    script = f"from disturbed import prepare_and_die; prepare_and_die({command!r}, {stage!r}, {elements}, {PIECE_ROWS})"
+    dead = subprocess.run([sys.executable, "-c", script], env=worker_environment(), capture_output=True, text=True, check=False)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    assert not (tmp_path / "schedule.json").exists()
+    prepare.run(command)
+    assert contents(tmp_path) == expected
+
+
+@pytest.fixture(scope="module")
+def job_flags() -> Iterator[list[str]]:
+    """Beam's flags for the job service that FORELOAD_JOB_ENDPOINT names, else for one of our own with workers in their own processes.
+
+    FORELOAD_JOB_FLAGS adds to them; workers must find the packages and tests/pipelines, and share the folder of --basetemp.
+    """
+    given = os.environ.get("FORELOAD_JOB_ENDPOINT")
+    if given:
+        yield ["--runner=PortableRunner", f"--job_endpoint={given}", *os.environ.get("FORELOAD_JOB_FLAGS", "").split()]
+        return
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    service = subprocess.Popen(
+        [sys.executable, "-m", "apache_beam.runners.portability.local_job_service_main", f"--port={port}"],
+        env=worker_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with grpc.insecure_channel(f"localhost:{port}") as channel:
+            grpc.channel_ready_future(channel).result(timeout=60)
+        worker = f"{sys.executable} -m apache_beam.runners.worker.sdk_worker_main"
+        yield [
+            "--runner=PortableRunner",
+            f"--job_endpoint=localhost:{port}",
+            "--environment_type=beam:env:harness_subprocess_python:v1",
+            f"--environment_config={worker}",
+        ]
+    finally:
+        service.terminate()
+        service.wait()
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_workers_in_other_processes_make_the_same_schedule(
+    disturbed: bool, job_flags: list[str], arguments: list[str], expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    command = [*arguments, f"--out={tmp_path}", *job_flags]
+    if disturbed:
+        prepare.run(command, wrap=disturb(3))
+    else:
+        prepare.run(command)
+    assert contents(tmp_path) == expected

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from cache.errors import CacheError
-from cache.staging import EndedRows, Staged, put_rows, take_rows
+from cache.staging import EndedRows, Rows, Staged, put_rows, take_rows
 from pipelines.schedule import Arrivals
 
 FREE = -1
@@ -60,8 +60,8 @@ class Partition:
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros(more, array.dtype)]))
 
-    def admit(self, arrivals: Arrivals, staged: Staged) -> None:
-        """Move arrived rows into their slots.
+    def admit(self, arrivals: Arrivals, staged: Staged | Rows) -> None:
+        """Move arrived rows (or, on a resume, the rows of an entry state) into their slots.
 
         staged: weights float32 [A, width], state float32 [A, state_width], in the order of the arrivals. A training slot must be free; an
         evaluation slot is taken over. Raises CacheError.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hold_proxy import HoldingProxy
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, initial, make_program, train_slots, values
 
-from cache.errors import CacheError, RowError, StoreError
+from cache.errors import CacheError, RowError, StoreError, StoreUnavailable
 from cache.local import LocalStores
 from cache.partition import Partition
 from cache.placement import Placement, fields
@@ -451,6 +454,37 @@ def test_a_failure_of_the_thread_reaches_every_call(store: Store) -> None:
             call()
     traffic.abort()
     traffic.abort()
+
+
+def test_a_store_that_dies_stops_every_call(tmp_path: Path) -> None:
+    coming = iter([(0, arriving()), (1, arriving((1, 0, 1000, 1, 1)))])
+    with LocalStores(1, tmp_path) as servers, Store(servers.urls, timedelta(seconds=10)) as client:
+        traffic = Traffic(stored_rows(client), [LanePlan(0, coming)], SEED)
+        traffic.take(0, 0)
+        os.kill(servers.pids[0] or 0, signal.SIGKILL)
+        traffic.write_back(0, 1, ending(1, 1))
+        for call in (lambda: traffic.take(0, 1), traffic.flush, lambda: traffic.write_back(0, 2, ending(0, 1)), traffic.close):
+            with pytest.raises(StoreUnavailable, match="store unix://"):
+                call()
+
+
+def test_aborting_frees_who_waits(store: Store) -> None:
+    traffic = Traffic(stored_rows(store), [LanePlan(0, iter([(0, arriving((1, 0, 1000, 1, 9)))]))], SEED)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            traffic.take(0, 0)
+        except CacheError as error:
+            caught.append(error)
+
+    trainer = threading.Thread(target=wait)
+    trainer.start()
+    while traffic.counters().stalled_rows == 0:
+        trainer.join(0.01)
+    traffic.abort()
+    trainer.join()
+    assert str(caught[0]) == "traffic: is closed"
 
 
 def test_an_error_of_the_plan_is_raised_where_its_event_is_taken(store: Store) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from cache.placement import Placement
@@ -12,7 +12,7 @@ from cache.reading import StoredRows
 from cache.store import Store
 from pipelines.schedule import Schedule
 from trainer.assembly import DensePart, Start, assemble
-from trainer.dense_optimizers import optimizer_state
+from trainer.dense_optimizers import load_optimizer_state, optimizer_state
 from trainer.digest import Digest
 from trainer.job import TrainJob
 from trainer.step import EvaluationReport, StepReport, Trainer
@@ -22,7 +22,7 @@ from trainer.transport import LocalHub
 
 @dataclass(slots=True)
 class Trained:
-    """What a training left: the digest, the reports of rank 0, where it stopped (None: at the end), and how many rows it wrote in all."""
+    """What a training left: the digest, the reports of rank 0, where it stopped (None: at the end), and what a resume starts from."""
 
     digest: str
     steps: list[StepReport]
@@ -45,9 +45,9 @@ def train(
     stop_after: Callable[[int], bool] = lambda step: False,
     resume: Trained | None = None,
     check_tags: bool = True,
-    prepare: Callable[[int, Trainer], None] = lambda rank, trainer: None,
+    break_it: Callable[[int, Trainer], None] = lambda rank, trainer: None,
 ) -> Trained:
-    """Run a schedule to its end, or to a stop, with `trainers` trainers in threads. prepare: may put faults into a rank's trainer."""
+    """Run a schedule to its end, or to a stop, with `trainers` trainers in threads. break_it: may put faults into a rank's trainer."""
     hub = LocalHub(trainers)
     transports = hub.transports()
     placement = Placement.spread(len(urls))
@@ -56,10 +56,12 @@ def train(
     batches = list(start.batches)
     outcome = Trained("", [], [], None, start)
     failures: list[BaseException] = []
-    if resume is None:
-        denses = [DensePart.build(job, schedule) for _ in range(trainers)]
-    else:
-        denses = [resume.dense[0].copy(job, schedule) for _ in range(trainers)]
+    denses = [DensePart.build(job, schedule) for _ in range(trainers)]
+    if resume is not None:
+        for dense in denses:
+            dense.module.load_state_dict(resume.dense[0].module.state_dict())
+            state = optimizer_state(resume.dense[0].module, resume.dense[0].optimizer)
+            load_optimizer_state(dense.module, dense.optimizer, state)
 
     def run(rank: int) -> None:
         store = Store(urls, timedelta(seconds=10))
@@ -69,7 +71,7 @@ def train(
             )
             try:
                 trainer = Trainer(part)
-                prepare(rank, trainer)
+                break_it(rank, trainer)
                 mine = rank == 0
                 stopped = trainer.run(
                     events,
@@ -77,7 +79,8 @@ def train(
                     outcome.steps.append if mine else lambda report: None,
                     outcome.evaluations.append,
                 )
-                trainer.write_everything_back(schedule.header.end_step if stopped is None else stopped + 1)
+                last = schedule.header.end_step - 1 if stopped is None else stopped
+                trainer.write_everything_back(last + 1, beyond=stopped is not None)
                 for lane in trainer.lanes:
                     batches[lane] = part.traffic.batches(lane)
                 if mine:

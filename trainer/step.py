@@ -320,12 +320,15 @@ class Trainer:
                 )
             )
 
-    def write_everything_back(self, boundary: int) -> int:
-        """End every residency, at the end of the schedule or on a clean stop, and wait until the store has all rows. Returns how many."""
+    def write_everything_back(self, boundary: int, beyond: bool) -> int:
+        """End every residency and wait until the store has all rows. Returns how many sat in slots.
+
+        beyond: on a clean stop; these write-backs are none of the schedule's and are counted apart.
+        """
         count = 0
         for lane, partition in self.part.partitions.items():
             slots = partition.occupied()
             count += slots.size
-            self.part.traffic.write_back(lane, boundary, partition.end(slots))
+            self.part.traffic.write_back(lane, boundary, partition.end(slots), beyond)
         self.part.traffic.flush()
         return count

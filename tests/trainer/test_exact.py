@@ -1,0 +1,307 @@
+"""The promise: one digest, whatever the trainers, shards and slots, and it is that of plain training in memory. On TalkingData."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import reference_data
+import torch
+from training import Trained, train
+
+from cache.errors import RowError
+from cache.local import LocalStores
+from cache.staging import EndedRows
+from pipelines import prepare
+from pipelines.schedule import Schedule
+from trainer import numerics
+from trainer.job import TrainJob
+from trainer.models import load_model
+from trainer.step import Trainer
+
+FEATURES = """
+label = "is_attributed"
+order_by = "click_time"
+[table.ip]
+rows = 50000
+[table.app]
+rows = 500
+[table.device]
+rows = 1000
+[table.os]
+rows = 500
+[table.channel]
+rows = 500
+[[feature]]
+name = "ip"
+column = "..ip"
+[[feature]]
+name = "app"
+[[feature]]
+name = "device"
+[[feature]]
+name = "os"
+[[feature]]
+name = "channel"
+"""
+LANES, BATCH, EPOCHS, HELD_OUT = 4, 256, 2, 0.1
+OPTIONS = {
+    "dlrm": {"bottom": "16-8", "top": "16-1"},
+    "wide_deep": {"deep": "16-8"},
+    "dcn": {"deep": "16-8", "layers": 2},
+    "deepfm": {"deep": "16-8"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A part of TalkingData, its feature file, and a schedule for each kind of slots."""
+
+    source: Path
+    features: Path
+    schedules: dict[str, Path]
+
+
+def _log(folder: Path, data: Path, every: int) -> Log:
+    lines = (data / "talkingdata" / "train_sample.csv").read_text().splitlines(keepends=True)
+    source, features = folder / "clicks.csv", folder / "features.toml"
+    source.write_text("".join([lines[0], *lines[1::every]]))
+    features.write_text(FEATURES)
+    schedules: dict[str, Path] = {}
+    for kind in ("min", "twice", "all"):
+        slots = kind if kind != "twice" else str(2 * max(Schedule(schedules["min"]).manifest["minimum_slots"]))
+        schedules[kind] = folder / kind
+        given = [
+            source,
+            "--format=csv",
+            f"--features={features}",
+            f"--batch-size={BATCH}",
+            f"--lanes={LANES}",
+            f"--slots={slots}",
+        ]
+        given += [f"--epochs={EPOCHS}", f"--eval-fraction={HELD_OUT}", f"--out={schedules[kind]}", "--segment-bytes=200000"]
+        prepare.run([str(word) for word in given])
+    return Log(source, features, schedules)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Log:
+    """Every tenth click: 36 steps an epoch, the last one short."""
+    return _log(tmp_path_factory.mktemp("tenth"), data, 10)
+
+
+@pytest.fixture(scope="module")
+def short_log(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Log:
+    """Every fortieth click."""
+    return _log(tmp_path_factory.mktemp("fortieth"), data, 40)
+
+
+@pytest.fixture(scope="module")
+def whole_log(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Log:
+    """All clicks."""
+    return _log(tmp_path_factory.mktemp("whole"), data, 1)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Five stores."""
+    with LocalStores(5, tmp_path_factory.mktemp("stores")) as stores:
+        yield stores
+
+
+@pytest.fixture(autouse=True)
+def _arithmetic() -> None:
+    numerics.set_up(1)
+
+
+_namespaces = itertools.count()
+
+
+def _job(model: str = "dlrm", row_optimizer: str = "rowwise_adagrad", dense_optimizer: str = "Adam", **rest: object) -> TrainJob:
+    return TrainJob.of(
+        {
+            "schedule": "-", "run": "-", "store": "-", "model": model, "dim": 8, "model_options": OPTIONS[model], "seed": 3,
+            "row_optimizer": row_optimizer, "lr": 0.05, "dense_optimizer": dense_optimizer, "dense_lr": 0.01,
+            "namespace": f"test-{next(_namespaces)}", **rest,
+        }
+    )  # fmt: skip
+
+
+def _train(
+    log: Log, servers: LocalStores, job: TrainJob, trainers: int = 1, shards: int = 1, slots: str = "min", **rest: object
+) -> Trained:
+    return train(job, Schedule(log.schedules[slots]), servers.urls[:shards], trainers, **rest)  # type: ignore[arg-type]
+
+
+def _reference(log: Log, job: TrainJob) -> reference.ReferenceResult:
+    return reference.train(
+        reference.Config(
+            log=reference_data.read_features(log.features),
+            sources=(log.source,),
+            model=load_model(job.model),
+            dim=job.dim,
+            batch_size=BATCH,
+            lanes=LANES,
+            epochs=EPOCHS,
+            seed=job.seed,
+            evaluation_fraction=HELD_OUT,
+            model_options=job.model_options,
+            row_optimizer=job.row_optimizer,
+            lr=job.lr,
+            dense_optimizer=job.dense_optimizer,
+            dense_options={"lr": job.dense_lr, **job.dense_options},
+        )
+    )
+
+
+GRID = list(itertools.product((1, 2, 4), (1, 3, 5), ("min", "twice", "all")))
+# Every pair of values of any two of the three stands in one of these.
+COVERING = {
+    (t, s, k) for i, t in enumerate((1, 2, 4)) for j, s in enumerate((1, 3, 5)) for k in (("min", "twice", "all")[(i + j) % 3],)
+}
+
+
+@pytest.fixture(scope="module")
+def expected(log: Log) -> reference.ReferenceResult:
+    """What plain training in memory gives."""
+    return _reference(log, _job())
+
+
+@pytest.mark.parametrize(("trainers", "shards", "slots"), sorted(COVERING))
+def test_the_digest_is_that_of_plain_training(
+    log: Log, servers: LocalStores, expected: reference.ReferenceResult, trainers: int, shards: int, slots: str
+) -> None:
+    trained = _train(log, servers, _job(), trainers, shards, slots)
+    assert trained.digest == expected.digest
+    assert [step.loss for step in trained.steps] == expected.losses
+    assert [e.auc for e in trained.evaluations] == pytest.approx([e.auc for e in expected.evaluations])
+    assert [e.log_loss for e in trained.evaluations] == pytest.approx([e.log_loss for e in expected.evaluations])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("trainers", "shards", "slots"), GRID)
+def test_the_digest_is_that_of_plain_training_on_all_clicks(
+    whole_log: Log, servers: LocalStores, whole_expected: reference.ReferenceResult, trainers: int, shards: int, slots: str
+) -> None:
+    assert _train(whole_log, servers, _job(), trainers, shards, slots).digest == whole_expected.digest
+
+
+@pytest.fixture(scope="module")
+def whole_expected(whole_log: Log) -> reference.ReferenceResult:
+    """What plain training in memory gives on all clicks."""
+    return _reference(whole_log, _job())
+
+
+def test_the_fewest_slots_fetch_at_least_a_third_of_what_arrives(log: Log) -> None:
+    counts = Schedule(log.schedules["min"]).manifest["counts"]
+    assert counts["stored"] >= 0.3 * counts["arrivals"]
+    assert counts["training_samples"] // EPOCHS % BATCH != 0
+
+
+@pytest.mark.parametrize("model", ["dlrm", "wide_deep", "dcn", "deepfm"])
+@pytest.mark.parametrize("row_optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_every_model_and_row_optimizer_trains_as_in_memory(
+    short_log: Log, servers: LocalStores, model: str, row_optimizer: str
+) -> None:
+    job = _job(model, row_optimizer, "SGD")
+    assert _train(short_log, servers, job, 2, 3).digest == _reference(short_log, job).digest
+
+
+@pytest.mark.parametrize(
+    "dense_optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD"]
+)
+def test_every_dense_optimizer_trains_as_in_memory(short_log: Log, servers: LocalStores, dense_optimizer: str) -> None:
+    job = _job(dense_optimizer=dense_optimizer, row_optimizer="sgd")
+    assert _train(short_log, servers, job, 2, 3, "all").digest == _reference(short_log, job).digest
+
+
+@pytest.mark.parametrize("stops", [(0,), (10, 11), (35,), (36, 70)])
+def test_stopping_and_going_on_changes_nothing(
+    log: Log, servers: LocalStores, expected: reference.ReferenceResult, stops: tuple[int, ...]
+) -> None:
+    job, trained = _job(), None
+    for trainers, stop in zip(itertools.cycle((1, 2, 4)), (*stops, -1)):
+        trained = _train(log, servers, job, trainers, 3, "twice", stop_after=lambda step, stop=stop: step == stop, resume=trained)
+    assert trained is not None
+    assert trained.digest == expected.digest
+
+
+def _drop_a_write_back(rank: int, trainer: Trainer) -> None:
+    """One row of one boundary never leaves for the store."""
+    traffic, write_back, dropped = trainer.part.traffic, trainer.part.traffic.write_back, []
+
+    def broken(lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
+        if lane == 2 and boundary > 40 and len(ended) and not dropped:
+            dropped.append(boundary)
+            ended = ended.select(np.arange(1, len(ended)))
+        write_back(lane, boundary, ended, beyond)
+
+    traffic.write_back = broken  # type: ignore[method-assign]
+
+
+def _write_a_stale_row(rank: int, trainer: Trainer) -> None:
+    """One row is written back as it was before its last residency."""
+    traffic, write_back, staled = trainer.part.traffic, trainer.part.traffic.write_back, []
+
+    def broken(lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
+        places = np.flatnonzero(ended.stored_tag > 0)
+        if lane == 1 and len(places) and not staled:
+            staled.append(boundary)
+            ended.tag[places[0]] = ended.stored_tag[places[0]] - 1
+            ended.weights[places[0]] *= 0.5
+        write_back(lane, boundary, ended, beyond)
+
+    traffic.write_back = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("bug", [_drop_a_write_back, _write_a_stale_row])
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_lost_or_stale_row_stops_the_run_by_its_tag(
+    log: Log, servers: LocalStores, bug: Callable[[int, Trainer], None], trainers: int
+) -> None:
+    with pytest.raises(RowError, match="tag must be"):
+        _train(log, servers, _job(), trainers, 3, "min", break_it=bug)
+
+
+def test_without_the_check_of_tags_a_stale_row_changes_the_digest(
+    log: Log, servers: LocalStores, expected: reference.ReferenceResult
+) -> None:
+    broken = _train(log, servers, _job(), 1, 3, "min", break_it=_write_a_stale_row, check_tags=False)
+    assert broken.digest != expected.digest
+
+
+def _swap_the_last_two_parts(rank: int, trainer: Trainer) -> None:
+    """Lane 3's part of a row's gradient is added before lane 2's."""
+    exchange = trainer.part.exchange
+    add_part = exchange._kernels.add_part
+    held: list[tuple[torch.Tensor, np.ndarray, int, torch.Tensor]] = []
+
+    def broken(total: torch.Tensor, users: np.ndarray, lane: int, part: torch.Tensor) -> None:
+        if lane == 2:
+            held.append((total, users, lane, part))
+        elif lane == 3:
+            _add_in_order(total, users, [(3, part), (2, held.pop()[3])])
+        else:
+            add_part(total, users, lane, part)
+
+    exchange._kernels.add_part = broken  # type: ignore[method-assign]
+
+
+def _add_in_order(total: torch.Tensor, users: np.ndarray, parts: list[tuple[int, torch.Tensor]]) -> None:
+    begun = (users & np.uint64(0b0011)) != 0
+    for lane, part in parts:
+        places = np.flatnonzero(users >> np.uint64(lane) & np.uint64(1))
+        for source, place in enumerate(places):
+            total[place] = total[place] + part[source] if begun[place] else part[source]
+            begun[place] = True
+
+
+def test_the_last_two_parts_swapped_in_a_sum_change_the_digest(
+    log: Log, servers: LocalStores, expected: reference.ReferenceResult
+) -> None:
+    assert _train(log, servers, _job(), 1, 1, "all", break_it=_swap_the_last_two_parts).digest != expected.digest

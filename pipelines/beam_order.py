@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.beam_stages import GroupStage, Plan, Stage, piece_name
+from pipelines.beam_stages import GroupStage, Stage
 from pipelines.errors import SourceError
 from pipelines.ordering import (
     PieceOrder,
@@ -26,6 +26,7 @@ from pipelines.ordering import (
     shuffle_keys,
     stable_order,
 )
+from pipelines.plan import Plan, piece_name
 from pipelines.samples import read_piece, write_piece
 
 SETS = ("training", "evaluation")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,11 @@ from pipelines.beam_order import (
     SortRuns,
     source_of,
 )
-from pipelines.beam_read import ReadTask, add_reading
-from pipelines.beam_stages import GroupStage, Plan, Wrap, each, grouped
+from pipelines.beam_read import add_reading
+from pipelines.beam_stages import GroupStage, Wrap, each, grouped
 from pipelines.compile import compile_schedule
+from pipelines.plan import PROGRESS, Plan, ReadTask
 from pipelines.schedule import MANIFEST, write_atomically
-
-PROGRESS = "progress"
-"""In the work folder: steps compiled and steps in all, as text."""
 
 _PROGRESS_SECONDS = 1.0
 
@@ -59,7 +57,7 @@ class Compile(GroupStage):
         return note
 
 
-def add_schedule(pipeline: beam.Pipeline, plan: Plan, tasks: list[ReadTask], wrap: Wrap = lambda stage: stage) -> None:
+def add_schedule(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap = lambda stage: stage) -> None:
     """Add everything to a pipeline. wrap: applied to every DoFn (tests disturb them)."""
     orders = add_reading(pipeline, plan, tasks, wrap)
     if plan.spec.order_by is not None:

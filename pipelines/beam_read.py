@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import apache_beam as beam
@@ -17,17 +17,15 @@ import pyarrow as pa
 
 from pipelines import encoding_state
 from pipelines.beam_order import SETS, save_orders
-from pipelines.beam_stages import REJECTS, GroupStage, Plan, Stage, Wrap, each, grouped, piece_name
+from pipelines.beam_stages import GroupStage, Stage, Wrap, each, grouped
 from pipelines.dense import DenseStatistics
 from pipelines.encode import Encoder
 from pipelines.errors import RecordError, SourceError
-from pipelines.features import FeatureSpec
-from pipelines.options import Options
 from pipelines.ordering import PieceOrder, PieceRuns, first_rows, held_out, order_keys, stable_order
+from pipelines.plan import REJECTS, Plan, ReadTask
 from pipelines.samples import Samples, write_piece
 from pipelines.schedule import write_atomically, write_json
-from pipelines.sources import MOST_REJECTS, PIECE_ROWS, Records, Source, Split, plan_splits, read_records
-from pipelines.sources.splits import Format
+from pipelines.sources import MOST_REJECTS, Records, read_records
 from pipelines.vocabulary import COUNTS, Vocabulary, count_values, merge_counts
 
 REJECTS_FILE = "rejects.jsonl"
@@ -35,29 +33,6 @@ REJECTS_FILE = "rejects.jsonl"
 
 _SHOWN = 3  # malformed records named in an error
 _MOST_KEPT = 10 * MOST_REJECTS  # in the rejects file
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTask:
-    """A split, and which set it belongs to (one of SETS)."""
-
-    which: str
-    split: Split
-
-    @property
-    def name(self) -> str:
-        """Names sort as the samples of a set are ordered."""
-        return piece_name(self.which, self.split.file_index, self.split.split_index)
-
-
-def plan_reading(options: Options, spec: FeatureSpec) -> tuple[list[ReadTask], int]:
-    """The splits of all sources, and how many samples a piece has at most. Raises SourceError."""
-    kind: Format = "csv" if options.format == "tsv" else options.format
-    rows = options.rows or 0
-    tasks = [ReadTask("training", s) for s in plan_splits(Source(kind, options.sources, rows=rows, seed=options.seed), spec)]
-    if options.eval_sources:
-        tasks += [ReadTask("evaluation", s) for s in plan_splits(Source(kind, options.eval_sources), spec)]
-    return tasks, PIECE_ROWS
 
 
 class ReadStage(Stage):

@@ -9,91 +9,17 @@ whether any before it has failed.
 from __future__ import annotations
 
 import errno
-import json
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.typehints import with_output_types
 
-from pipelines import encoding_state, errors
-from pipelines.compile import CompileSettings
-from pipelines.features import FeatureSpec
+from pipelines import errors
+from pipelines.plan import FAILURES, Plan
 from pipelines.schedule import write_json
 
-WORK = ".work"
-FAILURES, ORDERS, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
-FOLDERS = (FAILURES, ORDERS, PIECES, REJECTS)
-
 Wrap = Callable[[beam.DoFn], beam.DoFn]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What every worker knows.
-
-    spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
-    features stand only where there is a parent. evaluation_fraction: of the training sources, held out. piece_rows: samples in a
-    piece that a sort writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first
-    training sample.
-    """
-
-    out: Path
-    spec: FeatureSpec
-    settings: CompileSettings
-    evaluation_fraction: float
-    max_rejects: int
-    piece_rows: int
-    counted: bool
-    first_number: int
-
-    @property
-    def work(self) -> Path:
-        """The folder of everything that is removed at the end."""
-        return self.out / WORK
-
-    @property
-    def pieces(self) -> Path:
-        """The folder of pieces."""
-        return self.work / PIECES
-
-    @property
-    def encoding(self) -> Path:
-        """The folder of vocabularies and scales."""
-        return self.out / encoding_state.FOLDER
-
-    def compile_settings(self) -> CompileSettings:
-        """The settings, with what is known only once the data has been read."""
-        features = self.settings.features
-        if self.settings.parent is None:
-            features = encoding_state.load(self.encoding, self.spec)[0]
-        settings = {**self.settings.settings, "encoding": encoding_state.identity(self.encoding)}
-        return replace(self.settings, features=features, settings=settings, threads=min(self.settings.lanes, os.cpu_count() or 1))
-
-    def order_path(self, name: str) -> Path:
-        """The file of an order or another result of a group."""
-        return self.work / ORDERS / f"{name}.json"
-
-    def save(self, name: str, value: Any) -> None:
-        """Write the result of a group."""
-        write_json(self.order_path(name), value)
-
-    def load(self, name: str) -> Any:
-        """Read the result of a group."""
-        return json.loads(self.order_path(name).read_bytes())
-
-    def failed(self) -> list[Path]:
-        """The failures noted, in an order that does not depend on time."""
-        return sorted((self.work / FAILURES).iterdir())
-
-    def raise_failure(self) -> None:
-        """Raise the first failure noted as the error that it was."""
-        for path in self.failed():
-            failure = json.loads(path.read_bytes())
-            raise getattr(errors, failure["type"])(failure["message"])
 
 
 class Stage(beam.DoFn):
@@ -167,8 +93,3 @@ def each(elements: beam.PCollection, stage: Stage, wrap: Wrap, spread: bool = Tr
     if spread:
         elements = elements | f"Spread{stage.label}" >> beam.Reshuffle()
     return elements | stage.label >> beam.ParDo(wrap(stage))
-
-
-def piece_name(*parts: int | str) -> str:
-    """A piece's file name; names sort as their parts do."""
-    return "-".join(part if isinstance(part, str) else f"{part:08d}" for part in parts)

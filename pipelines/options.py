@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -147,13 +149,29 @@ def is_switch(flag: str) -> bool:
 
 def beam_flags() -> dict[str, argparse.Action]:
     """The flags that Beam itself declares."""
-    from apache_beam.options.pipeline_options import PipelineOptions
+    with quiet_import():
+        from apache_beam.options.pipeline_options import PipelineOptions
 
     declared = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve", add_help=False)
     for options in PipelineOptions.__subclasses__():
         if options.__module__.startswith("apache_beam."):
             options._add_argparse_args(declared)
     return dict(declared._option_string_actions)
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Import Beam without its warning about Google's client libraries, which nothing here uses."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "apitools" not in record.getMessage()
+
+    root = logging.getLogger()
+    root.addFilter(keep)
+    try:
+        yield
+    finally:
+        root.removeFilter(keep)
 
 
 def read(arguments: Sequence[str]) -> tuple[Options, list[str]]:
@@ -344,7 +362,7 @@ def feature_spec(options: Options) -> FeatureSpec:
     return spec
 
 
-def row_bytes(options: Options, spec: FeatureSpec) -> int:
+def bytes_of_row(options: Options, spec: FeatureSpec) -> int:
     """What a row takes, for turning sizes into slots: weights and one number of state, then id and tag, unless the user says."""
     if options.row_bytes is not None:
         return options.row_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 import apache_beam as beam
 
-from pipelines import beam_pipeline, beam_read, prepare
+from pipelines import beam_pipeline, plan, prepare
 from pipelines.beam_pipeline import Compile
 from pipelines.beam_stages import GroupStage, Stage
 from pipelines.schedule import MANIFEST
@@ -65,7 +65,7 @@ class Killed(beam.DoFn):
 
 def prepare_and_die(arguments: list[str], where: str, elements: int, piece_rows: int) -> None:
     """Run prepare until it is killed: after a stage's n-th element, or when `Compile` has compiled n steps."""
-    beam_read.PIECE_ROWS = piece_rows
+    plan.PIECE_ROWS = piece_rows
     if where == "Compile":
         compile_schedule = beam_pipeline.compile_schedule
 

@@ -1,0 +1,46 @@
+"""Run the pipeline on whichever runner the flags name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+
+from pipelines import options
+from pipelines.beam_pipeline import add_schedule
+from pipelines.beam_stages import Wrap
+from pipelines.errors import PipelineError
+from pipelines.plan import Plan, ReadTask
+
+_LOCAL_RUNNERS = ("", "direct", "directrunner", "fnapirunner")
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Refuse what neither this program nor Beam knows, where Beam would drop it without a word. Raises PipelineError."""
+    if not runs_locally(flags):
+        return  # a job service has flags of its own
+    known = options.beam_flags()
+    for flag in flags:
+        if flag.startswith("-") and flag.partition("=")[0] not in known:
+            raise PipelineError(f"{flag}: is not an option; see `foreload prepare --help` for those there are")
+
+
+def runner_name(flags: Sequence[str]) -> str:
+    """The runner that the flags name, or ""."""
+    return PipelineOptions(list(flags)).view_as(StandardOptions).runner or ""
+
+
+def runs_locally(flags: Sequence[str]) -> bool:
+    """Whether the pipeline runs in this process (or in workers that it starts)."""
+    return runner_name(flags).lower().rpartition(".")[2] in _LOCAL_RUNNERS
+
+
+def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wrap: Wrap) -> None:
+    """Run to the end. The plan's work folder exists; failures that the user can mend are noted there, others are raised."""
+    # Beam's own default first tries to download another runner, so name the one in this process.
+    runner = FnApiRunner() if runs_locally(flags) else None
+    pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
+    add_schedule(pipeline, plan, tasks, wrap)
+    pipeline.run().wait_until_finish()

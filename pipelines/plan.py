@@ -1,0 +1,180 @@
+"""What is to be done: the plan that every worker knows, and the splits to read. Knows no Beam."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipelines import encoding_state, errors
+from pipelines.compile import CompileSettings
+from pipelines.errors import ScheduleError, SourceError
+from pipelines.features import FeatureSpec
+from pipelines.options import Options, bytes_of_row, feature_spec, slots_of_size
+from pipelines.schedule import Schedule, write_json
+from pipelines.sources import PIECE_ROWS, Source, Split, plan_splits
+from pipelines.sources.splits import Format
+
+WORK = ".work"
+FAILURES, ORDERS, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
+FOLDERS = (FAILURES, ORDERS, PIECES, REJECTS)
+
+PROGRESS = "progress"
+"""In the work folder: steps compiled and steps in all, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every worker knows.
+
+    spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
+    features stand only where there is a parent. evaluation_fraction: of the training sources, held out. piece_rows: samples in a
+    piece that a sort writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first
+    training sample.
+    """
+
+    out: Path
+    spec: FeatureSpec
+    settings: CompileSettings
+    evaluation_fraction: float
+    max_rejects: int
+    piece_rows: int
+    counted: bool
+    first_number: int
+
+    @property
+    def work(self) -> Path:
+        """The folder of everything that is removed at the end."""
+        return self.out / WORK
+
+    @property
+    def pieces(self) -> Path:
+        """The folder of pieces."""
+        return self.work / PIECES
+
+    @property
+    def encoding(self) -> Path:
+        """The folder of vocabularies and scales."""
+        return self.out / encoding_state.FOLDER
+
+    def compile_settings(self) -> CompileSettings:
+        """The settings, with what is known only once the data has been read."""
+        features = self.settings.features
+        if self.settings.parent is None:
+            features = encoding_state.load(self.encoding, self.spec)[0]
+        settings = {**self.settings.settings, "encoding": encoding_state.identity(self.encoding)}
+        return replace(self.settings, features=features, settings=settings, threads=min(self.settings.lanes, os.cpu_count() or 1))
+
+    def order_path(self, name: str) -> Path:
+        """The file of an order or another result of a group."""
+        return self.work / ORDERS / f"{name}.json"
+
+    def save(self, name: str, value: Any) -> None:
+        """Write the result of a group."""
+        write_json(self.order_path(name), value)
+
+    def load(self, name: str) -> Any:
+        """Read the result of a group."""
+        return json.loads(self.order_path(name).read_bytes())
+
+    def failed(self) -> list[Path]:
+        """The failures noted, in an order that does not depend on time."""
+        return sorted((self.work / FAILURES).iterdir())
+
+    def raise_failure(self) -> None:
+        """Raise the first failure noted as the error that it was."""
+        for path in self.failed():
+            failure = json.loads(path.read_bytes())
+            raise getattr(errors, failure["type"])(failure["message"])
+
+
+def piece_name(*parts: int | str) -> str:
+    """A piece's file name; names sort as their parts do."""
+    return "-".join(part if isinstance(part, str) else f"{part:08d}" for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTask:
+    """A split, and which set it belongs to (one of SETS)."""
+
+    which: str
+    split: Split
+
+    @property
+    def name(self) -> str:
+        """Names sort as the samples of a set are ordered."""
+        return piece_name(self.which, self.split.file_index, self.split.split_index)
+
+
+def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
+    """The splits of all sources. Raises SourceError."""
+    kind: Format = "csv" if options.format == "tsv" else options.format
+    rows = options.rows or 0
+    tasks = [ReadTask("training", s) for s in plan_splits(Source(kind, options.sources, rows=rows, seed=options.seed), spec)]
+    if options.eval_sources:
+        tasks += [ReadTask("evaluation", s) for s in plan_splits(Source(kind, options.eval_sources), spec)]
+    return tasks
+
+
+def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
+    """Look at the feature file, the parent and the sources' names. Raises PipelineError."""
+    spec = feature_spec(options)
+    if parent is not None:
+        spec = _continued(parent, spec, options)
+    row_bytes = bytes_of_row(options, spec)
+    slots = options.slots
+    if slots is None:
+        slots = slots_of_size(options.memory_bytes, row_bytes)
+        if all(table.rows is not None for table in spec.tables):
+            slots = min(slots, sum(spec.table_rows))
+    settings = CompileSettings(
+        features=spec if parent is None else parent.header.features,
+        batch_size=options.batch_size,
+        lanes=options.lanes,
+        slots=slots,
+        epochs=options.epochs,
+        shuffle_seed=options.shuffle_seed,
+        segment_bytes=options.segment_bytes,
+        parent=options.after,
+        settings={
+            "slots": options.slots,
+            "memory_bytes": options.memory_bytes if options.slots is None else None,
+            "row_bytes": row_bytes,
+            "segment_bytes": options.segment_bytes,
+            "eval_fraction": options.eval_fraction,
+            "eval_source": bool(options.eval_sources),
+        },
+    )
+    tasks = plan_reading(options, spec)
+    for which, flag, wanted in (("training", "SOURCE", True), ("evaluation", "--eval-source", bool(options.eval_sources))):
+        if wanted and not any(task.which == which for task in tasks):
+            raise SourceError(f"{flag}: has no records; give files that hold some")
+    plan = Plan(
+        out=options.out.absolute(),
+        spec=spec,
+        settings=settings,
+        evaluation_fraction=options.eval_fraction,
+        max_rejects=options.max_rejects,
+        piece_rows=PIECE_ROWS,
+        counted=parent is None and encoding_state.needs_state(spec),
+        first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
+    )
+    return plan, tasks
+
+
+def _continued(parent: Schedule, spec: FeatureSpec, options: Options) -> FeatureSpec:
+    """The features as read now, with the parent's vocabularies. Raises ScheduleError where the parent has other ones."""
+    if parent.header.lanes != options.lanes:
+        raise ScheduleError(
+            f"--lanes: must be the parent's {parent.header.lanes}, is {options.lanes}; lanes cannot change along --after"
+        )
+    theirs = parent.header.features
+    sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}
+    # How files are laid out, and in what order they are read, may change from one schedule to the next.
+    layout = {name: getattr(spec, name) for name in ("text", "order_by", "order_type")}
+    if len(spec.tables) != len(theirs.tables) or dataclasses.replace(theirs, **layout) != spec.with_vocabulary(sizes):
+        raise ScheduleError(f"--features: must be those of {options.after}; prepare with the same, or start anew without --after")
+    return spec.with_vocabulary(sizes)

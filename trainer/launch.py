@@ -29,12 +29,12 @@ from pipelines.schedule import Schedule, write_json
 from trainer import numerics
 from trainer.commands.digest import model_digest
 from trainer.commands.resting import rest
-from trainer.coordinator import Board, ControlSocket, Inbox, contiguous_lanes, host_store
+from trainer.coordinator import Board, ControlSocket, Inbox, ask, contiguous_lanes, host_store
 from trainer.errors import FingerprintError, JobError, RunError, TrainerError
 from trainer.fit import check_fit
 from trainer.job import TrainJob, local_shards
 from trainer.report import RunReport, Totals
-from trainer.run import PLACEMENT, STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
+from trainer.run import STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
 from trainer.worker import JOIN_TIMEOUT, RENDEZVOUS, TERM, TRAINER, Call, work
 from trainer.worker import STORES as STORES_VARIABLE
 
@@ -125,9 +125,11 @@ class Launch:
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
             )
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
+        path = Path(self._job.run)
+        if ask(path, {"do": "status"}) is not None:
+            raise RunError(f"--run: {path} is being trained right now; stop that with Ctrl-C first, or choose another folder")
         if self._job.resume:
             return self._resume(schedule)
-        path = Path(self._job.run)
         check_free(path, self._job.overwrite)
         count = local_shards(self._job.store)
         urls = () if count else parse_urls(self._job.store)
@@ -188,7 +190,6 @@ class Launch:
             if run.status is None:
                 with contextlib.suppress(Exception), Store(urls, job.store_silence, timedelta(seconds=1)) as store:
                     remove(store, manifest.namespace)
-                (run.path / PLACEMENT).unlink(missing_ok=True)
             raise
 
 

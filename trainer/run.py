@@ -195,12 +195,12 @@ def check_free(path: Path, overwrite: bool) -> None:
         return
     if not path.is_dir():
         raise RunError(f"--run: {path} is a file; choose a folder")
-    held = sorted(item.name for item in path.iterdir())
-    if not held:
-        return
-    if not set(held) & {MANIFEST, PLACEMENT}:
-        raise RunError(f"--run: {path} holds other files, such as {held[0]}; choose a new folder")
-    if not overwrite:
+    held = {item.name for item in path.iterdir()}
+    foreign = sorted(held - set(_FILES))
+    if foreign and MANIFEST not in held:
+        raise RunError(f"--run: {path} holds other files, such as {foreign[0]}; choose a new folder")
+    # Without a status it never began to train, and there is nothing to lose.
+    if STATUS in held and not overwrite:
         raise RunError(
             f"--run: {path} holds a run already; give --resume to go on with it, --overwrite to delete it, or another folder"
         )

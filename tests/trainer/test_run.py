@@ -51,7 +51,10 @@ def test_passwords_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_is_never_taken_silently(tmp_path: Path) -> None:
-    make(tmp_path / "run")
+    run = make(tmp_path / "run")
+    # It has not trained a step yet.
+    check_free(run.path, overwrite=False)
+    run.write_status(Status("training", -1))
     with pytest.raises(RunError, match="holds a run already"):
         check_free(tmp_path / "run", overwrite=False)
     (tmp_path / "other").mkdir()

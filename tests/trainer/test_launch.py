@@ -1,0 +1,247 @@
+"""`foreload train` as a user starts it: processes, signals, failures, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines import prepare
+from trainer.cli import main
+from trainer.coordinator import ask
+from trainer.run import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of 40 steps in four lanes, with evaluation after each, and so few slots that rows come back from the store."""
+    out = tmp_path_factory.mktemp("schedule") / "clicks"
+    prepare.run(
+        f"--format synthetic --rows 5600 --eval-fraction 0.1 --batch-size 128 --lanes 4 --slots 500 --epochs 2 --out {out}".split()
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one trainer and one store shard that nothing happened to."""
+    run = tmp_path_factory.mktemp("run") / "undisturbed"
+    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    return run
+
+
+def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
+    return [
+        "train",
+        str(schedule),
+        "--run",
+        str(run),
+        "--dim",
+        "4",
+        "--lr",
+        "0.02",
+        "--model-options",
+        "top=8-1",
+        "bottom=8-4",
+        *further,
+    ]
+
+
+class Launched:
+    """A launcher in a process of its own, with every process that it started."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.cli", *command],
+            cwd=ROOT, env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.started: set[psutil.Process] = set()
+
+    def until(self, satisfied: Callable[[], bool]) -> None:
+        """Wait for something that the launcher brings about."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not satisfied():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, output and errors; asserts that no process is left."""
+        out, err = self.process.communicate(timeout=DEADLINE_SECONDS)
+        _, alive = psutil.wait_procs(self.started, timeout=10)
+        assert not alive
+        return self.process.returncode, out, err
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        found = [process for process in self.started if "trainer.worker" in process.cmdline()]
+        return sorted(found, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
+
+
+def reached(run: Path, step: int) -> Callable[[], bool]:
+    """Whether the run tells through its control socket that it has trained a step."""
+
+    def asked() -> bool:
+        told = ask(run, {"do": "status"})
+        return told is not None and told["step"] >= step
+
+    return asked
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def launch(*arguments: str, **environment: str) -> Launched:
+        started.append(Launched(arguments, environment))
+        return started[-1]
+
+    yield launch
+    for one in started:
+        for process in [*one.started, one.process]:
+            if process.is_running() if isinstance(process, psutil.Process) else process.poll() is None:
+                process.kill()
+        one.process.communicate()
+
+
+def summary(run: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def test_a_run_leaves_what_the_commands_then_read(
+    schedule: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = summary(undisturbed)
+    assert (found["steps"], found["samples"], found["state"]) == (80, 10080, "ended")
+    assert found["rows_fetched"] > 0  # type: ignore[operator]
+    # Every arrival's residency ended once.
+    assert found["rows_written_back"] == found["rows_arrived"]
+    steps = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if line["kind"] == "step"] == list(range(80))
+    assert list((undisturbed / "tensorboard").iterdir())
+    capsys.readouterr()
+
+    assert main(["digest", str(undisturbed)]) == 0
+    assert capsys.readouterr().out.strip() == found["digest"]
+
+    assert main(["evaluate", str(undisturbed), "--json", str(tmp_path / "metrics.json")]) == 0
+    evaluated = json.loads((tmp_path / "metrics.json").read_text())
+    assert {name: evaluated[name] for name in ("log_loss", "auc", "normalized_entropy")} == {
+        name: found[name] for name in ("log_loss", "auc", "normalized_entropy")
+    }
+
+    assert main(["export", str(undisturbed), "--out", str(tmp_path / "export")]) == 0
+    about = json.loads((tmp_path / "export" / "export.json").read_text())
+    for table in about["tables"]:
+        rows = pq.read_table(tmp_path / "export" / table["file"])
+        ids = rows["id"].to_pylist()
+        assert ids == sorted(set(ids))
+        assert len(ids) == table["rows"]
+        assert {len(weight) for weight in rows["weight"].to_pylist()} <= {4}
+
+    assert main(["stores", "status", str(undisturbed)]) == 0
+    assert "shard 0  at rest" in capsys.readouterr().out
+
+
+def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    first = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", "2"))
+    first.until(reached(run, 5))
+    # As a terminal does it: to the launcher. Trainers have a session of their own.
+    first.process.send_signal(signal.SIGINT)
+    status, _, err = first.end()
+    assert status == 130, err
+    assert "--resume" in err
+    rest = Run.open(run).resting()
+    assert rest.state == "stopped"
+    assert rest.step >= 5
+    # What stopped there can be read, too.
+    assert main(["evaluate", str(run)]) == 0
+    capsys.readouterr()
+
+    other = launched("train", str(schedule), "--run", str(run), "--resume", MKL_CBWR="COMPATIBLE")
+    status, _, err = other.end()
+    assert status == 2
+    assert "numerics fingerprint: mkl_cbwr is COMPATIBLE here" in err
+    assert Run.open(run).resting() == rest
+
+    # With other trainers than before.
+    assert main(["train", str(schedule), "--run", str(run), "--resume", "--trainers", "3", "--digest"]) == 0
+    assert summary(run)["digest"] == summary(undisturbed)["digest"]
+    assert summary(run)["steps"] == 80
+    assert summary(run)["rows_flushed"] > 0  # type: ignore[operator]
+
+
+def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2"))
+    job.until(reached(run, 3))
+    job.workers[1].kill()
+    status, _, err = job.end()
+    assert status == 2
+    lines = [line for line in err.splitlines() if line.startswith("foreload: error:")]
+    assert lines == [
+        "foreload: error: trainer 1 (lanes 2, 3): was killed by SIGKILL; the others were stopped; train again with --overwrite"
+    ]
+    assert "Traceback" not in err
+    for command in (["digest", str(run)], arguments(schedule, run, "--store", "local:1", "--resume")):
+        assert main(command) == 2
+        assert "did not stop cleanly" in capsys.readouterr().err
+
+
+def test_trainers_of_a_scheduler_give_the_same_model(
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Launched]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    jobs = [
+        launched(
+            *arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest"),
+            RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for job in jobs:
+        status, _, err = job.end()
+        assert status == 0, err
+    assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        (["--store", "redis://127.0.0.1:1"], "store redis://127.0.0.1:1"),
+        (["--store", "local:1", "--trainers", "5"], "--trainers: must be at most the schedule's lanes, 4; got 5"),
+        (["--store", "local:1", "--model", "absent:Model"], "model: cannot import absent:Model"),
+        (["--store", "local:1", "--memory", "1KB"], "--memory: 500 slots of this model take"),
+        (["--store", "local:1", "--dense-optimizer", "LBFGS"], "dense-optimizer: must be one of"),
+    ],
+)
+def test_a_call_that_cannot_work_says_why_and_leaves_the_folder_free(
+    schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], further: list[str], message: str
+) -> None:
+    for _ in range(2):
+        assert main(arguments(schedule, tmp_path / "run", *further)) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert "Traceback" not in err

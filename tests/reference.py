@@ -368,8 +368,7 @@ def config_of(arguments: Sequence[str] | None) -> tuple[Config, int]:
     parser = argparse.ArgumentParser(description="Train in memory and print the digest and the metrics of every epoch.")
     parser.add_argument("sources", nargs="+", type=Path)
     parser.add_argument("--format", choices=("criteo", "csv", "tsv"), required=True)
-    parser.add_argument("--features", type=Path, help="feature file; without one, Criteo's columns in tables of --table-rows")
-    parser.add_argument("--table-rows", type=int, default=10_000)
+    parser.add_argument("--features", type=Path, help="feature file; without one, Criteo's columns")
     parser.add_argument("--eval-source", type=Path, action="append", default=[])
     parser.add_argument("--eval-fraction", type=float, default=0.0)
     parser.add_argument("--batch-size", type=int, required=True)
@@ -386,9 +385,9 @@ def config_of(arguments: Sequence[str] | None) -> tuple[Config, int]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args(arguments)
-    log = read_features(given.features, "\t" if given.format == "tsv" else ",") if given.features else criteo(given.table_rows)
+    log = read_features(given.features, "\t" if given.format == "tsv" else ",") if given.features else criteo()
     if given.format == "criteo" and not log.columns:
-        plain = criteo(2)
+        plain = criteo()
         log = replace(log, columns=plain.columns, delimiter=plain.delimiter, quoting=plain.quoting)
     config = Config(
         log=log,

@@ -92,7 +92,8 @@ class Table:
 class Log:
     """What a log's columns mean.
 
-    order_type: text, integer or number; columns: their names where the files have no header; missing: texts that mean a missing value.
+    order_type: text, integer, number, or None for what the first values are; columns: their names where the files have no header;
+    missing: texts that mean a missing value.
     """
 
     label: str
@@ -100,7 +101,7 @@ class Log:
     features: tuple[Feature, ...]
     tables: tuple[Table, ...]
     order_by: str | None = None
-    order_type: str = "text"
+    order_type: str | None = None
     columns: tuple[str, ...] = ()
     delimiter: str = ","
     quoting: bool = True
@@ -131,7 +132,14 @@ class Data:
     rows: tuple[int, ...]
 
 
-def criteo(rows: int | Sequence[int], dimension: int | None = None) -> Log:
+KAGGLE_ROWS = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+"""Rows of the 26 tables of Criteo's Kaggle data set."""
+
+
+def criteo(rows: int | Sequence[int] = KAGGLE_ROWS, dimension: int | None = None) -> Log:
     """Criteo's columns, hashed. rows: of every table, or of each of the 26."""
     sizes = [rows] * 26 if isinstance(rows, int) else rows
     dense, categorical = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
@@ -169,7 +177,7 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
         tuple(features),
         tuple(tables),
         document.get("order_by"),
-        document.get("order_type", "text"),
+        document.get("order_type"),
         tuple(text.get("columns", ())),
         text.get("delimiter", delimiter),
         text.get("quoting", True),
@@ -189,10 +197,28 @@ def read_columns(sources: Sequence[Path], log: Log) -> dict[str, list[str]]:
             rows = csv.reader(lines, delimiter=log.delimiter, quoting=csv.QUOTE_MINIMAL if log.quoting else csv.QUOTE_NONE)
             header = list(log.columns) or next(rows)
             places = [(columns[name], header.index(name)) for name in sorted(names)]
-            for row in rows:
+            for row in filter(None, rows):
                 for column, place in places:
                     column.append("" if row[place] in log.missing else row[place])
     return columns
+
+
+def order_type_of(sources: Sequence[Path], log: Log) -> str:
+    """What the order_by column counts as: as the log says, or else by the first 1,000 rows of the first file that has any value there."""
+    assert log.order_by is not None
+    if log.order_type is not None:
+        return log.order_type
+    for source in sources:
+        values = [value for value in read_columns([source], log)[log.order_by][:1000] if value]
+        for name, parse in (("integer", int), ("number", float)):
+            try:
+                if [parse(value) for value in values]:
+                    return name
+            except ValueError:
+                continue
+        if values:
+            return "text"
+    return "text"
 
 
 def sort_order(values: Sequence[str], order_type: str) -> list[int]:
@@ -259,15 +285,17 @@ def encode(feature: Feature, rows: int, vocabulary: dict[str, int] | None, value
 def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] = (), evaluation_fraction: float = 0.0) -> Data:
     """Read, order, split and encode a log. Evaluation is a second source or the tail of the first one's order."""
     columns = read_columns(sources, log)
-    total = len(columns[log.label])
-    order = sort_order(columns[log.order_by], log.order_type) if log.order_by else list(range(total))
-    held_out = math.floor(evaluation_fraction * total)
-    training, evaluation = order[: total - held_out], order[total - held_out :]
+
+    def in_order(found: dict[str, list[str]], files: Sequence[Path]) -> list[int]:
+        return sort_order(found[log.order_by], order_type_of(files, log)) if log.order_by else list(range(len(found[log.label])))
+
+    order = in_order(columns, sources)
+    held_out = math.floor(evaluation_fraction * len(order))
+    training, evaluation = order[: len(order) - held_out], order[len(order) - held_out :]
     evaluation_columns = columns
     if evaluation_sources:
         evaluation_columns = read_columns(evaluation_sources, log)
-        count = len(evaluation_columns[log.label])
-        evaluation = sort_order(evaluation_columns[log.order_by], log.order_type) if log.order_by else list(range(count))
+        evaluation = in_order(evaluation_columns, evaluation_sources)
 
     words = vocabularies(log, columns, training)
     rows = []

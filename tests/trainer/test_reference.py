@@ -364,7 +364,7 @@ def test_the_command_line_prints_every_epoch_and_the_digest(tmp_path: Path, caps
     path = tmp_path / "criteo.tsv"
     line = "\t".join(["1", *["5"] * 13, *["ab"] * 26])
     path.write_text("\n".join([line, line.replace("1", "0", 1)] * 4) + "\n")
-    flags = f"{path} --eval-source {path} --format criteo --table-rows 50 --batch-size 4 --epochs 2 --dim 4 --model dlrm"
+    flags = f"{path} --eval-source {path} --format criteo --batch-size 4 --epochs 2 --dim 4 --model dlrm"
     reference.main([*flags.split(), "--model-options", "bottom=8-4", "top=8-1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["epoch 0", "epoch 1"]

@@ -305,3 +305,27 @@ def test_the_last_two_parts_swapped_in_a_sum_change_the_digest(
     log: Log, servers: LocalStores, expected: reference.ReferenceResult
 ) -> None:
     assert _train(log, servers, _job(), 1, 1, "all", break_it=_swap_the_last_two_parts).digest != expected.digest
+
+
+@pytest.mark.parametrize("slots", ["min", "all"])
+def test_new_data_after_an_earlier_schedule_give_the_digest_of_the_whole(
+    tmp_path: Path, servers: LocalStores, data: Path, slots: str
+) -> None:
+    lines = (data / "talkingdata" / "train_sample.csv").read_text().splitlines(keepends=True)
+    clicks = sorted(lines[1::20], key=lambda line: line.split(",")[5])
+    cut = 11 * BATCH
+    for name, part in (("whole", clicks), ("first", clicks[:cut]), ("second", clicks[cut:])):
+        (tmp_path / f"{name}.csv").write_text("".join([lines[0], *part]))
+    (tmp_path / "features.toml").write_text(FEATURES)
+
+    def prepared(name: str, *more: str) -> Schedule:
+        given = [f"{tmp_path}/{name}.csv", "--format=csv", f"--features={tmp_path}/features.toml", f"--batch-size={BATCH}"]
+        prepare.run([*given, f"--lanes={LANES}", f"--slots={slots}", f"--out={tmp_path}/{name}", *more])
+        return Schedule(tmp_path / name)
+
+    whole = train(_job(), prepared("whole"), servers.urls[:3], 2)
+    job = _job()
+    first = train(job, prepared("first"), servers.urls[:3], 4)
+    second = train(job, prepared("second", f"--after={tmp_path}/first"), servers.urls[:3], 1, resume=first)
+    assert second.digest == whole.digest
+    assert [step.loss for step in first.steps + second.steps] == [step.loss for step in whole.steps]

@@ -94,7 +94,7 @@ def train(folder: Path, table_rows: int, rows: int) -> Peak:
     """Peak of one trainer on synthetic rows whose accesses do not depend on the size of the tables."""
     schedule = str(folder / f"tables-{table_rows}")
     given = ["--format", "synthetic", "--rows", str(rows), "--batch-size", "2048", "--slots", "50000", "--out", schedule, "--overwrite"]
-    given += ["--synthetic-values", "100000", "--synthetic-table-rows", str(table_rows)]
+    given += ["--values", "100000", "--table-rows", str(table_rows)]
     measure(["pipelines.prepare", *given], "pipelines.prepare")
     options = ["--run", str(folder / f"run-{table_rows}"), "--store", "local:1", "--overwrite", "--dim", "32"]
     return measure(["trainer.cli", "train", schedule, *options], "trainer.worker")

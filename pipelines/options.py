@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelines.errors import FeatureError, PipelineError
+from pipelines.errors import PipelineError
 from pipelines.features import FeatureSpec
 
 MOST_LANES = 64  # the users of a row are a mask of 64 bits
@@ -54,6 +54,8 @@ class Options:
     row_bytes: int | None = None
     rows: int | None = None
     seed: int = 0
+    table_rows: int | None = None
+    values: int | None = None
     epochs: int = 1
     shuffle_seed: int | None = None
     eval_sources: tuple[str, ...] = ()
@@ -85,6 +87,10 @@ def parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--rows", metavar="N", help="synthetic: how many rows to make up")
     data.add_argument("--seed", metavar="N", help="synthetic: which rows to make up (default 0)")
+    data.add_argument("--values", metavar="N", help="synthetic: distinct values of a column, at most (default: its table's rows)")
+    data.add_argument(
+        "--table-rows", metavar="N", help="criteo and synthetic: rows of every table (default: those of Criteo's Kaggle data)"
+    )
     data.add_argument("--max-rejects", metavar="N", help="malformed records to leave out before giving up (default 0: none)")
     data.add_argument(
         "--eval-source", dest="eval_sources", metavar="SOURCE", action="append", help="evaluate on this; may be repeated"
@@ -230,7 +236,9 @@ def _check_together(options: Options, given: set[str]) -> None:
         raise PipelineError("--rows: --format synthetic needs a number of rows; add --rows N")
     if not synthetic and not options.sources:
         raise PipelineError(f"SOURCE: --format {options.format} needs at least one file or glob; name one")
-    for name in ("rows", "seed"):
+    if options.table_rows is not None and (options.features is not None or options.format not in ("criteo", "synthetic")):
+        raise PipelineError("--table-rows: is for the built-in features of criteo and synthetic; write rows into the feature file")
+    for name in ("rows", "seed", "values"):
         if not synthetic and name in given:
             raise PipelineError(f"{_flag(name)}: is for --format synthetic, not {options.format}; leave it out")
     if synthetic and options.eval_sources:
@@ -241,6 +249,8 @@ def _check_together(options: Options, given: set[str]) -> None:
         raise PipelineError(f"--features: --format {options.format} needs a feature file that says what its columns are")
     if options.slots is not None and "memory_bytes" in given:
         raise PipelineError("--memory: cannot be given with --slots; choose one of them")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise PipelineError(f"--json: must name a file in a folder that is there, not {options.json}; create the folder first")
     if options.after is not None and options.after.resolve() == options.out.resolve():
         raise PipelineError(f"--out: must not be the schedule that --after continues, {options.out}; choose another folder")
 
@@ -331,6 +341,8 @@ _CHECKS: dict[str, Any] = {
     "row_bytes": _integer(16),
     "rows": _integer(1),
     "seed": _integer(0),
+    "table_rows": _integer(2),
+    "values": _integer(1),
     "epochs": _integer(1),
     "shuffle_seed": _integer(-(2**63)),
     "eval_sources": _texts,
@@ -351,14 +363,12 @@ def feature_spec(options: Options) -> FeatureSpec:
     builtin = {"criteo": FeatureSpec.criteo, "synthetic": FeatureSpec.synthetic}.get(options.format)
     if options.features is None:
         assert builtin is not None
-        return builtin()
+        return builtin(options.table_rows)
     spec = FeatureSpec.load(options.features)
     if options.format == "criteo" and not spec.text.columns:
         return replace(spec, text=FeatureSpec.criteo().text)
     if options.format == "tsv" and spec.text.delimiter is None:
         return replace(spec, text=replace(spec.text, delimiter="\t"))
-    if options.format == "synthetic" and spec.columns != FeatureSpec.synthetic().columns:
-        raise FeatureError(f"{options.features}: synthetic data has the columns of Criteo's, all of them; change its tables only")
     return spec
 
 

@@ -113,7 +113,7 @@ def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
     """The splits of all sources. Raises SourceError."""
     kind: Format = "csv" if options.format == "tsv" else options.format
     rows = options.rows or 0
-    tasks = [ReadTask("training", s) for s in plan_splits(Source(kind, options.sources, rows=rows, seed=options.seed), spec)]
+    tasks = [ReadTask("training", s) for s in plan_splits(Source(kind, options.sources, rows, options.seed, options.values), spec)]
     if options.eval_sources:
         tasks += [ReadTask("evaluation", s) for s in plan_splits(Source(kind, options.eval_sources), spec)]
     return tasks

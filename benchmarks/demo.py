@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-PREPARE = "prepare --format synthetic --rows 200000 --eval-fraction 0.1 --batch-size 1024 --lanes 4 --slots 16000 --overwrite --out {schedule}"
+PREPARE = "prepare --format synthetic --rows 200000 --eval-fraction 0.1 --batch-size 1024 --lanes 4 --slots 6000 --overwrite --out {schedule}"
 TRAIN = "train {schedule} --run {run} --store local:3 --trainers 2 --dim 8 --row-optimizer adagrad --lr {lr} --overwrite --json {summary}"
 
 
@@ -29,7 +28,7 @@ def main() -> None:
     parser.add_argument("--out", default="demo", type=Path, help="folder for what it writes")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    schedule = Path(os.path.relpath(out / "schedule"))
+    schedule = out / "schedule"
     foreload(PREPARE, schedule=schedule)
     aucs = {}
     for name, lr in (("run", 0.05), ("untrained-rows", 0.0)):

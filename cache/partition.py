@@ -7,7 +7,7 @@ import torch
 
 from cache.errors import CacheError
 from cache.staging import EndedRows, Rows, Staged, put_rows, take_rows
-from pipelines.schedule import Arrivals
+from pipelines.schedule_format import Arrivals
 
 FREE = -1
 

@@ -15,7 +15,7 @@ from cache.errors import CacheError
 from cache.initial import initial_weights
 from cache.placement import Placement, fields
 from cache.rows import RowLayout, encode_rows
-from pipelines.schedule import Arrivals
+from pipelines.schedule_format import Arrivals
 
 BATCH_ROWS = 2048  # of one write-back batch on one store shard: one atomic command
 

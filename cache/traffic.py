@@ -21,7 +21,7 @@ from cache.errors import CacheError
 from cache.reading import Expected, Request, StoredRows, accept, check_marker, plan_reads
 from cache.staging import EndedRows, EventStaging, Staged, WriteBackBatch, WriteBackStaging
 from cache.store import Write
-from pipelines.schedule import Arrivals
+from pipelines.schedule_format import Arrivals
 
 PLAN_POLL = timedelta(milliseconds=100)
 

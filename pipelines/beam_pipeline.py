@@ -25,8 +25,9 @@ from pipelines.beam_order import (
 from pipelines.beam_read import add_reading
 from pipelines.beam_stages import GroupStage, Wrap, each, grouped
 from pipelines.compile import compile_schedule
+from pipelines.files import write_atomically
 from pipelines.plan import PROGRESS, Plan, ReadTask
-from pipelines.schedule import MANIFEST, write_atomically
+from pipelines.schedule_format import MANIFEST
 
 _PROGRESS_SECONDS = 1.0
 

@@ -21,10 +21,10 @@ from pipelines.beam_stages import GroupStage, Stage, Wrap, each, grouped
 from pipelines.dense import DenseStatistics
 from pipelines.encode import Encoder
 from pipelines.errors import RecordError, SourceError
+from pipelines.files import write_atomically, write_json
 from pipelines.ordering import PieceOrder, PieceRuns, first_rows, held_out, order_keys, stable_order
 from pipelines.plan import REJECTS, Plan, ReadTask
 from pipelines.samples import Samples, write_piece
-from pipelines.schedule import write_atomically, write_json
 from pipelines.sources import MOST_REJECTS, Records, read_records
 from pipelines.vocabulary import COUNTS, Vocabulary, count_values, merge_counts
 

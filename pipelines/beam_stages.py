@@ -16,8 +16,8 @@ import apache_beam as beam
 from apache_beam.typehints import with_output_types
 
 from pipelines import errors
+from pipelines.files import write_json
 from pipelines.plan import FAILURES, Plan
-from pipelines.schedule import write_json
 
 Wrap = Callable[[beam.DoFn], beam.DoFn]
 

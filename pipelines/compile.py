@@ -18,18 +18,20 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from pipelines import numbering, oracle
+from pipelines import oracle
 from pipelines.errors import DiskError, PipelineError, ScheduleError, SlotsError
 from pipelines.features import FeatureSpec
+from pipelines.files import write_json
+from pipelines.lane_oracle import LaneOracle, TooFewSlots, cut_moves, room_for_moves
 from pipelines.ordering import OrderedSource
 from pipelines.row_table import DIRECT_ROWS, RowTable
 from pipelines.samples import Samples
-from pipelines.schedule import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header, Schedule, write_json
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header
 from pipelines.segments import SampleWriter, SegmentWriter, write_row_table
+from pipelines.serial_pass import SerialPass
 
 CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
-RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
-COVER = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals equal Belady's MIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,168 +78,6 @@ def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]
     if len(parts) == 1:
         return parts[0]
     return Samples.concat([samples for samples, _ in parts]), np.concatenate([numbers for _, numbers in parts])
-
-
-class SerialPass:
-    """Distinct rows, lanes, ordinals and local numbers, step by step, over one row table."""
-
-    def __init__(self, features: FeatureSpec, lanes: int, table: RowTable) -> None:
-        self.table = table
-        self.lanes = lanes
-        self.counts = np.zeros((lanes, len(features.tables)), np.int64)
-        self.owned = np.zeros(lanes, np.int64)  # rows that each lane owns of the step at hand
-        self.most = np.zeros(lanes, np.int64)
-        self._tables = np.array([f.table for f in features.features], np.int16)
-        self._stamp = 0
-        self.scratch = numbering.scratch(1024, lanes)
-
-    def distinct(self, samples: Samples) -> tuple[int, np.ndarray, np.ndarray]:
-        """The step's distinct rows, in scratch; returns (count, first sample of each lane [V + 1], first lookup of each lane [V + 1])."""
-        if len(samples.ids) > self.scratch.inverse.size:
-            self.scratch = numbering.scratch(2 * len(samples.ids), self.lanes)
-            self._stamp = 0
-        self._stamp += 1
-        width = self._tables.size
-        firsts = np.arange(self.lanes + 1, dtype=np.int64) * len(samples) // self.lanes
-        if samples.offsets is None:
-            tables, bounds = self._tables, firsts * width
-        else:
-            values = np.diff(samples.offsets)
-            tables = np.repeat(np.tile(self._tables, len(samples)), values)
-            bounds = samples.offsets[firsts * width] - samples.offsets[0]
-        count = numbering.distinct_rows(samples.ids, tables, bounds, self._stamp, self.scratch)
-        return count, firsts, bounds
-
-    def train(self, samples: Samples) -> tuple[int, np.ndarray, np.ndarray]:
-        """`distinct` for a training step; lanes and ordinals are given to rows that have none."""
-        self.table.reserve(len(samples.ids))
-        count, firsts, bounds = self.distinct(samples)
-        if numbering.assign(self.table.rows, count, self.counts, self.scratch) < 0:
-            raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
-        self.owned = np.bincount(self.scratch.lane[:count], minlength=self.lanes)
-        self.most = np.maximum(self.most, self.owned)
-        return count, firsts, bounds
-
-    def look_up(self, samples: Samples) -> tuple[int, np.ndarray, np.ndarray]:
-        """`distinct` for an evaluation step; changes nothing."""
-        count, firsts, bounds = self.distinct(samples)
-        numbering.look_up(self.table.rows, count, self.scratch)
-        self.owned = np.bincount(self.scratch.lane[:count], minlength=self.lanes)
-        return count, firsts, bounds
-
-
-class LaneOracle:
-    """One lane's oracle: its state, and the moves of the segment being planned."""
-
-    def __init__(self, slots: int, lane: int, tables: int) -> None:
-        self.state = oracle.lane_state(slots, 1 << 12, 1 << 10)
-        self.lane = lane
-        self.recent: deque[int] = deque(maxlen=RATE_STEPS)
-        self.trained = np.zeros(tables, np.int64)  # ordinals given so far, per table
-        self.moves: list[oracle.Moves] = []
-        self.totals = {"used": 0, "arrivals": 0, "initial": 0, "ends": 0}
-        self.cover = float("inf")
-
-    def pending(self) -> int:
-        """Accesses between the serial pass and the oracle."""
-        return int(self.state.scalars[oracle.FRONT] - self.state.scalars[oracle.TAIL])
-
-    def link(self, serial: SerialPass, step: int, oldest: int, count: int) -> None:
-        """Append a step of the serial pass."""
-        need = self.pending() + int(serial.owned[self.lane])
-        if need > self.state.row.size:
-            self.state = oracle.with_ring(self.state, 1 << (need - 1).bit_length())
-        if step - oldest + 4 > self.state.step_ends.size:
-            self._grow_steps(step, oldest)
-        oracle.link(serial.table.rows, self.lane, step, count, serial.scratch, self.state)
-
-    def _grow_steps(self, step: int, oldest: int) -> None:
-        old = self.state.step_ends.size
-        numbers = np.arange(max(oldest - 2, 0), step)
-        ends, heads = np.zeros(2 * old, np.int64), np.full(2 * old, -1, np.int32)
-        ends[numbers & (2 * old - 1)] = self.state.step_ends[numbers & (old - 1)]
-        heads[numbers & (2 * old - 1)] = self.state.heads[numbers & (old - 1)]
-        self.state = self.state._replace(step_ends=ends, heads=heads)
-
-    def occupied(self) -> int:
-        """Slots that a row has taken; they are 0 .. occupied - 1."""
-        return int(self.state.scalars[oracle.USED])
-
-    def lookahead(self) -> int:
-        """Steps that the serial pass must be ahead for the next decisions to be Belady's."""
-        if self.state.slot_row.size - self.occupied() >= self.pending():
-            return 2
-        arrivals = sum(self.recent)
-        slots = self.state.slot_row.size
-        return 2 + (COVER * slots * len(self.recent) // arrivals if arrivals else 1 << 30)
-
-    def plan(self, rows: Any, first: int, count: int, front: int, at_end: bool) -> None:
-        """Plan `count` steps from `first`; the serial pass stands at step `front`."""
-        for step in range(first, first + count):
-            moves = _moves(self._pending_in(step))
-            used, ends, arrivals = oracle.plan_step(rows, step, self.state, moves)
-            if used < 0:
-                raise _TooFew(self.lane, -used)
-            moves = _cut(moves, used, ends, arrivals)
-            self.moves.append(moves)
-            fresh = moves.table[moves.tag == 0]
-            self.trained += np.bincount(fresh, minlength=self.trained.size)
-            self.recent.append(int(arrivals))
-            for name, value in (("used", used), ("arrivals", arrivals), ("initial", fresh.size), ("ends", ends)):
-                self.totals[name] += int(value)
-            if ends and not at_end:
-                self.cover = min(self.cover, (front - step) * sum(self.recent) / len(self.recent) / self.state.slot_row.size)
-
-    def _pending_in(self, step: int) -> int:
-        """Rows of the step at the ring's tail."""
-        steps = self.state.step_ends.size - 1
-        return int(self.state.step_ends[step & steps] - self.state.scalars[oracle.TAIL])
-
-    def occupants(self, rows: Any) -> dict[str, np.ndarray]:
-        """The partition's entry state (schedule.Occupants)."""
-        n = self.occupied()
-        found = {
-            name: np.zeros(n, kind)
-            for name, kind in (
-                ("table", np.int16),
-                ("ordinal", np.int64),
-                ("id", np.int64),
-                ("tag", np.int32),
-                ("stored", np.int32),
-            )
-        }
-        oracle.occupants(rows, self.state, *found.values())
-        return found
-
-    def take_moves(self) -> list[oracle.Moves]:
-        """Hand over the moves planned since the last call."""
-        moves, self.moves = self.moves, []
-        return moves
-
-
-class _TooFew(Exception):
-    def __init__(self, lane: int, rows: int) -> None:
-        self.lane, self.rows = lane, rows
-
-
-def _moves(room: int) -> oracle.Moves:
-    return oracle.Moves(
-        np.empty(room, np.int32),
-        np.empty(room, np.uint8),
-        np.empty(room, np.uint64),
-        np.empty(room, np.int32),
-        np.empty(room, np.int32),
-        np.empty(room, np.int16),
-        np.empty(room, np.int64),
-        np.empty(room, np.int64),
-        np.empty(room, np.int32),
-        np.empty(room, np.int32),
-    )
-
-
-def _cut(moves: oracle.Moves, used: int, ends: int, arrivals: int) -> oracle.Moves:
-    lengths = [used] * 3 + [ends] + [arrivals] * 6
-    return oracle.Moves(*(array[:n].copy() for array, n in zip(moves, lengths, strict=True)))
 
 
 def _count_slots(source: OrderedSource, settings: CompileSettings, work: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -369,7 +209,7 @@ class Compiler:
         try:
             for task in tasks:
                 task.result()
-        except _TooFew as error:
+        except TooFewSlots as error:
             for _, _, samples, _ in self._incoming:
                 self.serial.train(samples)
             most = int(self.serial.most.max())
@@ -394,11 +234,11 @@ class Compiler:
                 self.evaluation_samples.add(samples, numbers, self.serial, count, firsts, bounds)
             users = np.empty(count, np.uint64)
             for lane in range(len(self.oracles)):
-                moves = _moves(int(self.serial.owned[lane]))
+                moves = room_for_moves(int(self.serial.owned[lane]))
                 used, arrivals = oracle.plan_evaluation(
                     rows, lane, count, self.serial.scratch, self.header.slots[lane], moves, users
                 )
-                parts[lane].append(_cut(moves, used, 0, arrivals))
+                parts[lane].append(cut_moves(moves, used, 0, arrivals))
                 evaluation_slots[lane] = max(evaluation_slots[lane], int(arrivals))
             first += 1
             if epoch == 0 and self.evaluation_samples.bytes >= self.settings.segment_bytes:

@@ -16,7 +16,7 @@ from pipelines.dense import Scale
 from pipelines.encode import Encoder
 from pipelines.errors import ScheduleError
 from pipelines.features import FeatureSpec
-from pipelines.schedule import write_json
+from pipelines.files import write_json
 from pipelines.vocabulary import Vocabulary
 
 FOLDER, INDEX, SCALES = "encoding", "encoding.json", "scales.json"

@@ -13,8 +13,9 @@ from pipelines import encoding_state, errors
 from pipelines.compile import CompileSettings
 from pipelines.errors import ScheduleError, SourceError
 from pipelines.features import FeatureSpec
+from pipelines.files import write_json
 from pipelines.options import Options, bytes_of_row, feature_spec, slots_of_size
-from pipelines.schedule import Schedule, write_json
+from pipelines.schedule import Schedule
 from pipelines.sources import PIECE_ROWS, Source, Split, plan_splits
 from pipelines.sources.splits import Format
 
@@ -113,7 +114,9 @@ def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
     """The splits of all sources. Raises SourceError."""
     kind: Format = "csv" if options.format == "tsv" else options.format
     rows = options.rows or 0
-    tasks = [ReadTask("training", s) for s in plan_splits(Source(kind, options.sources, rows, options.seed, options.values), spec)]
+    tasks = [
+        ReadTask("training", s) for s in plan_splits(Source(kind, options.sources, rows, options.seed, options.values), spec)
+    ]
     if options.eval_sources:
         tasks += [ReadTask("evaluation", s) for s in plan_splits(Source(kind, options.eval_sources), spec)]
     return tasks

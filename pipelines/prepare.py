@@ -15,10 +15,12 @@ from typing import IO, TYPE_CHECKING, Any
 from pipelines import encoding_state
 from pipelines.disk import Shape, check_disk, estimate_bytes, estimate_rows
 from pipelines.errors import PipelineError, ScheduleError
+from pipelines.files import write_json
 from pipelines.options import Options, parser, quiet_import, read
 from pipelines.plan import FOLDERS, PROGRESS, WORK, make_plan
 from pipelines.progress import Progress
-from pipelines.schedule import FAILED, HEADER, MANIFEST, Schedule, write_json
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import FAILED, HEADER, MANIFEST
 
 __all__ = ["main", "parser", "run"]
 
@@ -124,9 +126,11 @@ def _output(options: Options) -> Iterator[IO[str]]:
 def _note_failure(out: Path, error: BaseException) -> None:
     """Leave word for a trainer that follows, unless the compilation has done so."""
     (out / MANIFEST).unlink(missing_ok=True)
-    if not (out / FAILED).exists():
+    stopped = isinstance(error, KeyboardInterrupt)
+    if stopped or not (out / FAILED).exists():
+        message = "it was stopped before it was complete" if stopped else str(error) or type(error).__name__
         with suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes the folder for whole
-            write_json(out / FAILED, {"error": str(error) or type(error).__name__})
+            write_json(out / FAILED, {"error": message})
 
 
 def _summary(out: Path, rejected: int, seconds: float) -> dict[str, Any]:

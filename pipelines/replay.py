@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelines.errors import ScheduleError
-from pipelines.schedule import Event, Occupants, Schedule
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import Event, Occupants
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,18 @@ import os
 import time
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from pipelines import numbering, oracle
+from pipelines.files import write_json
+from pipelines.lane_oracle import LaneOracle
 from pipelines.row_table import RowTable
 from pipelines.samples import Samples
-from pipelines.schedule import HEADER, MOVE_COLUMNS, ROW_TABLE, Header, Segment, mask_dtype, segment_name, write_json, write_lists
-
-if TYPE_CHECKING:
-    from pipelines.compile import LaneOracle, SerialPass
+from pipelines.schedule_format import HEADER, MOVE_COLUMNS, ROW_TABLE, Header, Segment, mask_dtype, segment_name, write_lists
+from pipelines.serial_pass import SerialPass
 
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
 

@@ -18,7 +18,8 @@ from cache.staging import Staged
 from cache.store import Store
 from cache.traffic import LanePlan, Traffic
 from pipelines.replay import Position, state_after
-from pipelines.schedule import Arrivals, Event, Schedule
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import Arrivals, Event
 from trainer.dense_optimizers import build_dense_optimizer
 from trainer.errors import JobError
 from trainer.exchange import Exchange

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipelines.schedule import LaneEvent
+from pipelines.schedule_format import LaneEvent
 from trainer.kernels import Kernels
 from trainer.transport import Transport, Work
 

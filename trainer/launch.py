@@ -25,7 +25,8 @@ from cache.namespace import claim, remove
 from cache.placement import Placement
 from cache.store import Store
 from cache.url import parse_urls
-from pipelines.schedule import Schedule, write_json
+from pipelines.files import write_json
+from pipelines.schedule import Schedule
 from trainer import numerics
 from trainer.commands.digest import model_digest
 from trainer.commands.resting import rest

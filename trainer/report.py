@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from pipelines.schedule import write_json
+from pipelines.files import write_json
 from trainer.run import METRICS, SUMMARY, TENSORBOARD
 
 _TENSORBOARD_SECONDS = 0.5

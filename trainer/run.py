@@ -16,7 +16,8 @@ from typing import Any, Literal
 from cache.errors import CacheError
 from cache.local import LocalStores
 from cache.placement import Placement
-from pipelines.schedule import Schedule, write_json
+from pipelines.files import write_json
+from pipelines.schedule import Schedule
 from trainer.errors import RunError
 from trainer.job import TrainJob, settings
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import numba as nb
 import numpy as np
 import torch
-from cache.traffic import Traffic
 from torch import Tensor, nn
 
 from cache.partition import Partition
+from cache.traffic import Traffic
 from pipelines.mixing import key
-from pipelines.schedule import Event, LaneEvent, Schedule
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import Event, LaneEvent
 from trainer.exchange import Exchange, Lists
 from trainer.kernels import Kernels
 from trainer.layout import BlockLayout, UpdateRules

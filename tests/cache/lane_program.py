@@ -9,7 +9,7 @@ import numpy as np
 from cache.initial import initial_weights
 from cache.partition import Partition
 from cache.rows import RowLayout
-from pipelines.schedule import Arrivals
+from pipelines.schedule_format import Arrivals
 
 LAYOUTS = [
     RowLayout(0, "wide", 50, (("weights", 6), ("linear", 1)), "adagrad", 0.1),

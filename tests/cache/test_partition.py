@@ -11,7 +11,7 @@ import torch
 from cache.errors import CacheError
 from cache.partition import FREE, Partition
 from cache.staging import Staged
-from pipelines.schedule import Arrivals
+from pipelines.schedule_format import Arrivals
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]
 WIDTH, STATE_WIDTH = 5, 3

@@ -22,7 +22,7 @@ from cache.reading import Expected, StoredRows, read_rows
 from cache.staging import EndedRows
 from cache.store import Read, Store, Write
 from cache.traffic import LanePlan, Traffic
-from pipelines.schedule import Arrivals
+from pipelines.schedule_format import Arrivals
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 

@@ -15,7 +15,7 @@ import apache_beam as beam
 from pipelines import beam_pipeline, plan, prepare
 from pipelines.beam_pipeline import Compile
 from pipelines.beam_stages import GroupStage, Stage
-from pipelines.schedule import MANIFEST
+from pipelines.schedule_format import MANIFEST
 
 
 class Disturbed(beam.DoFn):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from cache.initial import initial_weights
 from cache.reading import Expected, read_rows
 from pipelines.replay import state_after
-from pipelines.schedule import Event, LaneEvent, Schedule
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import Event, LaneEvent
 from trainer import numerics
 from trainer.commands.resting import RestingRun, open_resting
 from trainer.dense_file import load_parameters

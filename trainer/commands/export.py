@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from safetensors.torch import save_file
 
 from cache.rows import RowLayout
-from pipelines.schedule import write_json
+from pipelines.files import write_json
 from trainer.commands.resting import RestingRun, open_resting
 from trainer.errors import RunError
 from trainer.trained import TrainedRows

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pipelines.errors import PipelineError
 from pipelines.features import FeatureSpec
@@ -67,9 +67,16 @@ class Options:
     json: Path | None = None
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PipelineError(f"{message}; see `{self.prog} --help`")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of `foreload prepare`. Values are left as text; `read` checks them, those of the job file too."""
-    result = argparse.ArgumentParser(
+    result = _Parser(
         prog="foreload prepare",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -237,7 +244,9 @@ def _check_together(options: Options, given: set[str]) -> None:
     if not synthetic and not options.sources:
         raise PipelineError(f"SOURCE: --format {options.format} needs at least one file or glob; name one")
     if options.table_rows is not None and (options.features is not None or options.format not in ("criteo", "synthetic")):
-        raise PipelineError("--table-rows: is for the built-in features of criteo and synthetic; write rows into the feature file")
+        raise PipelineError(
+            "--table-rows: is for the built-in features of criteo and synthetic; write rows into the feature file"
+        )
     for name in ("rows", "seed", "values"):
         if not synthetic and name in given:
             raise PipelineError(f"{_flag(name)}: is for --format synthetic, not {options.format}; leave it out")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cache.errors import CacheError
 from pipelines.errors import PipelineError
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Callable[[argparse.Namespace], int] = parsed.command
         return command(parsed)
     except (PipelineError, CacheError, TrainerError) as error:
-        print(f"foreload: error: {error}", file=sys.stderr)
+        print(f"foreload: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
@@ -70,9 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others, and show no password of a store URL."""
+
+    def error(self, message: str) -> NoReturn:
+        raise JobError(f"{re.sub(r'//[^ ]*@', '//***@', message)}; see `{self.prog} --help`")
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line, but for the flags of prepare."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="foreload",
         description=ABOUT,
         epilog=EXAMPLES,

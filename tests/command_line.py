@@ -1,0 +1,199 @@
+"""Commands as a user types them: each a process of its own, in a process group of its own, and nothing of it left when it has ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from trainer.coordinator import ask
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_SECONDS = 180
+MARK = "FORELOAD_TEST_COMMAND"
+
+# What commands say on stderr besides errors.
+_PROGRESS = re.compile(
+    r"prepare: .*|\d+ lanes x .*|epoch \d+: log loss .*|foreload: stopped|stopped after step \d+; go on with: .*|resumed .*|"
+)
+
+
+class Command:
+    """A started `foreload` command. All processes that it starts inherit a mark, by which the end finds those that are left."""
+
+    def __init__(self, *arguments: object, **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        # A folder of its own for temporary files, short, since sockets may lie there.
+        self.temporary = Path(tempfile.mkdtemp(prefix="fl"))
+        self.arguments = [str(argument) for argument in arguments]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.cli", *self.arguments],
+            cwd=self.temporary,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "TMPDIR": str(self.temporary), MARK: self.mark}
+            | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def until(self, satisfied: Callable[[], bool]) -> None:
+        """Wait for something that the command brings about."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not satisfied():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def signal(self, number: int) -> None:
+        """What Ctrl-C in a terminal does: a signal to the whole process group."""
+        os.killpg(self.process.pid, number)
+
+    def left(self) -> list[psutil.Process]:
+        """The processes with the command's mark that are alive."""
+        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self.mark]
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, output and errors; asserts that neither a process nor a temporary file is left."""
+        try:
+            out, err = self.process.communicate(timeout=DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        deadline = time.monotonic() + 10
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        commands = [process.cmdline() for process in left]
+        files = sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*") if "torchinductor" not in str(path))
+        self.kill()
+        assert not commands, (commands, err)
+        assert not files, (files, err)
+        return self.process.returncode, out, err
+
+    def kill(self) -> None:
+        """End everything at once, and remove its temporary files."""
+        for process in self.left():
+            process.kill()
+        self.process.communicate()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+    except (psutil.Error, OSError):
+        return {}
+
+
+def done(*arguments: object, **environment: str) -> str:
+    """Run a command that must succeed; returns what it printed."""
+    status, out, err = Command(*arguments, **environment).end()
+    assert status == 0, err
+    return out
+
+
+def error_of(status: int, err: str) -> str:
+    """The one line that says what is wrong; asserts that there is nothing else but progress, and the status 2."""
+    assert "Traceback" not in err, err
+    wrong = [line for line in err.splitlines() if not _PROGRESS.fullmatch(line)]
+    assert len(wrong) == 1, err
+    assert wrong[0].startswith("foreload: error: "), err
+    assert status == 2
+    return wrong[0].removeprefix("foreload: error: ")
+
+
+def refused(*arguments: object, **environment: str) -> str:
+    """Run a command that must be refused; returns the line that says why."""
+    status, _, err = Command(*arguments, **environment).end()
+    return error_of(status, err)
+
+
+def reached(run: Path, step: int) -> Callable[[], bool]:
+    """Whether the run tells through its control socket that it has trained a step."""
+
+    def asked() -> bool:
+        told = ask(run, {"do": "status"})
+        return told is not None and told["step"] >= step
+
+    return asked
+
+
+FEATURES = """
+label = "clicked"
+[table.ad]
+rows = 300
+{ad_dimension}
+[[dense]]
+name = "price"
+[[feature]]
+name = "ad"
+table = "ad"
+encoding = "id"
+[[feature]]
+name = "user"
+rows = 1000
+[[feature]]
+name = "site"
+rows = 40
+"""
+COLUMNS = ("clicked", "price", "ad", "user", "site")
+
+
+def write_features(path: Path, ad_dimension: int | None = None) -> Path:
+    """The feature file of the logs that write_log writes."""
+    path.write_text(FEATURES.format(ad_dimension="" if ad_dimension is None else f"dimension = {ad_dimension}"))
+    return path
+
+
+def click_columns(rows: int) -> dict[str, list[Any]]:
+    """Random clicks: columns by name."""
+    random = np.random.default_rng(5)
+    user = (random.zipf(1.2, rows) - 1) % 700
+    return {
+        "clicked": (random.random(rows) < 0.2 + 0.5 * (user % 3 == 0)).astype(int).tolist(),
+        "price": [round(float(x), 3) for x in random.exponential(5, rows)],
+        "ad": ((random.zipf(1.3, rows) - 1) % 300).tolist(),
+        "user": [f"u{k}" for k in user],
+        "site": [f"s{k}" for k in random.integers(0, 50, rows)],
+    }
+
+
+def write_log(path: Path, rows: int, changes: dict[tuple[int, str], str] | None = None, columns: tuple[str, ...] = COLUMNS) -> Path:
+    """Random clicks as CSV. changes: (row from 0, column) -> another text."""
+    values = click_columns(rows)
+    for (row, column), text in (changes or {}).items():
+        values[column][row] = text
+    lines = [",".join(columns), *(",".join(str(values[column][row]) for column in columns) for row in range(rows))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def flip(path: Path, place: int) -> None:
+    """Change one bit of the byte at `place`, counted from the end where negative."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+SMALL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=8-4", "top=8-1")
+"""A small model for `foreload train`."""
+
+
+def interrupt(command: Command, satisfied: Callable[[], bool], number: int = signal.SIGINT) -> None:
+    """Send a signal once something has come about."""
+    command.until(satisfied)
+    command.signal(number)

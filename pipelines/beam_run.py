@@ -43,4 +43,23 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
     runner = FnApiRunner() if runs_locally(flags) else None
     pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
     add_schedule(pipeline, plan, tasks, wrap)
-    pipeline.run().wait_until_finish()
+    try:
+        result = pipeline.run()
+        try:
+            result.wait_until_finish()
+        except KeyboardInterrupt:
+            result.cancel()
+            raise
+    except RuntimeError as error:
+        if _interrupted(error):  # Beam wraps what its workers meet, Ctrl-C too
+            raise KeyboardInterrupt from error
+        raise
+
+
+def _interrupted(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, KeyboardInterrupt):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

@@ -19,9 +19,13 @@ import reference_data as reference
 from pipelines import options, prepare
 from pipelines.beam_order import source_of
 from pipelines.beam_pipeline import Compile
+from pipelines.disk import estimate_rows
 from pipelines.errors import DiskError, PipelineError, RecordError, ScheduleError, SlotsError, SourceError
+from pipelines.features import FeatureSpec
+from pipelines.progress import Progress
 from pipelines.samples import Samples
 from pipelines.schedule import Schedule
+from pipelines.sources import Source, plan_splits
 
 FEATURES = """
 label = "clicked"
@@ -371,3 +375,51 @@ def test_the_help_page_explains_every_option(capsys: pytest.CaptureFixture[str])
     for name in ("SOURCE", "--batch-size", "--eval-fraction", "--after", "--memory", "examples:", "docs/flink.md"):
         assert name in page
     assert max(len(line) for line in page.splitlines()) <= 130
+
+
+class Interrupted(beam.DoFn):
+    """Meets Ctrl-C."""
+
+    def process(self, element: Any) -> Iterator[Any]:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_leaves_nothing_that_could_be_taken_for_whole(features: Path, tmp_path: Path) -> None:
+    file, out = write_csv(tmp_path / "a.csv", 100, 1), tmp_path / "schedule"
+    command = [str(file), "--features", str(features), "--format", "csv", "--batch-size", "64", "--out", str(out)]
+    with pytest.raises(KeyboardInterrupt):
+        prepare.run(command, wrap=lambda stage: Interrupted() if isinstance(stage, Compile) else stage)
+    assert [path.name for path in out.iterdir()] == ["failed.json"]
+    with pytest.raises(ScheduleError, match="it was stopped before it was complete"):
+        Schedule(out)
+
+
+def test_progress_tells_rows_read_then_steps_compiled(tmp_path: Path) -> None:
+    pieces, steps = tmp_path / "pieces", tmp_path / "steps"
+    progress = Progress(pieces, steps, rows=250, piece_rows=100)
+    assert progress.line() == "prepare: read about 0 of 250 rows"
+    pieces.mkdir()
+    for name in ("training-0", "training-1", "evaluation-0", "sorted-0", "training-2.tmp"):
+        (pieces / name).touch()
+    assert progress.line() == "prepare: read about 250 of 250 rows, ordered 1 pieces"
+    steps.write_text("3 9")
+    assert progress.line() == "prepare: compiled 3 of 9 steps"
+
+
+def test_rows_are_estimated_by_the_length_of_lines(tmp_path: Path) -> None:
+    file, packed = write_csv(tmp_path / "a.csv", 5000, 1), tmp_path / "b.csv.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    spec = FeatureSpec.load(Case().features(tmp_path / "features.toml"))
+    splits = plan_splits(Source("csv", (str(file),)), spec)
+    assert abs(estimate_rows(splits) - 5000) < 250
+    assert 2500 < estimate_rows(plan_splits(Source("csv", (str(packed),)), spec)) < 20_000
+    assert estimate_rows(plan_splits(Source("synthetic", rows=1234), FeatureSpec.synthetic())) == 1234
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_disk_estimate_covers_what_a_run_takes(shuffled: bool, tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", 3000, 1)
+    features = Case(order_by="time", order_type="integer").features(tmp_path / "features.toml")
+    flags = ("--epochs", "2", *(("--shuffle-seed", "1") if shuffled else ()))
+    summary = run(tmp_path, file, "--features", features, *flags)
+    assert summary["bytes"] < summary["estimated_bytes"] < 20 * summary["bytes"]

@@ -1,0 +1,117 @@
+"""The command line: help pages, where settings come from, errors in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.placement import Placement
+from trainer.cli import job_of, main, parser
+from trainer.errors import JobError
+from trainer.job import TrainJob, flag, settings
+from trainer.run import Manifest, Run
+
+
+def parsed_job(*arguments: str) -> TrainJob:
+    return job_of(parser().parse_args(["train", *arguments]))
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["evaluate"], ["export"], ["digest"], ["stores"], ["stores", "status"], ["prepare"]], ids=" ".join
+)
+def test_every_command_has_a_help_page(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: foreload")
+    assert len(out.splitlines()) > 5
+
+
+def test_every_setting_but_those_of_tables_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    for name, setting in settings().items():
+        assert (flag(name) in out) == (setting.kind != "tables"), name
+
+
+def test_flags_win_over_the_job_file_and_that_over_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[train]\nschedule = "s"\nrun = "r"\nstore = "local:2"\nlr = 0.5\ndim = 4\nfollow = true\n'
+        '[train.model-options]\ntop = "8-1"\n[train.tables.C1]\nlr = 1.0\n'
+    )
+    job = parsed_job("--job", str(path), "--dim", "16", "other")
+    assert (job.schedule, job.lr, job.dim, job.seed, job.follow) == ("other", 0.5, 16, 0, True)
+    assert job.model_options == {"top": "8-1"}
+    assert job.tables == {"C1": {"lr": 1.0}}
+    assert parsed_job("--job", str(path), "--model-options", "top=4-1", "bottom=8-4").model_options == {
+        "top": "4-1",
+        "bottom": "8-4",
+    }
+
+
+def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
+    before: dict[str, Any] = {"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2", "lr": 0.25, "model": "dcn"}
+    job = TrainJob.of(before)
+    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
+    assert parsed_job("s", "--run", str(tmp_path / "r"), "--resume", "--trainers", "2") == TrainJob.of(
+        before | {"resume": True, "trainers": 2}
+    )
+    with pytest.raises(JobError, match="--run: is missing"):
+        parsed_job("s", "--resume")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "SCHEDULE: is missing"),
+        (["train", "s", "--run", "r"], "--store: is missing"),
+        (["train", "s", "--run", "r", "--store", "local:1"], "schedule s: is not a folder"),
+        (
+            ["train", "s", "--run", "r", "--store", "local:1", "--model-options", "top"],
+            "--model-options: must be given as key=value",
+        ),
+        (["train", "s", "--run", "r", "--resume"], "run r: has no manifest.json, so it is no run"),
+        (["train", "s", "--job", "absent.toml"], "--job: cannot read absent.toml"),
+        (["evaluate", "r"], "run r: has no manifest.json"),
+        (["digest", "r"], "run r: has no manifest.json"),
+        (["export", "r", "--out", "x"], "run r: has no manifest.json"),
+        (["stores", "status", "r"], "run r: has no manifest.json"),
+        (["prepare", "--format", "criteo"], "--out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1
+    assert err[0].startswith("foreload: error: ")
+    assert message in err[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["fly"], ["train", "s", "--no-such-flag"], ["train", "s", "--dim", "many"], ["train", "--di", "4"]]
+)
+def test_a_flag_that_does_not_exist_is_refused_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: foreload" in capsys.readouterr().err
+
+
+def test_a_run_that_rests_with_lost_stores_tells_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = TrainJob.of({"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2"})
+    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
+    assert main(["stores", "status", str(tmp_path / "r"), "--json", str(tmp_path / "told.json")]) == 2
+    assert "shard 1  lost" in capsys.readouterr().out
+    assert [shard["state"] for shard in json.loads((tmp_path / "told.json").read_text())["shards"]] == ["lost", "lost"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import apache_beam as beam
@@ -43,6 +44,7 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
     runner = FnApiRunner() if runs_locally(flags) else None
     pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
     add_schedule(pipeline, plan, tasks, wrap)
+    logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
     try:
         result = pipeline.run()
         try:
@@ -54,6 +56,13 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
         if _interrupted(error):  # Beam wraps what its workers meet, Ctrl-C too
             raise KeyboardInterrupt from error
         raise
+
+
+def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:
+    """Beam logs the stack where Ctrl-C met it, as it does for a failure."""
+    return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt)) and not record.getMessage().startswith(
+        KeyboardInterrupt.__name__
+    )
 
 
 def _interrupted(error: BaseException) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from cache.errors import CacheError
@@ -49,6 +51,14 @@ a first training, which needs nothing but this package:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    terminated: list[int] = []
+
+    def terminate(number: int, _: FrameType | None) -> None:
+        terminated.append(number)
+        raise KeyboardInterrupt
+
+    # Like Ctrl-C, so that servers and temporary files go.
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         if given[:1] == ["prepare"]:
             # Beam takes long to import, and only prepare needs it.
@@ -64,11 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
-        return 130
+        return 128 + (terminated or [int(signal.SIGINT)])[0]
     except BrokenPipeError:
         # Whoever read the output has had enough; Python would complain while flushing it.
         sys.stdout = None
         return 141
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -141,7 +141,7 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
         epochs=options.epochs,
         shuffle_seed=options.shuffle_seed,
         segment_bytes=options.segment_bytes,
-        parent=options.after,
+        parent=None if options.after is None else options.after.absolute(),
         settings={
             "slots": options.slots,
             "memory_bytes": options.memory_bytes if options.slots is None else None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -42,6 +44,8 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
     with quiet_import():
         from pipelines import beam_run  # takes seconds, so that mistakes above are told first, and the help page is quick
     beam_run.check_flags(flags)
+    if not beam_run.runs_locally(flags):  # workers elsewhere stand in other folders
+        options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute(options.eval_sources))
     parent = None if options.after is None else Schedule(options.after)
     plan, tasks = make_plan(options, parent)
     with _output(options) as lock:
@@ -89,6 +93,10 @@ def main() -> int:
         print("foreload: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def _absolute(patterns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(pattern if "://" in pattern else os.path.abspath(pattern) for pattern in patterns)
 
 
 @contextmanager

@@ -155,9 +155,17 @@ def job_flags() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_workers_in_other_processes_make_the_same_schedule(
-    disturbed: bool, job_flags: list[str], arguments: list[str], expected: dict[str, bytes], tmp_path: Path
+    disturbed: bool,
+    job_flags: list[str],
+    arguments: list[str],
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = [*arguments, f"--out={tmp_path}", *job_flags]
+    # Where workers run, relative paths mean something else.
+    folder = Path(arguments[0]).parent
+    monkeypatch.chdir(folder)
+    command = [arguments[0].removeprefix(f"{folder}/"), *arguments[1:], f"--out={os.path.relpath(tmp_path)}", *job_flags]
     if disturbed:
         prepare.run(command, wrap=disturb(3))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import random
@@ -302,6 +303,16 @@ def test_only_a_schedule_is_replaced_and_only_when_asked(features: Path, tmp_pat
     (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(ScheduleError, match="other things in it"):
         run(tmp_path, file, "--features", features, "--out", tmp_path / "other")
+
+
+def test_two_at_once_do_not_write_the_same_schedule(features: Path, tmp_path: Path) -> None:
+    file, out = write_csv(tmp_path / "a.csv", 100, 1), tmp_path / "schedule"
+    (out / ".work").mkdir(parents=True)
+    with (out / ".work" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ScheduleError, match="another `foreload prepare` is writing there"):
+            run(tmp_path, file, "--features", features)
+    run(tmp_path, file, "--features", features)
 
 
 def test_a_job_file_gives_options_and_flags_win(features: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pipelines.ordering import OrderedSource
 from pipelines.row_table import DIRECT_ROWS, RowTable
 from pipelines.samples import Samples
 from pipelines.schedule import Schedule
-from pipelines.schedule_format import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header
+from pipelines.schedule_format import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header, mask_dtype
 from pipelines.segments import SampleWriter, SegmentWriter, write_row_table
 from pipelines.serial_pass import SerialPass
 
@@ -49,7 +49,7 @@ class CompileSettings:
     epochs: int = 1
     shuffle_seed: int | None = None
     segment_bytes: int = 64 << 20
-    window_accesses: int = 8 << 20
+    window_accesses: int = 4 << 20
     parent: Path | None = None
     direct_rows: int = DIRECT_ROWS
     threads: int = 1
@@ -127,7 +127,10 @@ class Compiler:
         if parent is not None:
             self._check_parent(parent)
             self.serial.table.load(parent.rows(), self.serial.counts)
-        self.oracles = [LaneOracle(n, lane, len(settings.features.tables)) for lane, n in enumerate(slots)]
+        self.oracles = [
+            LaneOracle(n, lane, len(settings.features.tables), self._ring(), mask_dtype(settings.lanes))
+            for lane, n in enumerate(slots)
+        ]
         for lane, planner in enumerate(self.oracles):
             planner.trained += self.serial.counts[lane]
         self.front = self.step = self.header.first_step
@@ -139,6 +142,13 @@ class Compiler:
         self.writer = SegmentWriter(out, self.header)
         self.samples = SampleWriter(out, self.header, "samples")
         self.evaluation_samples = SampleWriter(out, self.header, "evaluation")
+
+    def _ring(self) -> int:
+        """Accesses that a lane's ring holds from the start, so that it does not grow as a rule: its share of the window, and a quarter."""
+        settings = self.settings
+        window = min(settings.window_accesses, self.source.training_samples * settings.epochs * len(settings.features.features))
+        share = window if settings.lanes == 1 else window * 5 // (4 * settings.lanes)
+        return 1 << max(share - 1, 1 << 10).bit_length()
 
     def _check_parent(self, parent: Schedule) -> None:
         if parent.header.lanes != self.settings.lanes:
@@ -179,7 +189,7 @@ class Compiler:
         """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned."""
         while self.front < self.end:
             ahead = self.front - self.step
-            if ahead >= 2 and sum(planner.pending() for planner in self.oracles) >= self.settings.window_accesses:
+            if ahead >= 2 and sum(p.pending() for p in self.oracles) + self.serial.most.sum() > self.settings.window_accesses:
                 break
             if ahead >= steps + max(planner.lookahead() for planner in self.oracles):
                 break
@@ -225,6 +235,7 @@ class Compiler:
         rows = self.serial.table.rows
         parts: list[list[oracle.Moves]] = [[] for _ in self.oracles]
         evaluation_slots = [0] * len(self.oracles)
+        mask = mask_dtype(self.header.lanes)
         k = first = 0
         for samples, numbers in batches(self.source.evaluation(), self.settings.batch_size):
             if not parts[0]:
@@ -232,12 +243,9 @@ class Compiler:
             count, firsts, bounds = self.serial.look_up(samples)
             if epoch == 0:
                 self.evaluation_samples.add(samples, numbers, self.serial, count, firsts, bounds)
-            users = np.empty(count, np.uint64)
             for lane in range(len(self.oracles)):
-                moves = room_for_moves(int(self.serial.owned[lane]))
-                used, arrivals = oracle.plan_evaluation(
-                    rows, lane, count, self.serial.scratch, self.header.slots[lane], moves, users
-                )
+                moves = room_for_moves(int(self.serial.owned[lane]), mask)
+                used, arrivals = oracle.plan_evaluation(rows, lane, count, self.serial.scratch, self.header.slots[lane], moves)
                 parts[lane].append(cut_moves(moves, used, 0, arrivals))
                 evaluation_slots[lane] = max(evaluation_slots[lane], int(arrivals))
             first += 1

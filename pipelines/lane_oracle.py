@@ -17,8 +17,9 @@ COVER = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals
 class LaneOracle:
     """One lane's oracle: its state, and the moves of the segment being planned."""
 
-    def __init__(self, slots: int, lane: int, tables: int) -> None:
-        self.state = oracle.lane_state(slots, 1 << 12, 1 << 10)
+    def __init__(self, slots: int, lane: int, tables: int, ring: int, mask: np.dtype) -> None:
+        self.state = oracle.lane_state(slots, ring, 1 << 10, mask)
+        self._mask = mask
         self.lane = lane
         self.recent: deque[int] = deque(maxlen=RATE_STEPS)
         self.trained = np.zeros(tables, np.int64)  # ordinals given so far, per table
@@ -62,7 +63,7 @@ class LaneOracle:
     def plan(self, rows: Any, first: int, count: int, front: int, at_end: bool) -> None:
         """Plan `count` steps from `first`; the serial pass stands at step `front`."""
         for step in range(first, first + count):
-            moves = room_for_moves(self._pending_in(step))
+            moves = room_for_moves(self._pending_in(step), self._mask)
             used, ends, arrivals = oracle.plan_step(rows, step, self.state, moves)
             if used < 0:
                 raise TooFewSlots(self.lane, -used)
@@ -108,11 +109,11 @@ class TooFewSlots(Exception):
         self.lane, self.rows = lane, rows
 
 
-def room_for_moves(room: int) -> oracle.Moves:
+def room_for_moves(room: int, mask: np.dtype) -> oracle.Moves:
     return oracle.Moves(
         np.empty(room, np.int32),
         np.empty(room, np.uint8),
-        np.empty(room, np.uint64),
+        np.empty(room, mask),
         np.empty(room, np.int32),
         np.empty(room, np.int32),
         np.empty(room, np.int16),

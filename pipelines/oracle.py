@@ -27,9 +27,8 @@ class Lane(NamedTuple):
 
     scalars: np.ndarray  # int64 [SCALARS]
     row: np.ndarray  # int64 [ring]: record of an access
-    users: np.ndarray  # uint64 [ring]
     next_step: np.ndarray  # int32 [ring]: step of the row's next use, UNKNOWN
-    next_users: np.ndarray  # uint64 [ring]: its users, where that is the step after
+    next_users: np.ndarray  # unsigned [ring]: the lanes of the next use, where that is the step after
     step_ends: np.ndarray  # int64 [steps ring]: access number after the last one of a step
     heads: np.ndarray  # int32 [steps ring]: first slot used next in a step, -1
     slot_row: np.ndarray  # int64 [slots]: record, -1 free
@@ -45,7 +44,7 @@ class Moves(NamedTuple):
 
     slots: np.ndarray  # int32 [U]
     early: np.ndarray  # uint8 [U]
-    next_users: np.ndarray  # uint64 [U]
+    next_users: np.ndarray  # unsigned [U]
     ends: np.ndarray  # int32
     slot: np.ndarray  # int32: arrivals
     table: np.ndarray  # int16
@@ -55,22 +54,24 @@ class Moves(NamedTuple):
     after: np.ndarray  # int32
 
 
-def lane_state(slots: int, ring: int, steps: int) -> Lane:
-    """An empty partition of `slots` slots, with rings of `ring` accesses and `steps` steps (powers of two)."""
+def lane_state(slots: int, ring: int, steps: int, mask: np.dtype) -> Lane:
+    """An empty partition of `slots` slots, with rings of `ring` accesses and `steps` steps (powers of two).
+
+    mask: an unsigned type with a bit for every lane. The arrays are filled, so that what they take does not depend on the data.
+    """
     scalars = np.zeros(SCALARS, np.int64)
     scalars[[UNKNOWN_HEAD, UNKNOWN_TAIL]] = -1
     return Lane(
         scalars,
         np.full(ring, -1, np.int64),
-        np.zeros(ring, np.uint64),
-        np.zeros(ring, np.int32),
-        np.zeros(ring, np.uint64),
+        np.full(ring, 0, np.int32),
+        np.full(ring, 0, mask),
         np.zeros(steps, np.int64),
         np.full(steps, -1, np.int32),
         np.full(slots, -1, np.int64),
-        np.zeros(slots, np.int32),
-        np.zeros(slots, np.int32),
-        np.zeros(slots, np.int32),
+        np.full(slots, 0, np.int32),
+        np.full(slots, 0, np.int32),
+        np.full(slots, 0, np.int32),
         np.full(slots, -1, np.int32),
         np.full(slots, -1, np.int32),
     )
@@ -81,7 +82,7 @@ def with_ring(lane: Lane, ring: int) -> Lane:
     numbers = np.arange(lane.scalars[TAIL], lane.scalars[FRONT])
     old, new = numbers & (lane.row.size - 1), numbers & (ring - 1)
     grown = {}
-    for name, fill in (("row", -1), ("users", 0), ("next_step", 0), ("next_users", 0)):
+    for name, fill in (("row", -1), ("next_step", 0), ("next_users", 0)):
         source = getattr(lane, name)
         grown[name] = np.full(ring, fill, source.dtype)
         grown[name][new] = source[old]
@@ -162,7 +163,6 @@ def link(rows: Rows, owner: int, step: int, count: int, s: Scratch, lane: Lane) 
             _push(lane, slot, step)
         row[ACCESS] = np.int32(np.uint32(c & 0xFFFFFFFF))
         lane.row[c & ring] = record
-        lane.users[c & ring] = s.users[d]
         lane.next_step[c & ring] = UNKNOWN
         lane.next_users[c & ring] = 0
         c += 1
@@ -249,12 +249,10 @@ def plan_step(rows: Rows, step: int, lane: Lane, moves: Moves) -> tuple[int, int
 
 
 @nb.njit(nogil=True, cache=True)
-def plan_evaluation(
-    rows: Rows, owner: int, count: int, s: Scratch, first_slot: int, moves: Moves, users: np.ndarray
-) -> tuple[int, int]:
+def plan_evaluation(rows: Rows, owner: int, count: int, s: Scratch, first_slot: int, moves: Moves) -> tuple[int, int]:
     """One lane's part of an evaluation step: rows in slots are read there, others arrive in evaluation slots from `first_slot` on.
 
-    Fills moves.slots, arrivals and users; changes nothing. Returns (rows used, arrivals).
+    Fills moves.slots and arrivals; changes nothing. Returns (rows used, arrivals).
     """
     used = 0
     arrivals = 0
@@ -262,7 +260,6 @@ def plan_evaluation(
         if s.lane[d] != owner:
             continue
         record = s.record[d]
-        users[used] = s.users[d]
         moves.early[used] = 0
         moves.next_users[used] = 0
         if record >= 0 and rows.records[record, PLACE] >= 0:

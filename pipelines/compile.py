@@ -308,7 +308,7 @@ def compile_schedule(
     try:
         return Compiler(source, settings, out, work, progress).run()
     except BaseException as error:
-        message = str(error)
+        message = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"--out {out}: the disk is full: free space or choose another folder"
         with contextlib.suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes it for whole

@@ -16,7 +16,7 @@ from memory_source import MemorySource
 from oracle_twin import Outcome, Row, Step, Trained, check_program, own_rows
 from reference_data import slice_bounds
 
-from pipelines import compile as compiling
+from pipelines import lane_oracle
 from pipelines.compile import CompileSettings, compile_schedule
 from pipelines.errors import SlotsError
 from pipelines.features import Feature, FeatureSpec, Table
@@ -227,6 +227,39 @@ def test_a_compiled_schedule_keeps_every_invariant(case: Case) -> None:
             assert list(schedule.header.slots) == [max(n, 1) for n in largest]
 
 
+@pytest.mark.parametrize(
+    ("rows", "slots", "lanes", "window_accesses"),
+    [
+        ((40, 9), 3, 1, 1 << 20),
+        ((40, 9), "min", 3, 20),
+        ((40, 9), 14, 2, 1 << 20),
+        ((5, 1), 3, 1, 1 << 20),
+        ((9, 9), 12, 3, 1 << 20),
+    ],
+)
+def test_a_schedule_longer_than_the_rings_keeps_every_invariant(
+    rows: tuple[int, int], slots: int | str, lanes: int, window_accesses: int, tmp_path: Path
+) -> None:
+    features = FeatureSpec(
+        label="y",
+        dense=(),
+        features=(Feature("a", 0, "a", "id"), Feature("b", 1, "b", "id")),
+        tables=(Table("t0", rows[0]), Table("t1", rows[1])),
+    )
+    samples = random_samples(np.random.default_rng(8), features, 2600, 1.2)
+    source = MemorySource(samples, samples.slice(0, 5), 100, None)
+    case = Case(features, (source,), lanes, lanes, 1, slots, 20_000, window_accesses, 10, 1)
+    schedule = compiled(case, tmp_path)
+    assert schedule is not None
+    program = program_of(case, source)
+    outcome = check(schedule, program)
+    per_lane = [own_rows(program, lane, outcome.rows) for lane in range(lanes)]
+    fewest = sum(belady_arrivals(steps, n) for steps, n in zip(per_lane, schedule.header.slots, strict=True))
+    assert outcome.initial <= fewest <= outcome.arrivals
+    if schedule.manifest["lookahead"]["exact"]:
+        assert outcome.arrivals <= 1.001 * fewest
+
+
 @given(cases())
 @settings(max_examples=40)
 def test_entering_at_any_step_gives_the_state_of_running_through(case: Case) -> None:
@@ -289,7 +322,7 @@ def test_a_schedule_after_another_continues_its_rows(case: Case) -> None:
 @settings(max_examples=60)
 def test_with_all_of_the_future_known_arrivals_are_the_minimum(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "COVER", EVERYTHING)
+        patch.setattr(lane_oracle, "COVER", EVERYTHING)
         schedule = compiled(case, Path(folder), window_accesses=EVERYTHING)
         if schedule is None:
             return

@@ -17,7 +17,7 @@ from apache_beam.typehints import with_output_types
 
 from pipelines import errors
 from pipelines.files import write_json
-from pipelines.plan import FAILURES, Plan
+from pipelines.plan import FAILURES, RESERVE, Plan
 
 Wrap = Callable[[beam.DoFn], beam.DoFn]
 
@@ -55,7 +55,12 @@ class Stage(beam.DoFn):
 
     def _note(self, element: Any, error: errors.PipelineError) -> None:
         path = self.plan.work / FAILURES / f"{self.label}-{self.name(element)}.json"
-        write_json(path, {"type": type(error).__name__, "message": str(error)})
+        failure = {"type": type(error).__name__, "message": str(error)}
+        try:
+            write_json(path, failure)
+        except OSError:
+            (self.plan.work / RESERVE).unlink(missing_ok=True)
+            write_json(path, failure)
 
 
 class GroupStage(Stage):

@@ -23,6 +23,11 @@ WORK = ".work"
 FAILURES, ORDERS, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
 FOLDERS = (FAILURES, ORDERS, PIECES, REJECTS)
 
+RESERVE = "reserve"
+"""In the work folder: takes the room that noting a failure needs, and is removed for it where the disk is full."""
+
+RESERVE_BYTES = 1 << 16
+
 PROGRESS = "progress"
 """In the work folder: steps compiled and steps in all, as text."""
 

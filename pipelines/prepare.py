@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -16,10 +17,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pipelines import encoding_state
 from pipelines.disk import Shape, check_disk, estimate_bytes, estimate_rows
-from pipelines.errors import PipelineError, ScheduleError
+from pipelines.errors import DiskError, PipelineError, ScheduleError
 from pipelines.files import write_json
 from pipelines.options import Options, parser, quiet_import, read
-from pipelines.plan import FOLDERS, PROGRESS, WORK, make_plan
+from pipelines.plan import FOLDERS, PROGRESS, RESERVE, RESERVE_BYTES, WORK, make_plan
 from pipelines.progress import Progress
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import FAILED, HEADER, MANIFEST
@@ -56,6 +57,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
             check_disk(options.out, needed_bytes)
             for folder in FOLDERS:
                 (plan.work / folder).mkdir()
+            (plan.work / RESERVE).write_bytes(bytes(RESERVE_BYTES))
             if parent is not None:
                 expected = parent.header.settings.get("encoding")
                 encoding_state.copy(parent.path / encoding_state.FOLDER, plan.encoding, expected)
@@ -68,8 +70,10 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
                 )
             rejected = plan.load("rejected")
         except BaseException as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error = DiskError(f"--out {options.out}: the disk is full; free space or choose another folder")
             _note_failure(options.out, error)
-            raise
+            raise error
         finally:
             lock.close()
             shutil.rmtree(plan.work, ignore_errors=True)
@@ -77,7 +81,10 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
     if options.json is not None:
-        write_json(options.json, summary)
+        try:
+            write_json(options.json, summary)
+        except OSError as error:
+            raise PipelineError(f"--json: cannot write {options.json}: {error.strerror}") from error
     print(_text(summary))
     return summary
 

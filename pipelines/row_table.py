@@ -7,6 +7,10 @@ tables are addressed directly; rows of tables with more ids than DIRECT_ROWS thr
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -143,7 +147,8 @@ class RowTable:
         return np.memmap(path, dtype=dtype, mode="w+", shape=shape).view(np.ndarray)
 
     def reserve(self, more: int) -> None:
-        """Make room for `more` rows of hashed tables; a no-op where every table is addressed directly."""
+        """Make room for `more` rows that may be new. Raises OSError (ENOSPC) where the disk may have no room for them."""
+        self._check_disk(more)
         if not self._any_hashed:
             return
         old, count = self.rows, int(self.rows.hashed[0])
@@ -162,6 +167,14 @@ class RowTable:
         self.rows = old._replace(records=records, keys=keys, places=index)
         for name in ("records", "keys", "index"):
             (self._directory / f"{name}-{self._generation - 1}").unlink()
+
+    def _check_disk(self, more: int) -> None:
+        """The files are sparse, and a write through a mapping that meets a full disk ends the process without a word: look before it."""
+        stats = [os.stat(self._directory / f"{name}-{self._generation}") for name in ("records", "keys", "index")]
+        unwritten = sum(max(stat.st_size - 512 * stat.st_blocks, 0) for stat in stats)
+        # A row may lie across two pages of each file, all of them new.
+        if min(unwritten, 2 * len(stats) * more * mmap.PAGESIZE) > shutil.disk_usage(self._directory).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def load(self, batches: Iterator[dict[str, np.ndarray]], counts: np.ndarray) -> None:
         """Take over the rows of an earlier schedule's row table; counts int64 [lanes, tables] becomes the ordinals given there."""

@@ -152,8 +152,11 @@ class Schedule:
             if self.complete and k >= len(self.manifest["segments"]):
                 return None
             path = self.path / segment_name(k)
+            # In this order: a failure is noted after every segment, and all readers must come to the same end.
+            failed = (self.path / FAILED).exists()
             if not path.exists() and not self.complete:
-                self._refuse_failed()
+                if failed:
+                    self._refuse_failed()
                 time.sleep(self.POLL.total_seconds())
                 continue
             value, checksum = _load_json(path, "segment manifest")

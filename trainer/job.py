@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cache.rows import ROW_OPTIMIZERS
+from pipelines.errors import PipelineError
+from pipelines.options import MOST_LANES, size_bytes
 from trainer.errors import JobError
 from trainer.row_optimizers import RowOptimizer
 
 Kind = Literal["text", "integer", "number", "size", "switch", "options", "tables"]
-
-MAX_LANES = 64
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)},
-    **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)},
-}
-_FOLDED_UNITS = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +101,8 @@ class TrainJob:
             raise JobError(
                 "--resume and --overwrite: only one of them can be given; --overwrite deletes the run that --resume continues"
             )
-        if self.trainers > MAX_LANES:
-            raise JobError(f"--trainers: must be at most {MAX_LANES}, the most lanes there are; got {self.trainers}")
+        if self.trainers > MOST_LANES:
+            raise JobError(f"--trainers: must be at most {MOST_LANES}, the most lanes there are; got {self.trainers}")
         if self.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
             raise JobError(f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}")
         self.row_optimizers()
@@ -196,11 +189,10 @@ def read_job_file(path: str) -> dict[str, Any]:
 
 def parse_size(name: str, text: str | int) -> int:
     """Bytes of a size such as 300000, 512MB, 2GiB. Raises JobError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
-    unit = _FOLDED_UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise JobError(f"{name}: must be a size such as 300000, 512MB or 2GiB; got {text!r}")
-    return int(float(match[1]) * unit)
+    try:
+        return size_bytes(name, text)
+    except PipelineError as error:
+        raise JobError(str(error)) from error
 
 
 def local_shards(store: str) -> int | None:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from pipelines import oracle
 from pipelines.errors import DiskError, PipelineError, ScheduleError, SlotsError
 from pipelines.features import FeatureSpec
-from pipelines.files import write_json
+from pipelines.files import write_json, write_sealed
 from pipelines.lane_oracle import LaneOracle, TooFewSlots, cut_moves, room_for_moves
 from pipelines.ordering import OrderedSource
 from pipelines.row_table import DIRECT_ROWS, RowTable
@@ -198,7 +198,7 @@ class Compiler:
 
     def run(self) -> dict[str, Any]:
         """Write the whole schedule; returns its manifest."""
-        write_json(self.out / HEADER, self.header.to_dict())
+        write_sealed(self.out / HEADER, self.header.to_dict())
         with ThreadPoolExecutor(max(1, min(self.settings.threads, self.settings.lanes))) as pool:
             for epoch in range(self.settings.epochs):
                 epoch_end = self.header.first_step + (epoch + 1) * self.header.steps_per_epoch
@@ -289,7 +289,7 @@ class Compiler:
             "lookahead": {"cover": None if cover == float("inf") else cover, "bound": 3, "exact": cover >= 3},
             "rows": write_row_table(self.out, self.serial.table),
         }
-        write_json(self.out / MANIFEST, manifest)
+        write_sealed(self.out / MANIFEST, manifest)
         return manifest
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.errors import ScheduleError
+from pipelines.files import read_sealed
 from pipelines.schedule_format import (
     FAILED,
     HEADER,
@@ -37,21 +38,24 @@ from pipelines.schedule_format import (
 )
 
 
+def _mapped(path: Path, entry: dict[str, Any], what: str) -> pa.MemoryMappedFile:
+    """A file mapped whole. Raises ScheduleError unless it is, byte for byte, what its entry in a manifest says."""
+    try:
+        whole = path.stat().st_size == entry["bytes"]  # an empty file cannot be mapped
+        source = pa.memory_map(str(path)) if whole else None
+    except OSError as error:
+        raise ScheduleError(f"{what} {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
+    if source is None or zlib.crc32(source.read_buffer()) != entry["crc32"]:
+        raise ScheduleError(f"{what} {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
+    source.seek(0)
+    return source
+
+
 class MappedLists:
     """A mapped Arrow file of list columns: `column(name, row)` is a view."""
 
     def __init__(self, path: Path, entry: dict[str, Any]) -> None:
-        try:
-            size = path.stat().st_size
-            source = pa.memory_map(str(path))
-        except OSError as error:
-            raise ScheduleError(f"schedule file {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
-        if size != entry["bytes"] or zlib.crc32(source.read_buffer()) != entry["crc32"]:
-            raise ScheduleError(
-                f"schedule file {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again"
-            )
-        source.seek(0)
-        batch = pa.ipc.open_file(source).get_batch(0)
+        batch = pa.ipc.open_file(_mapped(path, entry, "schedule file")).get_batch(0)
         self._columns = {
             name: (batch.column(name).offsets.to_numpy(), batch.column(name).values.to_numpy()) for name in batch.schema.names
         }
@@ -68,8 +72,7 @@ class MappedLists:
 
 def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
     try:
-        data = path.read_bytes()
-        return json.loads(data), hashlib.sha256(data).hexdigest()
+        return read_sealed(path)
     except FileNotFoundError:
         raise ScheduleError(f"{what} {path}: is missing: not a whole schedule; prepare it again") from None
     except (ValueError, OSError):
@@ -112,8 +115,11 @@ class Schedule:
 
     def _refuse_failed(self) -> None:
         if (self.path / FAILED).exists():
-            failure, _ = _load_json(self.path / FAILED, "schedule failure")
-            raise ScheduleError(f"schedule {self.path}: preparing it failed: {failure['error']}")
+            try:
+                reason = json.loads((self.path / FAILED).read_bytes())["error"]
+            except (OSError, ValueError, KeyError, TypeError):
+                reason = f"{FAILED} is damaged, which would say why"
+            raise ScheduleError(f"schedule {self.path}: preparing it failed: {reason}")
 
     @property
     def complete(self) -> bool:
@@ -252,17 +258,7 @@ class Schedule:
     def rows(self, batch_rows: int = 1 << 18) -> Iterator[dict[str, np.ndarray]]:
         """The row table by (table, id), in batches: table int16, id int64, lane uint8, ordinal int64, tag int32."""
         entry = self.manifest["rows"]
-        path = self.path / ROW_TABLE
-        try:
-            source = pa.memory_map(str(path))
-        except OSError as error:
-            raise ScheduleError(f"row table {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
-        if source.size() != entry["bytes"] or zlib.crc32(source.read_buffer()) != entry["crc32"]:
-            raise ScheduleError(
-                f"row table {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again"
-            )
-        source.seek(0)
-        reader = pa.ipc.open_file(source)
+        reader = pa.ipc.open_file(_mapped(self.path / ROW_TABLE, entry, "row table"))
         for k in range(reader.num_record_batches):
             batch = reader.get_batch(k)
             for start in range(0, batch.num_rows, batch_rows):

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines import numbering, oracle
-from pipelines.files import write_json
+from pipelines.files import write_sealed
 from pipelines.lane_oracle import LaneOracle
 from pipelines.row_table import RowTable
 from pipelines.samples import Samples
@@ -162,7 +162,7 @@ class SegmentWriter:
             ordinals=None if self._ordinals is None else tuple(tuple(lane) for lane in self._ordinals),
             counts=counts,
         )
-        self.checksums.append(write_json(self._out / segment_name(index), segment.to_dict()))
+        self.checksums.append(write_sealed(self._out / segment_name(index), segment.to_dict()))
 
 
 def write_row_table(out: Path, table: RowTable) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from cache.url import parse_urls
 from pipelines.files import write_json
 from pipelines.schedule import Schedule
 from trainer import numerics
+from trainer.assembly import DensePart
 from trainer.commands.digest import model_digest
 from trainer.commands.resting import rest
 from trainer.coordinator import Board, ControlSocket, Inbox, ask, contiguous_lanes, host_store
@@ -125,6 +126,8 @@ class Launch:
             raise JobError(
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
             )
+        # Whatever is wrong with the model is told before anything is started or deleted.
+        DensePart.build(replace(self._job, device="cpu"), schedule)
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
         if ask(path, {"do": "status"}) is not None:
@@ -163,14 +166,18 @@ class Launch:
                 attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, urls)
                 ending = attempt.train(self._rendezvous, self._spawned)
             trained = True
-            if self._job.digest and attempt.failure is None:
-                with Store(urls, self._job.store_silence) as store:
-                    ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
-                write_json(run.path / SUMMARY, ending.summary)
-            if local is not None:
-                local.stop(save=True)
-            run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
-            run.write_status(attempt.status)
+            try:
+                if self._job.digest and attempt.failure is None:
+                    with Store(urls, self._job.store_silence) as store:
+                        ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
+                    write_json(run.path / SUMMARY, ending.summary)
+            finally:
+                # What was trained is whole, whatever became of its digest; nothing interrupts its saving.
+                self._interrupts.gentle = True
+                if local is not None:
+                    local.stop(save=True)
+                run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
+                run.write_status(attempt.status)
         finally:
             if local is not None and not trained:
                 local.stop(save=False)

@@ -26,6 +26,7 @@ class LaneOracle:
         self.moves: list[oracle.Moves] = []
         self.totals = {"used": 0, "arrivals": 0, "initial": 0, "ends": 0}
         self.cover = float("inf")
+        self._pending_steps = 0
 
     def pending(self) -> int:
         """Accesses between the serial pass and the oracle."""
@@ -38,6 +39,7 @@ class LaneOracle:
             self.state = oracle.with_ring(self.state, 1 << (need - 1).bit_length())
         if step - oldest + 4 > self.state.step_ends.size:
             self._grow_steps(step, oldest)
+        self._pending_steps += 1
         oracle.link(serial.table.rows, self.lane, step, count, serial.scratch, self.state)
 
     def _grow_steps(self, step: int, oldest: int) -> None:
@@ -56,8 +58,11 @@ class LaneOracle:
         """Steps that the serial pass must be ahead for the next decisions to be Belady's."""
         if self.state.slot_row.size - self.occupied() >= self.pending():
             return 2
-        arrivals = sum(self.recent)
         slots = self.state.slot_row.size
+        if not self.recent:
+            # Nothing is known of arrivals yet; as a rule at least a quarter of the rows of the first steps arrive.
+            return 2 + 4 * COVER * slots * self._pending_steps // max(self.pending(), 1)
+        arrivals = sum(self.recent)
         return 2 + (COVER * slots * len(self.recent) // arrivals if arrivals else 1 << 30)
 
     def plan(self, rows: Any, first: int, count: int, front: int, at_end: bool) -> None:
@@ -69,6 +74,7 @@ class LaneOracle:
                 raise TooFewSlots(self.lane, -used)
             moves = cut_moves(moves, used, ends, arrivals)
             self.moves.append(moves)
+            self._pending_steps -= 1
             fresh = moves.table[moves.tag == 0]
             self.trained += np.bincount(fresh, minlength=self.trained.size)
             self.recent.append(int(arrivals))

@@ -86,18 +86,46 @@ def measure(arguments: Sequence[str], command: str) -> Peak:
 
 def prepare(folder: Path, rows: int, slots: str | None) -> Peak:
     """Peak of preparing synthetic rows; slots None: the default."""
-    given = ["--format", "synthetic", "--rows", str(rows), "--batch-size", "2048", "--out", str(folder / "schedule"), "--overwrite"]
+    given = [
+        "--format",
+        "synthetic",
+        "--rows",
+        str(rows),
+        "--batch-size",
+        "2048",
+        "--out",
+        str(folder / "schedule"),
+        "--overwrite",
+    ]
     return measure(["pipelines.prepare", *given, *([] if slots is None else ["--slots", slots])], "pipelines.prepare")
 
 
 def train(folder: Path, table_rows: int, rows: int) -> Peak:
     """Peak of one trainer on synthetic rows whose accesses do not depend on the size of the tables."""
     schedule = str(folder / f"tables-{table_rows}")
-    given = ["--format", "synthetic", "--rows", str(rows), "--batch-size", "2048", "--slots", "50000", "--out", schedule, "--overwrite"]
+    given = [
+        "--format",
+        "synthetic",
+        "--rows",
+        str(rows),
+        "--batch-size",
+        "2048",
+        "--slots",
+        "50000",
+        "--out",
+        schedule,
+        "--overwrite",
+    ]
     given += ["--values", "100000", "--table-rows", str(table_rows)]
     measure(["pipelines.prepare", *given], "pipelines.prepare")
     options = ["--run", str(folder / f"run-{table_rows}"), "--store", "local:1", "--overwrite", "--dim", "32"]
     return measure(["trainer.cli", "train", schedule, *options], "trainer.worker")
+
+
+def _tell(what: str, peaks: dict[str, Peak]) -> None:
+    parts = [f"{name}: {peak.held / 2**20:.0f} MiB (row table {peak.row_table / 2**20:.0f})" for name, peak in peaks.items()]
+    small, large = peaks.values()
+    print(f"{what}: {'; '.join(parts)}; {large.held / small.held:.3f} x", flush=True)
 
 
 def main() -> None:
@@ -114,14 +142,11 @@ def main() -> None:
         if given.only != "train":
             for slots in ("200000", None):
                 peaks = {rows: prepare(folder, rows // scale, slots) for rows in (2_000_000, 8_000_000)}
-                small, large = peaks.values()
-                print(f"prepare, {slots or 'default'} slots: {small.held / 2**20:.0f} MiB at {2_000_000 // scale:,} rows (row table {small.row_table / 2**20:.0f}), "
-                      f"{large.held / 2**20:.0f} MiB at {8_000_000 // scale:,} (row table {large.row_table / 2**20:.0f}): {large.held / small.held:.3f} x", flush=True)  # fmt: skip
+                _tell(f"prepare, {slots or 'default'} slots", {f"{rows // scale:,} rows": peak for rows, peak in peaks.items()})
                 results[f"prepare {slots or 'default'}"] = {rows: asdict(peak) for rows, peak in peaks.items()}
         if given.only != "prepare":
             peaks = {rows: train(folder, rows, 400_000 // scale) for rows in (10**5, 10**8)}
-            small, large = peaks.values()
-            print(f"trainer: {small.held / 2**20:.0f} MiB at tables of 10^5 rows, {large.held / 2**20:.0f} MiB at 10^8: {large.held / small.held:.3f} x", flush=True)  # fmt: skip
+            _tell("trainer", {f"tables of {rows:,} rows": peak for rows, peak in peaks.items()})
             results["train"] = {rows: asdict(peak) for rows, peak in peaks.items()}
     if given.json:
         given.json.write_text(json.dumps(results, indent=1) + "\n")

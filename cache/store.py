@@ -206,7 +206,9 @@ class Store:
                 )
         read.marker = parts[0].marker
         if any(reply.marker != read.marker for reply in parts):
-            raise StoreError(f"store {url}: the marker of {read.key.decode()} changed within one read; another trainer writes this lane")
+            raise StoreError(
+                f"store {url}: the marker of {read.key.decode()} changed within one read; another trainer writes this lane"
+            )
         read.missing = None
         if any(reply.missing is not None for reply in parts):
             absent = [np.zeros(len(reply.rows), np.bool_) if reply.missing is None else reply.missing for reply in parts]

@@ -136,7 +136,8 @@ def assemble(
             )
     evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
     partitions = {
-        lane: Partition(schedule.header.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device) for lane in hosted
+        lane: Partition(schedule.header.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device)
+        for lane in hosted
     }
     for lane, partition in partitions.items():
         _enter(partition, position, lane, stored)

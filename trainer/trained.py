@@ -22,7 +22,9 @@ class TrainedRows:
     state: np.ndarray
 
 
-def trained_rows(schedule: Schedule, step: int, stored: StoredRows, batches: Sequence[int] | None = None) -> Iterator[TrainedRows]:
+def trained_rows(
+    schedule: Schedule, step: int, stored: StoredRows, batches: Sequence[int] | None = None
+) -> Iterator[TrainedRows]:
     """Every row trained up to and including training step `step`, by (table, id), as the store holds it after a clean stop there.
 
     batches: per lane the number of its last write-back batch, checked against the store shards. Raises RowError and StoreError.
@@ -54,7 +56,12 @@ def _read(table: int, rows: dict[str, np.ndarray], step: int, stored: StoredRows
             if not places.size:
                 continue
             expected = Expected(
-                int(lane), rows["table"][places], rows["ordinal"][places], rows["id"][places], tags[places], tag_at_most=not certain
+                int(lane),
+                rows["table"][places],
+                rows["ordinal"][places],
+                rows["id"][places],
+                tags[places],
+                tag_at_most=not certain,
             )
             found = read_rows(stored, expected, None if batches is None else batches[lane])
             weights[places] = found.weights[:, : layout.width]

@@ -46,7 +46,9 @@ def test_hmget_is_the_command_written_word_by_word(key: bytes, fields: list[int]
 
 
 @given(KEYS, FIELDS, st.integers(1, 20), MARKERS, st.integers(0, 3))
-def test_hset_is_the_command_written_word_by_word(key: bytes, fields: list[int], row_bytes: int, marker: bytes | None, seed: int) -> None:
+def test_hset_is_the_command_written_word_by_word(
+    key: bytes, fields: list[int], row_bytes: int, marker: bytes | None, seed: int
+) -> None:
     rows = np.random.default_rng(seed).integers(0, 256, (len(fields), row_bytes)).astype(np.uint8)
     out = np.zeros(hset_bytes(key, len(fields), row_bytes, marker), np.uint8)
     assert encode_hset(out, key, np.array(fields, np.uint64), rows, marker) == len(out)

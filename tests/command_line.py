@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ class Command:
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         commands = [process.cmdline() for process in left]
-        files = sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*") if "torchinductor" not in str(path))
+        files = sorted(
+            str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*") if "torchinductor" not in str(path)
+        )
         self.kill()
         assert not commands, (commands, err)
         assert not files, (files, err)
@@ -172,7 +175,9 @@ def click_columns(rows: int) -> dict[str, list[Any]]:
     }
 
 
-def write_log(path: Path, rows: int, changes: dict[tuple[int, str], str] | None = None, columns: tuple[str, ...] = COLUMNS) -> Path:
+def write_log(
+    path: Path, rows: int, changes: dict[tuple[int, str], str] | None = None, columns: tuple[str, ...] = COLUMNS
+) -> Path:
     """Random clicks as CSV. changes: (row from 0, column) -> another text."""
     values = click_columns(rows)
     for (row, column), text in (changes or {}).items():
@@ -180,6 +185,35 @@ def write_log(path: Path, rows: int, changes: dict[tuple[int, str], str] | None 
     lines = [",".join(columns), *(",".join(str(values[column][row]) for column in columns) for row in range(rows))]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """A log, its feature file, and its schedule: 2 epochs of 108 steps in 2 lanes, evaluation after each, in several segments."""
+
+    log: Path
+    features: Path
+    schedule: Path
+
+    @classmethod
+    def prepare(cls, folder: Path) -> Clicks:
+        """Write the log, and prepare the schedule."""
+        clicks = cls(write_log(folder / "log.csv", 1200), write_features(folder / "features.toml"), folder / "schedule")
+        done("prepare", clicks.log, *clicks.options(clicks.schedule))
+        return clicks
+
+    def options(self, out: Path, features: Path | None = None, **further: object) -> list[object]:
+        """What `foreload prepare` is given, the source aside; further: other values, by flag."""
+        values: dict[str, object] = {
+            "format": "csv", "features": features or self.features, "batch_size": 10, "lanes": 2, "slots": 40, "epochs": 2,
+            "eval_fraction": 0.1, "segment_bytes": 16000, "out": out,
+        }  # fmt: skip
+        return [word for name, value in (values | further).items() for word in ("--" + name.replace("_", "-"), value)]
+
+    def copy(self, to: Path) -> Path:
+        """A copy of the schedule, to be damaged."""
+        shutil.copytree(self.schedule, to)
+        return to
 
 
 def flip(path: Path, place: int) -> None:

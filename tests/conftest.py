@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from trainer import numerics
+
+if TYPE_CHECKING:
+    from command_line import Clicks
 
 # Before any test imports torch; processes that tests start inherit it.
 numerics.set_environment()
@@ -26,3 +30,11 @@ def data() -> Path:
     if not root:
         pytest.skip("FORELOAD_DATA names no folder with the data sets")
     return Path(root)
+
+
+@pytest.fixture(scope="session")
+def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
+    """A small log and its schedule, prepared through the command line."""
+    from command_line import Clicks
+
+    return Clicks.prepare(tmp_path_factory.mktemp("clicks"))

@@ -1,0 +1,420 @@
+"""Bad data, bad options, damaged schedules, full disks, Ctrl-C: one clear line, status 2, nothing left running, nothing taken for whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command_line import (
+    COLUMNS,
+    SMALL,
+    Clicks,
+    Command,
+    click_columns,
+    done,
+    error_of,
+    flip,
+    interrupt,
+    reached,
+    refused,
+    write_features,
+    write_log,
+)
+
+from pipelines.errors import ScheduleError
+from pipelines.schedule import Schedule
+
+
+def digest_of(run: Path) -> str:
+    found: str = json.loads((run / "summary.json").read_text())["digest"]
+    return found
+
+
+def checksum_of(schedule: Path) -> str:
+    """The identity of a whole schedule; every file of it is read."""
+    whole = Schedule(schedule)
+    for event in whole.events():
+        for lane in range(whole.header.lanes):
+            whole.lane(event, lane)
+            whole.entry(event.segment, lane)
+    list(whole.rows())
+    return whole.checksum
+
+
+@pytest.fixture(scope="module")
+def trained(clicks: Clicks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over the schedule that nothing happened to."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    done("train", clicks.schedule, "--run", run, "--store", "local:1", "--digest", *SMALL)
+    return run
+
+
+# -- What is prepared -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_truncated_parquet_file(clicks: Clicks, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole.parquet", tmp_path / "out"
+    pq.write_table(pa.table(click_columns(500)), whole)
+    (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    # The file beside it is good: what it would give must not be taken for the whole.
+    line = refused("prepare", whole, tmp_path / "cut.parquet", *clicks.options(out, format="parquet"))
+    assert "cut.parquet: not a readable Parquet file" in line
+    assert "truncated" in line
+    with pytest.raises(ScheduleError):
+        Schedule(out)
+
+
+def test_a_parquet_file_with_a_damaged_page(clicks: Clicks, tmp_path: Path) -> None:
+    path, out = tmp_path / "pages.parquet", tmp_path / "out"
+    pq.write_table(pa.table(click_columns(500)), path, write_page_checksum=True, compression="snappy", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[100:2000] = bytes(1900)
+    path.write_bytes(bytes(data))
+    assert "pages.parquet: " in refused("prepare", path, *clicks.options(out, format="parquet"))
+    assert "preparing it failed: " in refused("train", out, "--run", tmp_path / "run", "--store", "local:1")
+
+
+def test_a_missing_column(clicks: Clicks, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.csv", 50, columns=tuple(name for name in COLUMNS if name != "user"))
+    line = refused("prepare", log, *clicks.options(tmp_path / "out"))
+    assert f"{log}: " in line
+    assert "'user'" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_value_that_is_no_number_and_leaving_it_out(clicks: Clicks, tmp_path: Path) -> None:
+    log, out = write_log(tmp_path / "log.csv", 300, {(6, "price"): "cheap", (250, "price"): "nan"}), tmp_path / "out"
+    line = refused("prepare", log, *clicks.options(out))
+    # The first record stands in line 2.
+    assert f"{log}:8: price: a dense value must be a finite number within float32, not 'cheap'" in line
+    with pytest.raises(ScheduleError, match=r"preparing it failed: --max-rejects: more than 0 records are malformed"):
+        Schedule(out)
+    assert "--max-rejects: more than 1 records" in refused("prepare", log, *clicks.options(out, max_rejects=1))
+    assert "2 malformed left out" in done("prepare", log, *clicks.options(out, max_rejects=2))
+    rejects = [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
+    assert [(r["file"], r["line"], r["field"], r["value"]) for r in rejects] == [
+        (str(log), 8, "price", "cheap"),
+        (str(log), 252, "price", "nan"),
+    ]
+    header = Schedule(out).header
+    assert header.training_samples + header.evaluation_samples == 298
+
+
+def test_an_id_outside_its_table(clicks: Clicks, tmp_path: Path) -> None:
+    for number, bad in enumerate(("300", "-1", "3.5", "x")):
+        log = write_log(tmp_path / f"{number}.csv", 20, {(3, "ad"): bad})
+        if number:  # several at once, to start Beam once
+            continue
+        line = refused("prepare", log, *clicks.options(tmp_path / "out"))
+        assert f"{log}:5: ad: an id must be a whole number in 0 .. 299, not '300'" in line
+    rest = [tmp_path / f"{number}.csv" for number in (1, 2, 3)]
+    line = refused("prepare", *rest, *clicks.options(tmp_path / "out"))
+    assert all(f"{log}:5: ad: an id must be a whole number in 0 .. 299" in line for log in rest)
+
+
+def test_too_few_slots_for_a_step_and_as_many_as_it_says(clicks: Clicks, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = refused("prepare", clicks.log, *clicks.options(out, slots=3))
+    assert line.startswith("--slots: must hold every row of a step, is 3")
+    needed = int(line.partition("give --slots ")[2].split()[0])
+    least = Schedule(clicks.schedule).manifest["minimum_slots"]
+    assert needed == max(least)
+    assert "preparing it failed: --slots" in refused("train", out, "--run", tmp_path / "run", "--store", "local:1")
+    done("prepare", clicks.log, *clicks.options(out, slots=needed))
+    assert checksum_of(out)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        ("none/*.csv", {}, "no file matches; check the path"),
+        ("folder.csv", {}, "folder.csv"),
+        (None, {"lanes": 65}, "--lanes: must be in 1 .. 64, not 65"),
+        (None, {"batch_size": 0}, "--batch-size: must be in 1 .. 2147483647, not 0"),
+        (None, {"batch_size": "ten"}, "--batch-size: must be a whole number, not 'ten'"),
+        (None, {"frobnicate": 3}, "--frobnicate: is not an option"),
+        (None, {"features": "none.toml"}, "none.toml"),
+        (None, {"eval_source": "x.csv"}, "--eval-fraction: cannot be given with --eval-source"),
+    ],
+)
+def test_what_prepare_cannot_do(
+    clicks: Clicks, tmp_path: Path, source: str | None, options: dict[str, object], words: str
+) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    log = clicks.log if source is None else tmp_path / source
+    assert words in refused("prepare", log, *clicks.options(tmp_path / "out", **options))
+    assert not (tmp_path / "out" / "schedule.json").exists()
+
+
+def test_a_file_that_may_not_be_read(clicks: Clicks, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may read every file")
+    log = write_log(tmp_path / "log.csv", 20)
+    log.chmod(0)
+    assert f"{log}: cannot be opened (Permission denied)" in refused("prepare", log, *clicks.options(tmp_path / "out"))
+
+
+def test_outputs_that_are_there_already_are_not_harmed(clicks: Clicks, tmp_path: Path) -> None:
+    before = checksum_of(clicks.schedule)
+    assert "--overwrite" in refused("prepare", clicks.log, *clicks.options(clicks.schedule))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    assert "other things in it" in refused("prepare", clicks.log, *clicks.options(other), "--overwrite")
+    assert (other / "thesis.txt").read_text() == "years of work"
+    assert "other files" in refused("train", clicks.schedule, "--run", other, "--store", "local:1", "--overwrite", *SMALL)
+    assert (other / "thesis.txt").read_text() == "years of work"
+    # A damaged source is noticed before what is there goes.
+    copy = clicks.copy(tmp_path / "copy")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    refused("prepare", tmp_path / "cut.parquet", *clicks.options(copy, format="parquet"), "--overwrite")
+    assert checksum_of(copy) == checksum_of(clicks.schedule) == before
+
+
+# -- Disks ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 16 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk: Path, leave_bytes: int) -> None:
+    """Leave so many bytes free on a disk that others write to."""
+    with open(disk / "ballast", "wb") as ballast:
+        while (excess := shutil.disk_usage(disk).free - leave_bytes) > 0:
+            try:
+                os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, excess)
+            except OSError:
+                continue
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(small_disk: Path) -> None:
+    options = ("--format", "synthetic", "--rows", 300_000, "--batch-size", 100, "--out", small_disk / "out")
+    line = refused("prepare", *options)
+    assert "GB are needed, 0.0 GB are free; free space or choose another disk" in line
+    assert not any((small_disk / "out").iterdir())
+
+
+@pytest.mark.parametrize(("stage", "leave_bytes"), [("pieces", 0), ("compile", 100_000)])
+def test_a_disk_that_gets_full_while_preparing(
+    clicks: Clicks, tmp_path: Path, small_disk: Path, stage: str, leave_bytes: int
+) -> None:
+    out = small_disk / "out"
+    log = write_log(tmp_path / "log.csv", 30_000)
+    command = Command("prepare", log, *clicks.options(out))
+    # Pieces are written first; the header when compiling begins.
+    command.until((out / ".work" / "lock").exists if stage == "pieces" else (out / "header.json").exists)
+    fill(small_disk, leave_bytes)
+    status, _, err = command.end()
+    assert "the disk is full" in error_of(status, err)
+    (small_disk / "ballast").unlink()
+    with pytest.raises(ScheduleError):
+        Schedule(out)
+    if stage == "compile":
+        done("prepare", clicks.log, *clicks.options(out))
+        assert checksum_of(out) == checksum_of(clicks.schedule)
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "number", "expected"),
+    [
+        ("pieces", signal.SIGINT, 130),
+        ("compile", signal.SIGINT, 130),
+        ("compile", signal.SIGTERM, 143),
+        ("compile", signal.SIGKILL, -9),
+    ],
+)
+def test_stopping_prepare(clicks: Clicks, tmp_path: Path, stage: str, number: int, expected: int) -> None:
+    out = tmp_path / "out"
+    log = write_log(tmp_path / "log.csv", 60_000)
+    command = Command("prepare", log, *clicks.options(out))
+
+    def reading() -> bool:
+        return (out / ".work" / "pieces").exists()
+
+    interrupt(command, reading if stage == "pieces" else (out / "header.json").exists, number)
+    if number == signal.SIGKILL:
+        command.process.wait()
+        assert command.left() == []
+        command.kill()
+    else:
+        status, _, err = command.end()
+        assert (status, err.splitlines()[-1:]) == (expected, ["foreload: stopped"])
+        assert "Traceback" not in err
+        assert not (out / ".work").exists()
+    with pytest.raises(ScheduleError, match=r"unfinished|it was stopped before it was complete"):
+        Schedule(out)
+    if number != signal.SIGTERM:
+        done("prepare", clicks.log, *clicks.options(out))
+        assert checksum_of(out) == checksum_of(clicks.schedule)
+
+
+def test_stopping_training_and_going_on(clicks: Clicks, trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    start = ("train", clicks.schedule, "--run", run)
+    command = Command(*start, "--store", "local:2", "--trainers", 2, *SMALL)
+    interrupt(command, reached(run, 5))
+    status, _, err = command.end()
+    assert status == 130, err
+    assert "--resume" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    status_file = (run / "status.json").read_bytes()
+    assert json.loads(status_file)["state"] == "stopped"
+
+    # What does not fit leaves the run as it is.
+    other = clicks.copy(tmp_path / "other")
+    done("prepare", clicks.log, *clicks.options(other, batch_size=12), "--overwrite")
+    for further, words in [
+        (("--threads", 2), "--threads: must be what the run was started with, 1; got 2"),
+        (("--seed", 7), "--seed: must be what the run was started with, 0; got 7"),
+        (("--store", "local:3"), "--store: must be what the run was started with, local:2; got local:3"),
+    ]:
+        assert words in refused(*start, "--resume", *further)
+    assert "numerics fingerprint: mkl_cbwr is COMPATIBLE here" in refused(*start, "--resume", MKL_CBWR="COMPATIBLE")
+    assert "does not continue" in refused("train", other, "--run", run, "--resume")
+    assert "holds a run already; give --resume to go on with it, --overwrite to delete it" in refused(
+        *start, "--store", "local:2"
+    )
+    # Not even with --overwrite, where the new model cannot be built.
+    assert "dlrm" in refused(*start, "--store", "local:2", "--overwrite", "--model-options", "bottom=7")
+    assert (run / "status.json").read_bytes() == status_file
+
+    done(*start, "--resume", "--digest", "--trainers", 1)
+    assert digest_of(run) == digest_of(trained)
+    assert "is at the end of" in refused(*start, "--resume")
+
+
+# -- Schedules and models --------------------------------------------------------------------------------------------------------
+
+
+def test_dlrm_over_tables_of_different_dimension(clicks: Clicks, tmp_path: Path) -> None:
+    out, run = tmp_path / "out", tmp_path / "run"
+    done("prepare", clicks.log, *clicks.options(out, features=write_features(tmp_path / "features.toml", ad_dimension=8)))
+    line = refused("train", out, "--run", run, "--store", "local:1", "--dim", 4)
+    assert "dimension" in line
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        (("--model-options", "bottom=8-5"), "dlrm: the last size of bottom must be the dimension of the embeddings, 4; got 5"),
+        (("--trainers", 3), "--trainers: must be at most the schedule's lanes, 2; got 3"),
+        (("--frobnicate", 3), "unrecognized arguments: --frobnicate 3"),
+        (("--lr", "fast"), "argument --lr: invalid float value: 'fast'"),
+        (("--model", "transformer"), "model: must be one of"),
+        (("--memory", "1KB"), "--memory: 40 slots of this model take"),
+    ],
+)
+def test_a_job_that_does_not_fit_the_schedule(clicks: Clicks, tmp_path: Path, further: tuple[object, ...], words: str) -> None:
+    line = refused("train", clicks.schedule, "--run", tmp_path / "run", "--store", "local:1", "--dim", 4, *further)
+    assert words in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["header.json", "schedule.json", "segment-*.json", "samples-*.arrow", "moves-*.arrow", "evaluation-*.arrow"]
+)
+def test_a_changed_byte_in_a_schedule_stops_training(clicks: Clicks, tmp_path: Path, kind: str) -> None:
+    schedule, run = clicks.copy(tmp_path / "schedule"), tmp_path / "run"
+    path = sorted(schedule.glob(kind))[0]
+    flip(path, path.stat().st_size // 2)
+    line = refused("train", schedule, "--run", run, "--store", "local:1", *SMALL)
+    assert str(path) in line
+    assert "damaged" in line
+    assert "run" in refused("evaluate", run)
+
+
+def test_a_changed_byte_in_the_row_table_or_an_entry_state(clicks: Clicks, trained: Path, tmp_path: Path) -> None:
+    schedule, run = clicks.copy(tmp_path / "schedule"), tmp_path / "run"
+    rows = (schedule / "rows.arrow").read_bytes()
+    flip(schedule / "rows.arrow", len(rows) // 2)
+    # Training needs neither; what needs it is refused, and what was trained is there still.
+    line = refused("train", schedule, "--run", run, "--store", "local:1", "--digest", *SMALL)
+    assert f"row table {schedule / 'rows.arrow'}: its checksum is not the manifest's" in line
+    assert "rows.arrow" in refused("digest", run)
+    (schedule / "rows.arrow").write_bytes(rows)
+    assert done("digest", run).strip() == digest_of(trained)
+    later = tmp_path / "later"
+    flip(schedule / "rows.arrow", len(rows) // 2)
+    assert "rows.arrow" in refused("prepare", clicks.log, *clicks.options(later), "--after", schedule)
+    with pytest.raises(ScheduleError):
+        Schedule(later)
+
+
+def test_every_changed_byte_is_noticed(clicks: Clicks, tmp_path: Path) -> None:
+    schedule = clicks.copy(tmp_path / "schedule")
+    checked: set[str] = set()
+    for path in sorted(schedule.iterdir()):
+        kind = path.name.split("-")[0]
+        if path.name == "provenance.json" or path.is_dir():
+            continue
+        # All bytes of one small file of each kind; of the others one each.
+        size = path.stat().st_size
+        places = range(0, size, max(1, size // 40)) if kind not in checked else [size // 3]
+        checked.add(kind)
+        data = path.read_bytes()
+        for place in places:
+            flip(path, place)
+            with pytest.raises(ScheduleError) as caught:
+                checksum_of(schedule)
+            assert "\n" not in str(caught.value)
+            path.write_bytes(data)
+        for other in (data[:-1], b""):
+            path.write_bytes(other)
+            with pytest.raises(ScheduleError):
+                checksum_of(schedule)
+        path.unlink()
+        with pytest.raises(ScheduleError):
+            checksum_of(schedule)
+        path.write_bytes(data)
+    assert checked == {"entry", "evaluation", "header.json", "moves", "rows.arrow", "samples", "schedule.json", "segment"}
+    assert checksum_of(schedule) == checksum_of(clicks.schedule)
+
+
+def test_a_schedule_that_is_not_whole(clicks: Clicks, tmp_path: Path) -> None:
+    unfinished = clicks.copy(tmp_path / "unfinished")
+    (unfinished / "schedule.json").unlink()
+    train: Callable[[Path], str] = lambda schedule: refused("train", schedule, "--run", tmp_path / "run", "--store", "local:1")  # noqa: E731
+    assert "is unfinished (no schedule.json)" in train(unfinished)
+    (unfinished / "failed.json").write_text('{"error": "the sky fell"}\n')
+    assert "preparing it failed: the sky fell" in train(unfinished)
+    assert "is not a folder" in train(tmp_path / "none")
+    line = refused("prepare", clicks.log, *clicks.options(tmp_path / "later"), "--after", unfinished)
+    assert "preparing it failed: the sky fell" in line
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "later").exists()
+
+
+def test_following_a_schedule_that_fails(clicks: Clicks, tmp_path: Path) -> None:
+    failed = clicks.copy(tmp_path / "failed")
+    (failed / "schedule.json").unlink()
+    segments = sorted(failed.glob("segment-*.json"))
+    segments[-1].unlink()
+    (failed / "failed.json").write_text('{"error": "the sky fell"}\n')
+    run = tmp_path / "run"
+    line = refused("train", failed, "--run", run, "--store", "local:1", "--follow", *SMALL)
+    assert "preparing it failed: the sky fell" in line
+    assert "training stopped after step " in line
+    assert json.loads((run / "status.json").read_text())["state"] == "stopped"

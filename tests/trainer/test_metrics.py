@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn, in any order and any pieces."""
+"""Metrics against their definitions, in any order and any pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from sklearn.metrics import log_loss, roc_auc_score
 
 from trainer.metrics import BinaryMetrics, Metrics, auc
 
@@ -18,9 +17,19 @@ def measured(logits: np.ndarray, labels: np.ndarray, pieces: int = 1) -> Metrics
     return metrics.result()
 
 
+def log_loss(labels: np.ndarray, predicted: np.ndarray) -> float:
+    return float(-np.mean(np.log(np.where(labels == 1, predicted, 1 - predicted))))
+
+
+def pairs_in_order(labels: np.ndarray, logits: np.ndarray) -> float:
+    """The share of (click, no click) pairs in which the click has the higher logit; a tie counts half."""
+    above = logits[labels == 1][:, None] - logits[labels == 0][None, :]
+    return float(np.mean((above > 0) + 0.5 * (above == 0)))
+
+
 @pytest.mark.parametrize("levels", [2, 10, None])
 @pytest.mark.parametrize("rate", [0.02, 0.5])
-def test_metrics_are_scikit_learns(levels: int | None, rate: float) -> None:
+def test_metrics_are_what_they_are_defined_as(levels: int | None, rate: float) -> None:
     rng = np.random.default_rng(0)
     labels = (rng.random(3000) < rate).astype(np.float32)
     logits = (rng.standard_normal(3000) + labels).astype(np.float32)
@@ -30,7 +39,7 @@ def test_metrics_are_scikit_learns(levels: int | None, rate: float) -> None:
     predicted = 1 / (1 + np.exp(-logits.astype(np.float64)))
     assert found.samples == 3000
     assert found.log_loss == pytest.approx(log_loss(labels, predicted), rel=1e-12)
-    assert found.auc == pytest.approx(roc_auc_score(labels, logits), rel=1e-12)
+    assert found.auc == pytest.approx(pairs_in_order(labels, logits), rel=1e-12)
     base = log_loss(labels, np.full(3000, labels.mean(dtype=np.float64)))
     assert found.normalized_entropy == pytest.approx(found.log_loss / base, rel=1e-9)
 

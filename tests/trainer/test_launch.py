@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import prepare
+from pipelines.files import write_json
+from pipelines.schedule_format import FAILED, MANIFEST
 from trainer.cli import main
 from trainer.coordinator import ask
 from trainer.run import Run
@@ -225,6 +228,49 @@ def test_trainers_of_a_scheduler_give_the_same_model(
         status, _, err = job.end()
         assert status == 0, err
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
+
+
+def growing(schedule: Path, path: Path, segments: int) -> Path:
+    """The folder of a schedule as `prepare` leaves it while it works: only the first segments are published."""
+    shutil.copytree(schedule, path)
+    (path / MANIFEST).unlink()
+    for published in sorted(path.glob("segment-*.json"))[segments:]:
+        published.unlink()
+    return path
+
+
+def publish_rest(schedule: Path, path: Path) -> None:
+    """What `prepare` publishes from there on, in its order."""
+    for name in [*sorted(one.name for one in schedule.glob("segment-*.json")), MANIFEST]:
+        shutil.copy(schedule / name, path / name)
+
+
+def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Launched]
+) -> None:
+    # The first epoch and its evaluation; the follower cannot know of anything beyond.
+    followed = growing(schedule, tmp_path / "growing", 2)
+    run = tmp_path / "run"
+    job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow", "--digest"))
+    job.until(reached(run, 20))
+    publish_rest(schedule, followed)
+    status, _, err = job.end()
+    assert status == 0, err
+    assert summary(run)["digest"] == summary(undisturbed)["digest"]
+
+
+def test_a_follower_stops_cleanly_where_preparing_failed(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Launched]
+) -> None:
+    followed = growing(schedule, tmp_path / "growing", 2)
+    run = tmp_path / "run"
+    job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow"))
+    job.until(reached(run, 20))
+    write_json(followed / FAILED, {"error": "clicks.csv, line 7: label: must be 0 or 1"})
+    status, _, err = job.end()
+    assert status == 2
+    assert "clicks.csv, line 7: label: must be 0 or 1 (training stopped after step 39" in err
+    assert Run.open(run).resting().step == 39
 
 
 @pytest.mark.parametrize(

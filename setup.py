@@ -11,10 +11,9 @@ TEST = [
     "psutil>=5.9",
     "hypothesis>=6.100",
     "cryptography>=42",
-    "scikit-learn>=1.4",
 ]
 LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
-BENCH = ["matplotlib>=3.8", "psutil>=5.9"]
+BENCH = ["matplotlib>=3.8", "psutil>=5.9", "scikit-learn>=1.4"]
 
 setup(
     name="foreload",

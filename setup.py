@@ -13,7 +13,7 @@ TEST = [
     "cryptography>=42",
 ]
 LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
-BENCH = ["matplotlib>=3.8", "psutil>=5.9", "scikit-learn>=1.4"]
+BENCH = ["matplotlib>=3.8"]
 
 setup(
     name="foreload",

@@ -32,7 +32,6 @@ lint: venv
 	$(BIN)/mypy
 
 bench: venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
 
 clean:

@@ -13,7 +13,6 @@ TEST = [
     "cryptography>=42",
 ]
 LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
-BENCH = ["matplotlib>=3.8"]
 
 setup(
     name="foreload",
@@ -36,6 +35,6 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"test": TEST, "bench": BENCH, "dev": TEST + LINT},
+    extras_require={"test": TEST, "dev": TEST + LINT},
     entry_points={"console_scripts": ["foreload = trainer.cli:main"]},
 )

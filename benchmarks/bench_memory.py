@@ -2,7 +2,7 @@
 
 The row table's mapped pages stand apart: they are the page cache's, and the kernel takes them back when it needs them.
 
-    python benchmarks/memory.py [--quick] [--json FILE] [--only prepare|train]
+    python benchmarks/bench_memory.py [--quick] [--json FILE] [--only prepare|train]
 """
 
 from __future__ import annotations

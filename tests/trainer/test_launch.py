@@ -211,23 +211,35 @@ def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
         assert "did not stop cleanly" in capsys.readouterr().err
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def test_trainers_of_a_scheduler_give_the_same_model(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Launched]
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    jobs = [
-        launched(
-            *arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest"),
-            RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for job in jobs:
+    command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for job in [launched(*command, RANK=str(rank), **place) for rank in range(2)]:
         status, _, err = job.end()
         assert status == 0, err
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
+
+
+def test_a_trainer_whose_arithmetic_differs_may_not_join(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Launched]
+) -> None:
+    command = arguments(schedule, tmp_path / "run", "--store", "local:1")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    jobs = [launched(*command, RANK="0", **place), launched(*command, RANK="1", MKL_CBWR="COMPATIBLE", **place)]
+    ends = [job.end() for job in jobs]
+    assert [status for status, _, _ in ends] == [2, 2]
+    assert (
+        "numerics fingerprint: mkl_cbwr is COMPATIBLE here and AVX2,STRICT in the run; set MKL_CBWR alike on all hosts"
+        in ends[0][2]
+    )
 
 
 def growing(schedule: Path, path: Path, segments: int) -> Path:

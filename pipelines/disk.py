@@ -73,5 +73,5 @@ def check_disk(out: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(out).free
     if needed_bytes > free:
         raise DiskError(
-            f"--out {out}: about {needed_bytes / 1e9:,.1f} GB are needed, {free / 1e9:,.1f} GB are free; free space or choose another disk"
+            f"--out {out}: about {needed_bytes / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free; free space or choose another disk"
         )

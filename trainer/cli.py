@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 from cache.errors import CacheError
 from pipelines.errors import PipelineError
 from trainer.errors import JobError, TrainerError
-from trainer.job import Setting, TrainJob, flag, read_job_file, settings
+from trainer.job import Setting, TrainJob, flag, masked, read_job_file, settings
 
 _GROUPS = {
     "what to train": ("run", "model", "dim", "model_options", "seed"),
@@ -87,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all others, and show no password of a store URL."""
 
     def error(self, message: str) -> NoReturn:
-        raise JobError(f"{re.sub(r'//[^ ]*@', '//***@', message)}; see `{self.prog} --help`")
+        raise JobError(f"{masked(message)}; see `{self.prog} --help`")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -195,13 +195,18 @@ def parse_size(name: str, text: str | int) -> int:
         raise JobError(str(error)) from error
 
 
+def masked(text: str) -> str:
+    """A text for a message, the credentials of any URL in it hidden."""
+    return re.sub(r"//[^ ]*@", "//***@", text)
+
+
 def local_shards(store: str) -> int | None:
     """N of local:N, None for URLs. Raises JobError."""
     if not store.startswith("local"):
         return None
     match = re.fullmatch(r"local:(\d{1,3})", store)
     if match is None or not int(match[1]):
-        raise JobError(f"--store: must be local:N with N from 1 to 999, or URLs with commas between; got {store!r}")
+        raise JobError(f"--store: must be local:N with N from 1 to 999, or URLs with commas between; got {masked(store)!r}")
     return int(match[1])
 
 

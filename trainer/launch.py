@@ -35,6 +35,8 @@ from trainer.coordinator import Board, ControlSocket, Inbox, ask, contiguous_lan
 from trainer.errors import FingerprintError, JobError, RunError, TrainerError
 from trainer.fit import check_fit
 from trainer.job import TrainJob, local_shards
+from trainer.layout import model_spec
+from trainer.models import build_model, load_model
 from trainer.report import RunReport, Totals
 from trainer.run import STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
 from trainer.worker import JOIN_TIMEOUT, RENDEZVOUS, TERM, TRAINER, Call, work
@@ -126,8 +128,7 @@ class Launch:
             raise JobError(
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
             )
-        # Whatever is wrong with the model is told before anything is started or deleted.
-        DensePart.build(replace(self._job, device="cpu"), schedule)
+        self._check_model(schedule)
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
         if ask(path, {"do": "status"}) is not None:
@@ -144,6 +145,15 @@ class Launch:
         run = Run.create(path, manifest, Placement.spread(count or len(urls)), self._job.overwrite)
         start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
         return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
+
+    def _check_model(self, schedule: Schedule) -> None:
+        """Raise what is wrong with the model before anything is started, and with its optimizer, too, before a run is deleted."""
+        job = self._job
+        if job.overwrite:
+            DensePart.build(replace(job, device="cpu"), schedule)
+        else:
+            # Without the optimizer, for which torch imports its compiler: two seconds.
+            build_model(load_model(job.model), model_spec(schedule.header.features, job.dim), job.model_options, job.seed)
 
     def _resume(self, schedule: Schedule) -> Ending:
         run = Run.open(self._job.run)
@@ -187,10 +197,9 @@ class Launch:
 
     @contextlib.contextmanager
     def _claimed(self, run: Run, manifest: Manifest, urls: Sequence[str]) -> Iterator[None]:
-        identity = {"run": manifest.run_id, "lanes": manifest.lanes}
         job = self._job
         with Store(urls, job.store_silence) as store:
-            claim(store, manifest.namespace, identity, "resume" if job.resume else "overwrite" if job.overwrite else "new")
+            claim(store, manifest.namespace, manifest.identity, "resume" if job.resume else "overwrite" if job.overwrite else "new")
         try:
             yield
         except BaseException:

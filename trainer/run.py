@@ -68,6 +68,11 @@ class Manifest:
     version: int = VERSION
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """Whose the namespace on the store is."""
+        return {"run": self.run_id, "lanes": self.lanes}
+
+    @property
     def training_job(self) -> TrainJob:
         """The job as it was started."""
         return TrainJob.of(self.job)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cache.namespace import claim
 from cache.reading import StoredRows
 from cache.rows import RowLayout
 from cache.store import Store
@@ -76,4 +77,7 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
             urls = list(stack.enter_context(local).urls)
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
-        yield rest(run, stack.enter_context(Store(urls, manifest.training_job.store_silence)), status)
+        opened = stack.enter_context(Store(urls, manifest.training_job.store_silence))
+        # Another run may have taken the name since, with rows that look the same.
+        claim(opened, manifest.namespace, manifest.identity, "resume")
+        yield rest(run, opened, status)

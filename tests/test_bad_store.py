@@ -1,0 +1,246 @@
+"""Stores that are down, full, locked, untrusted or another's: one clear line, status 2, nothing left running, no password anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import SMALL, Clicks, Command, done, error_of, reached, refused, refused_apart
+
+from cache.errors import StoreUnavailable
+from cache.local import LocalStores
+from cache.store import Store
+from cache.url import PASSWORD_VARIABLE
+
+PASSWORD = "s3cret,not@shown"
+IN_URL = "s3cret%2Cnot%40shown"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A redis-server of the test's own, on a TCP port."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.port = free_port()
+        named = {"port": str(self.port), "bind": "127.0.0.1"} | {name.replace("_", "-"): value for name, value in settings.items()}
+        self.stores = LocalStores(1, folder, settings=named)
+        self.url = f"redis://127.0.0.1:{self.port}"
+
+    def command(self, *words: str | int) -> object:
+        with Store(self.stores.urls) as store:
+            return store.command(0, *words)
+
+    @property
+    def keys(self) -> list[object]:
+        found = self.command("KEYS", "*")
+        assert isinstance(found, list)
+        return found
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "server")
+    with server.stores:
+        yield server
+
+
+def train(clicks: Clicks, run: Path, store: object, *further: object) -> tuple[object, ...]:
+    return ("train", clicks.schedule, "--run", run, "--store", store, *further, *SMALL)
+
+
+def test_a_store_that_is_down(clicks: Clicks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    line = refused_apart(*train(clicks, run, f"redis://:{IN_URL}@127.0.0.1:1"))
+    assert "store redis://:***@127.0.0.1:1: cannot be reached" in line
+    assert "shown" not in line
+    assert not run.exists()
+    for store, words in [
+        ("memcached://h", "must begin with redis://, rediss:// or unix://"),
+        (f"redis://:{PASSWORD}@h:port", "the port must be a number"),
+        ("local:0", "--store: must be local:N with N from 1 to 999"),
+    ]:
+        line = refused(*train(clicks, run, store))
+        assert words in line
+        assert "s3cret" not in line
+
+
+def test_a_store_that_dies_while_training(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+    run = tmp_path / "run"
+    command = Command(*train(clicks, run, server.url, "--trainers", 2))
+    command.until(reached(run, 3))
+    os.kill(server.stores.pids[0] or 0, signal.SIGKILL)
+    status, _, err = command.end()
+    assert f"store {server.url}: " in error_of(status, err)
+    # Its rows are gone, and the run is taken for what it is.
+    for further in (("digest", run), ("evaluate", run), ("export", run, "--out", tmp_path / "export")):
+        assert "did not stop cleanly" in refused(*further)
+    assert "did not stop cleanly" in refused("train", clicks.schedule, "--run", run, "--resume")
+    assert not (tmp_path / "export").exists()
+    with Server(tmp_path / "second").stores as stores:
+        done(*train(clicks, run, stores.urls[0], "--overwrite"))
+
+
+def test_a_store_that_gets_full_while_training(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+    with Store(server.stores.urls) as store:
+        used = int(store.info(0)["used_memory"])
+    # Room to begin, and for some write-backs of rows of 128 columns, but not for all.
+    server.command("CONFIG", "SET", "maxmemory", used + 150_000)
+    run = tmp_path / "run"
+    wide = ("train", clicks.schedule, "--run", run, "--store", server.url, "--dim", 128, "--model-options", "top=8-1", "bottom=128")
+    line = refused_apart(*wide)
+    assert f"store {server.url}: is full" in line
+    assert "raise its maxmemory" in line
+    # It stopped at a step, not before the first.
+    assert len((run / "metrics.jsonl").read_text().splitlines()) > 3
+    assert "did not stop cleanly" in refused("digest", run)
+    server.command("CONFIG", "SET", "maxmemory", 0)
+    assert "--overwrite" in refused(*wide)
+    done(*wide, "--overwrite")
+
+
+def test_a_store_that_would_evict_rows(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+    server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    line = refused(*train(clicks, tmp_path / "run", server.url))
+    assert "maxmemory-policy must be noeviction, or rows would vanish; got allkeys-lru" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_password_and_that_none_is_shown(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+    server.command("ACL", "SETUSER", "ann", "on", f">{PASSWORD}", "~*", "+@all")
+    server.command("CONFIG", "SET", "requirepass", PASSWORD)
+    try:
+        run, address = tmp_path / "run", server.url.removeprefix("redis://")
+        texts = []
+        for store, environment in [
+            (server.url, {}),
+            (f"redis://:wr0ng@{address}", {}),
+            (f"redis://ann:wr0ng@{address}", {}),
+            (server.url, {PASSWORD_VARIABLE: "wr0ng"}),
+        ]:
+            line = refused(*train(clicks, run, store), **environment)
+            assert "refuses the user or password" in line
+            assert PASSWORD_VARIABLE in line
+            assert not run.exists()
+            texts.append(line)
+        # Mistakes beside a good password.
+        good = f"redis://ann:{IN_URL}@{address}"
+        texts.append(refused(*train(clicks, run, good, "--frobnicate")))
+        texts.append(refused("train", clicks.schedule, "--run", run, "--stores", good))
+        texts.append(refused(*train(clicks, run, f"{good},{good}")))
+        texts.append(refused(*train(clicks, run, f"local:{good}")))
+
+        command = Command(*train(clicks, run, good, "--trainers", 2))
+        command.interrupt(reached(run, 3))
+        status, out, err = command.end()
+        assert status == 130, err
+        texts += [out, err]
+        # The run remembers the address; the password is asked for again.
+        texts.append(refused("train", clicks.schedule, "--run", run, "--resume"))
+        assert "refuses the user or password" in texts[-1]
+        texts.append(done("train", clicks.schedule, "--run", run, "--resume", "--digest", **{PASSWORD_VARIABLE: PASSWORD}))
+        texts.append(refused("digest", run))
+        texts.append(refused("digest", run, "--store", f"redis://ann:wr0ng@{address}"))
+        digest = done("digest", run, "--store", good)
+        assert digest.strip() == json.loads((run / "summary.json").read_text())["digest"]
+        status, out, err = Command("stores", "status", run).end()
+        assert (status, "down" in out) == (2, True)
+        texts += [out, err]
+
+        texts += [path.read_text(errors="replace") for path in run.rglob("*") if path.is_file()]
+        for text in texts:
+            assert not any(secret in text for secret in (PASSWORD, IN_URL, "s3cret", "wr0ng")), text
+    finally:
+        # The fixture's shutdown has no password.
+        with Store([server.stores.urls[0].replace("unix://", f"unix://:{IN_URL}@")]) as store:
+            store.command(0, "CONFIG", "SET", "requirepass", "")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two authorities, and a certificate of the first for localhost."""
+    folder = tmp_path_factory.mktemp("tls")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    for name in ("ca", "stranger"):
+        openssl("req", "-x509", *key, "-days", "2", "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", *subject)
+    authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+    openssl("x509", "-req", "-in", "server.csr", *authority, "-days", "2", "-out", "server.pem", "-copy_extensions", "copy")
+    return folder
+
+
+def test_a_certificate_that_is_not_trusted_and_one_that_is(clicks: Clicks, tmp_path: Path, certificates: Path) -> None:
+    port = free_port()
+    server = Server(
+        tmp_path / "server", tls_port=str(port), tls_auth_clients="no", tls_cert_file=str(certificates / "server.pem"),
+        tls_key_file=str(certificates / "server.key"), tls_ca_cert_file=str(certificates / "ca.pem"),
+    )  # fmt: skip
+    try:
+        server.stores.start()
+    except StoreUnavailable as error:
+        pytest.skip(f"this redis-server has no TLS: {error}")
+    with server.stores:
+        run, url = tmp_path / "run", f"rediss://localhost:{port}"
+        for option, words in [
+            ("", "its certificate is not trusted"),
+            (f"?ssl_ca_certs={certificates}/stranger.pem", "its certificate is not trusted"),
+            (f"?ssl_ca_certs={certificates}/none.pem", "ssl_ca_certs names no file"),
+        ]:
+            assert words in refused(*train(clicks, run, url + option))
+            assert not run.exists()
+        trusted = done(*train(clicks, run, f"{url}?ssl_ca_certs={certificates}/ca.pem", "--digest"))
+        # The options are no secret: the run has kept them.
+        assert trusted.strip().endswith(done("digest", run).strip())
+
+
+def test_a_namespace_that_is_another_runs(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    named = ("--namespace", "clicks")
+    done(*train(clicks, first, server.url, "--digest", *named))
+    keys = sorted(str(key) for key in server.keys)
+    line = refused(*train(clicks, second, server.url, *named))
+    assert "namespace clicks belongs to a run already" in line
+    assert "--overwrite removes its rows" in line
+    assert sorted(str(key) for key in server.keys) == keys
+    # The refused run took no folder, and the first one's rows are as they were.
+    done("digest", first)
+    done(*train(clicks, second, server.url))
+
+    done(*train(clicks, second, server.url, "--overwrite", *named))
+    for command in (("digest", first), ("evaluate", first)):
+        assert "namespace clicks" in refused(*command)
+    done("digest", second)
+    # A run that was deleted by hand leaves its namespace.
+    for path in sorted(second.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert "namespace clicks belongs to a run already" in refused(*train(clicks, second, server.url, *named))
+
+
+def test_another_store_than_the_runs(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+    run = tmp_path / "run"
+    other = Server(tmp_path / "other")
+    with other.stores:
+        command = Command(*train(clicks, run, f"{server.url},{other.url}"))
+        command.interrupt(reached(run, 3))
+        assert command.end()[0] == 130
+        resume = ("train", clicks.schedule, "--run", run, "--resume", "--store")
+        assert "is shard 1 of 2 of namespace run, not 0 of 2" in refused(*resume, f"{other.url},{server.url}")
+        assert "is shard 0 of 2 of namespace run, not 0 of 1" in refused(*resume, server.url)
+        other.command("FLUSHALL")
+        assert "has no namespace run" in refused(*resume, f"{server.url},{other.url}")
+    assert "cannot be reached" in refused(*resume, f"{server.url},{other.url}")

@@ -199,7 +199,9 @@ class Launch:
     def _claimed(self, run: Run, manifest: Manifest, urls: Sequence[str]) -> Iterator[None]:
         job = self._job
         with Store(urls, job.store_silence) as store:
-            claim(store, manifest.namespace, manifest.identity, "resume" if job.resume else "overwrite" if job.overwrite else "new")
+            claim(
+                store, manifest.namespace, manifest.identity, "resume" if job.resume else "overwrite" if job.overwrite else "new"
+            )
         try:
             yield
         except BaseException:

@@ -19,6 +19,7 @@ from cache.errors import StoreError, StoreTls
 PASSWORD_VARIABLE = "FORELOAD_STORE_PASSWORD"
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ca_path")
 _CHOICES = {"ssl_cert_reqs": ("required", "optional", "none"), "ssl_check_hostname": ("true", "false")}
+_PLACE = r"[a-z]+://(/|([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?($|[/?#]))"
 _FORMS = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE], rediss://... or unix://[USER[:PASSWORD]@]/PATH[?db=DATABASE]"
 
 
@@ -93,7 +94,9 @@ class StoreUrl:
 
 def _hidden(text: str) -> str:
     # Up to the last @, so that no part of a password with a stray @ or / is shown.
-    return re.sub(r"(?s)//.*@", "//***@", text)
+    hidden = re.sub(r"(?s)^(.*?//)?.*@", r"\1***@", text)
+    # A password with a stray comma ends the URL before its @.
+    return hidden if "@" in text or re.match(_PLACE, text) else re.sub(r"(?s)//.*", "//***", hidden)
 
 
 def _refusal(text: str, why: str) -> StoreError:
@@ -122,7 +125,10 @@ def _split(text: str) -> tuple[SplitResult, int]:
         port = parts.port
     except ValueError as error:
         # urlsplit quotes what it failed on, which may be a piece of the password.
-        raise _refusal(text, f"the port must be a number, 1 to 65535, and the host well-formed; use {_FORMS}") from error
+        raise _refusal(
+            text,
+            f"the port must be a number, 1 to 65535, and the host well-formed; a comma in a password is written as %2C; use {_FORMS}",
+        ) from error
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise _refusal(text, f"must begin with redis://, rediss:// or unix://; use {_FORMS}")
     if port == 0:
@@ -166,6 +172,11 @@ def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreU
 def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[StoreUrl, ...]:
     """Read the URLs of all store shards, in order: one text with commas, or a sequence. Raises StoreError, also for one named twice."""
     texts = text.split(",") if isinstance(text, str) else list(text)
+    for place, part in enumerate(texts[1:], 2):
+        if "//" not in part:  # the rest of a password, perhaps, and so not shown
+            raise StoreError(
+                f"store URL {place} of {len(texts)}: must begin with redis://, rediss:// or unix://; a comma in a password is written as %2C"
+            )
     urls = tuple(parse_url(part.strip(), environment) for part in texts)
     seen: dict[tuple[object, ...], StoreUrl] = {}
     for url in urls:

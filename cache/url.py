@@ -172,10 +172,10 @@ def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreU
 def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[StoreUrl, ...]:
     """Read the URLs of all store shards, in order: one text with commas, or a sequence. Raises StoreError, also for one named twice."""
     texts = text.split(",") if isinstance(text, str) else list(text)
-    for place, part in enumerate(texts[1:], 2):
+    for number, part in enumerate(texts[1:], 2):
         if "//" not in part:  # the rest of a password, perhaps, and so not shown
             raise StoreError(
-                f"store URL {place} of {len(texts)}: must begin with redis://, rediss:// or unix://; a comma in a password is written as %2C"
+                f"store URL {number} of {len(texts)}: must begin with redis://, rediss:// or unix://; a comma in a password is written as %2C"
             )
     urls = tuple(parse_url(part.strip(), environment) for part in texts)
     seen: dict[tuple[object, ...], StoreUrl] = {}

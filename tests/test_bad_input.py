@@ -29,6 +29,7 @@ from command_line import (
     write_log,
 )
 
+from cache.local import LocalStores
 from pipelines.errors import ScheduleError
 from pipelines.schedule import Schedule
 
@@ -193,7 +194,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
     yield disk
-    subprocess.run(["umount", disk], check=True)
+    # Lazily: maps of files there may not have been collected yet.
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 def fill(disk: Path, leave_bytes: int) -> None:
@@ -231,6 +233,18 @@ def test_a_disk_that_gets_full_while_preparing(
     if stage == "compile":
         done("prepare", clicks.log, *clicks.options(out))
         assert checksum_of(out) == checksum_of(clicks.schedule)
+
+
+def test_a_disk_that_gets_full_while_training(clicks: Clicks, tmp_path: Path, small_disk: Path) -> None:
+    run = small_disk / "run"
+    # The rows are elsewhere: local stores without room to save would be left running, for they hold the only copy.
+    with LocalStores(1, tmp_path / "stores") as stores:
+        command = Command("train", clicks.schedule, "--run", run, "--store", stores.urls[0], *SMALL)
+        command.until(reached(run, 3))
+        fill(small_disk, 0)
+        status, _, err = command.end()
+    assert "the disk is full" in error_of(status, err)
+    assert "did not stop cleanly" in refused("digest", run)
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import signal
 import sys
@@ -78,6 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output has had enough; Python would complain while flushing it.
         sys.stdout = None
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print("foreload: error: the disk is full: free space where this command writes, and start it again", file=sys.stderr)
+        return 2
     finally:
         signal.signal(signal.SIGTERM, before)
 

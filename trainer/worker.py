@@ -6,6 +6,7 @@ Started by the launcher as `python -m trainer.worker`; what it is told comes ove
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -78,6 +79,10 @@ def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
             mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost))
         return 2
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(PeerLost):
+                mail.send("error", message=f"trainer {trainer}: the disk is full: free space there", peer_lost=False)
+            return 2
         traceback.print_exc()
         with contextlib.suppress(PeerLost):
             mail.send("error", message=f"trainer {trainer}: {type(error).__name__}: {error} (see above)", peer_lost=False)

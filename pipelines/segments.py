@@ -26,7 +26,7 @@ ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedul
 def _lists(steps: list[np.ndarray], dtype: np.dtype | None = None) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.zeros(len(steps) + 1, np.int32)
     np.cumsum([a.size for a in steps], out=offsets[1:])
-    values = np.concatenate([a.reshape(-1) for a in steps])
+    values = steps[0].reshape(-1) if len(steps) == 1 else np.concatenate([a.reshape(-1) for a in steps])
     return offsets, values if dtype is None else values.astype(dtype, copy=False)
 
 

@@ -1,0 +1,253 @@
+"""How every benchmark compares: sides in turn, ratios of pairs, records of what was found, and their file.
+
+A script takes `arguments`, runs its sides by `alternate`, states each claim as a `Claim` and hands all to `save`, which prints it and writes
+`<out>/<script>.json` with the machine, the versions and the settings. `render.py` makes docs/benchmarks.md of those files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+Side = TypeVar("Side", float, Mapping[str, float])
+Cell = str | int | float | None
+
+PACKAGES = ("torch", "numpy", "numba", "pyarrow", "apache-beam", "redis", "hiredis")
+
+
+def arguments(description: str | None, extra: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
+    """The command line of a benchmark: `quick`, `out` (a folder, made if it is not there) and `pairs`.
+
+    `extra` may add arguments of a script's own; `make bench` gives none of them.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less data and fewer pairs: tells that it works, not how fast")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="DIR", help="folder of the results")
+    parser.add_argument("--pairs", type=int, metavar="N", help="how often each side runs (default 5, with --quick 3)")
+    if extra is not None:
+        extra(parser)
+    given = parser.parse_args()
+    if given.pairs is None:
+        given.pairs = 3 if given.quick else 5
+    if given.pairs < 1:
+        parser.error(f"--pairs must be at least 1, got {given.pairs}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    return given
+
+
+def tell(text: str) -> None:
+    """One line of progress on stderr."""
+    print(f"[{datetime.datetime.now():%H:%M:%S}] {text}", file=sys.stderr, flush=True)
+
+
+def alternate(sides: Mapping[str, Callable[[], Side]], pairs: int) -> dict[str, list[Side]]:
+    """Run every side `pairs` times, in turn; the order is reversed in every other round, so that a drift favours none.
+
+    Returns for each side its results (a figure, or several by name), one per round.
+    """
+    found: dict[str, list[Side]] = {name: [] for name in sides}
+    for turn in range(pairs):
+        for name in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+            begun = time.monotonic()
+            result = sides[name]()
+            found[name].append(result)
+            tell(f"{turn + 1}/{pairs} {name}: {_figures(result)} ({time.monotonic() - begun:.1f} s)")
+    return found
+
+
+def _figures(result: float | Mapping[str, float]) -> str:
+    if isinstance(result, Mapping):
+        return ", ".join(f"{name} {value:.4g}" for name, value in result.items())
+    return f"{result:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Ratios of pairs: their median, and the least and greatest as the spread."""
+
+    median: float
+    low: float
+    high: float
+    values: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def spread(values: Sequence[float]) -> Ratio:
+    """Median, least and greatest of figures that are no ratios of pairs."""
+    return Ratio(statistics.median(values), min(values), max(values), tuple(values))
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """The ratios of two sides' results of `alternate`, round by round. Both have the same length, and denominators are positive."""
+    return spread([over / under for over, under in zip(numerators, denominators, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One figure with its bar.
+
+    `value` is a ratio of pairs or a plain figure, None where it could not be measured here (`note` says why: then it is neither met nor
+    missed). `least` and `most` are the bar's bounds, inclusive; `bar` says it in words. A spread is judged by its median.
+    """
+
+    name: str
+    against: str
+    bar: str
+    value: Ratio | float | None
+    least: float | None = None
+    most: float | None = None
+    note: str = ""
+
+    @property
+    def figure(self) -> float | None:
+        """What is held against the bar."""
+        return self.value.median if isinstance(self.value, Ratio) else self.value
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the figure is within the bar; None where there is none."""
+        if self.figure is None:
+            return None
+        return (self.least is None or self.figure >= self.least) and (self.most is None or self.figure <= self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of the report; every row has a cell per column. Floats are shown with 4 significant digits: give text for another form."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A plot. `data` is for each line (or kind of bar, or layer) its points (x, y); for bars x is a word, in the order of the first line."""
+
+    title: str
+    x_label: str
+    y_label: str
+    kind: Literal["lines", "bars", "stacked"]
+    data: Mapping[str, Sequence[tuple[str | float, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a script found. `script` names it and its file: bench_<script>.py, <script>.json."""
+
+    script: str
+    title: str
+    claims: Sequence[Claim] = ()
+    tables: Sequence[Table] = ()
+    plots: Sequence[Series] = ()
+    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    notes: Sequence[str] = ()  # paragraphs: what was measured, and how
+
+
+def machine() -> dict[str, str | int | float]:
+    """Processor, cores that this process may use, memory and kernel."""
+    names = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(total / 2**30, 1),
+        "kernel": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of the packages that matter and of the redis-server on the path."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    server = shutil.which("redis-server")
+    if server is not None:
+        said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+        found["redis-server"] = next((word[2:] for word in said.split() if word.startswith("v=")), said.strip())
+    return found
+
+
+def show(cell: Cell) -> str:
+    """A cell as text."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 10_000 else f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def judged(claim: Claim) -> str:
+    """A claim's last column: met, missed, or not measured."""
+    return {True: "met", False: "missed", None: "not measured"}[claim.met]
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(line[place]) for line in [columns, *rows]) for place in range(len(columns))]
+    print(f"\n{title}")
+    for line in [columns, ["-" * width for width in widths], *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _plain(claim: Claim) -> dict[str, object]:
+    return {**asdict(claim), "figure": claim.figure, "met": claim.met}
+
+
+def save(results: Results, out: Path) -> Path:
+    """Print the tables and claims, and write `out`/`script`.json by an atomic rename; returns its path."""
+    for table in results.tables:
+        _print_table(table.title, table.columns, [[show(cell) for cell in row] for row in table.rows])
+    rows = [
+        [
+            claim.name,
+            claim.against,
+            claim.bar,
+            str(claim.value) if isinstance(claim.value, Ratio) else show(claim.value),
+            judged(claim),
+        ]
+        for claim in results.claims
+    ]
+    if rows:
+        _print_table("Claims", ["claim", "against", "bar", "figure", ""], rows)
+    for claim in results.claims:
+        if claim.note:
+            print(f"{claim.name}: {claim.note}")
+    content = {
+        "script": results.script,
+        "title": results.title,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": dict(results.settings),
+        "notes": list(results.notes),
+        "claims": [_plain(claim) for claim in results.claims],
+        "tables": [asdict(table) for table in results.tables],
+        "plots": [asdict(plot) for plot in results.plots],
+    }
+    path = out / f"{results.script}.json"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    tell(f"wrote {path}")
+    return path

@@ -12,6 +12,7 @@ TEST = [
     "hypothesis>=6.100",
     "cryptography>=42",
 ]
+BENCH = ["hiredis>=3"]
 LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
 
 setup(
@@ -35,6 +36,6 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"test": TEST, "dev": TEST + LINT},
+    extras_require={"test": TEST, "dev": TEST + LINT + BENCH},
     entry_points={"console_scripts": ["foreload = trainer.cli:main"]},
 )

@@ -1,0 +1,252 @@
+"""The reference workload: synthetic Criteo-shaped rows, a first schedule whose rows fill a store, and the schedule after it that is timed.
+
+The first schedule is not trained: every row of its row table is put into the store as it would be read there (initial values, its id and
+tag, in its place), the store is saved, and whoever is timed starts from a copy. The second schedule is prepared `--after` the first from
+the beginning of the same data, as a second epoch is, so that all its arrivals must be fetched.
+
+What is made stays in a folder, and whoever asks for it next finds it there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numba as nb
+import numpy as np
+import redis
+
+from cache.initial import initial_weights
+from cache.local import LocalStores
+from cache.namespace import lane_key
+from cache.placement import Placement, fields
+from cache.rows import RowLayout, encode_rows
+from cache.store import COMMAND_ROWS, Store, Write
+from comparison import tell
+from pipelines.replay import state_after
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import Event
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = 2048
+DIM = 32
+SLOTS = 200_000
+SHARDS = 3
+SEED = 0
+LR = 0.05
+NAMESPACE = "bench"
+MODELS = {
+    "small": {"bottom": "64-32", "top": "64-1"},
+    "Bagpipe's": {"bottom": "512-256-64-32", "top": "1024-1024-1024-256-128-1"},
+}
+"""Options of trainer.models.dlrm.DLRM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """samples of the first schedule; steps of the second one."""
+
+    name: str
+    samples: int
+    steps: int
+
+
+FULL = Size("full", 8_700_000, 1_500)
+QUICK = Size("quick", 400_000, 195)
+
+
+class Workload:
+    """The workload in `folder`; its parts are made when they are first asked for."""
+
+    def __init__(self, folder: Path, size: Size) -> None:
+        self.size = size
+        self.folder = (folder / size.name).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def first(self) -> Schedule:
+        """The schedule that fills the store."""
+        return Schedule(self._prepare("first", self.size.samples, SLOTS))
+
+    def second(self, slots: int = SLOTS, steps: int | None = None) -> Schedule:
+        """A schedule after the first one: `steps` of the same data once more (default: as many as are timed)."""
+        steps = self.size.steps if steps is None else steps
+        after = ("--after", str(self.first.path))
+        return Schedule(self._prepare(f"second-{slots}-{steps}", steps * BATCH, slots, *after))
+
+    def _prepare(self, name: str, samples: int, slots: int, *more: str) -> Path:
+        out = self.folder / name
+        if not (out / "schedule.json").exists():
+            tell(f"preparing {samples:,} samples, {slots:,} slots: {out}")
+            given = ["--format", "synthetic", "--rows", str(samples), "--seed", str(SEED), "--batch-size", str(BATCH)]
+            command = [sys.executable, "-m", "pipelines.prepare", *given, "--slots", str(slots), "--out", str(out), "--overwrite"]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            subprocess.run([*command, *more], env=environment, stdout=subprocess.DEVNULL, check=True)
+        return out
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows in the store."""
+        return sum(len(batch["id"]) for batch in self.first.rows())
+
+    @cached_property
+    def layouts(self) -> list[RowLayout]:
+        """The layout of every table's rows: row-wise Adagrad, one state."""
+        tables = self.first.header.features.tables
+        return [
+            RowLayout(k, table.name, table.rows or 0, (("weights", DIM),), "rowwise_adagrad", LR)
+            for k, table in enumerate(tables)
+        ]
+
+    @cached_property
+    def bases(self) -> np.ndarray:
+        """Where each table begins when all stand one after the other, and their total: int64 [tables + 1]."""
+        return np.cumsum([0, *(layout.rows for layout in self.layouts)])
+
+    def _filled(self) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+        """The first schedule's row table, and each row as it is stored, uint8 [n, 144]."""
+        for batch in self.first.rows(1 << 18):
+            count = len(batch["id"])
+            weights, rows = np.empty((count, DIM), np.float32), np.empty((count, self.layouts[0].row_bytes), np.uint8)
+            for table in np.unique(batch["table"]):
+                # Rows stand by table, so those of one table are a slice.
+                start, end = np.searchsorted(batch["table"], (table, table + 1))
+                initial_weights(SEED, int(table), batch["id"][start:end], self.layouts[table].scale, weights[start:end], DIM)
+            encode_rows(weights, np.zeros((count, 1), np.float32), batch["id"], batch["tag"], DIM, 1, rows)
+            yield batch, rows
+
+    @cached_property
+    def _image(self) -> Path:
+        """The saved store that all rows of the first schedule are in."""
+        saved = self.folder / "store"
+        if not (saved / "whole").exists():
+            shutil.rmtree(saved, ignore_errors=True)
+            tell("filling the store")
+            placement = Placement.spread(SHARDS)
+            with _running(saved, save=True) as stores, Store(stores.urls, timedelta(seconds=60)) as store:
+                for batch, rows in self._filled():
+                    shards = placement.shards(0, batch["table"], batch["ordinal"])
+                    names = fields(batch["table"], batch["ordinal"])
+                    writes = []
+                    for shard in range(SHARDS):
+                        places = np.flatnonzero(shards == shard)
+                        for start in range(0, len(places), COMMAND_ROWS):
+                            some = places[start : start + COMMAND_ROWS]
+                            writes.append(Write(shard, lane_key(NAMESPACE, 0, 0), names[some], rows[some]))
+                    store.exchange([], writes)
+            (saved / "whole").touch()
+        return saved
+
+    @cached_property
+    def _plain_image(self) -> Path:
+        """The same rows as a user would store them: one key a row (8 bytes: table and id), MGET and MSET; the shard is id mod shards."""
+        saved = self.folder / "plain-store"
+        if not (saved / "whole").exists():
+            shutil.rmtree(saved, ignore_errors=True)
+            tell("filling the store of the on-demand side")
+            width = 4 * (DIM + 1)
+            with _running(saved, save=True) as stores:
+                clients = [redis.Redis(unix_socket_path=url.removeprefix("unix://")) for url in stores.urls]
+                for batch, rows in self._filled():
+                    numbers = self.bases[batch["table"]] + batch["id"]
+                    for shard, client in enumerate(clients):
+                        for places in np.array_split(np.flatnonzero(numbers % SHARDS == shard), 32):
+                            keys, values = numbers[places].astype(">i8").tobytes(), rows[places, :width].tobytes()
+                            if len(places):
+                                client.mset(
+                                    {keys[8 * k : 8 * k + 8]: values[width * k : width * k + width] for k in range(len(places))}
+                                )
+                for client in clients:
+                    client.close()
+            (saved / "whole").touch()
+        return saved
+
+    @contextmanager
+    def stores(self, plain: bool = False) -> Iterator[LocalStores]:
+        """Servers of one's own that hold a copy of the filled store; they and their folder are gone afterwards."""
+        image = self._plain_image if plain else self._image
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="copy-") as name:
+            for file in image.glob("*.rdb"):
+                shutil.copy(file, name)
+            with _running(Path(name), save=False) as stores:
+                yield stores
+
+    def ids(self, schedule: Schedule) -> Path:
+        """A file of what a trainer without a schedule reads: each lookup's row as table base + id, int64 [steps, 2,048 * 26]."""
+        path = schedule.path.with_name(schedule.path.name + "-ids.npy")
+        if not path.exists():
+            tell(f"writing the ids of {schedule.path.name}")
+            header = schedule.header
+            steps = header.training_samples // BATCH
+            shape = (steps, BATCH * len(header.features.features))
+            temporary = path.with_suffix(".tmp.npy")
+            out = np.lib.format.open_memmap(temporary, "w+", np.int64, shape)
+            row_of_slot = np.zeros(header.slots[0], np.int64)
+            entry = state_after(schedule, header.first_step - 1).lanes[0]
+            row_of_slot[entry.slots] = self.bases[entry.occupants.table] + entry.occupants.id
+            for event in schedule.events():
+                if event.step - header.first_step >= steps:
+                    break
+                moves = schedule.lane(event, 0)
+                row_of_slot[moves.arrivals.slot] = self.bases[moves.arrivals.table] + moves.arrivals.id
+                _look_up(row_of_slot, moves.slots, moves.index, out[event.step - header.first_step])
+            out.flush()
+            temporary.rename(path)
+        return path
+
+
+@nb.njit(nogil=True, cache=True)
+def _look_up(row_of_slot: np.ndarray, slots: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    for l in range(index.size):
+        out[l] = row_of_slot[slots[index[l]]]
+
+
+@contextmanager
+def _running(folder: Path, save: bool) -> Iterator[LocalStores]:
+    stores = LocalStores(SHARDS, folder).start()
+    try:
+        yield stores
+    except BaseException:
+        stores.stop(save=False)
+        raise
+    stores.stop(save=save)
+
+
+def job(schedule: Path, model: str, **settings: Any) -> dict[str, Any]:
+    """The settings of trainer.job.TrainJob for this workload."""
+    given = {"dim": DIM, "row_optimizer": "rowwise_adagrad", "lr": LR, "seed": SEED, "namespace": NAMESPACE}
+    return {"schedule": str(schedule), "run": "none", "store": "local:1", "model_options": MODELS[model], **given, **settings}
+
+
+def events_of(schedule: Schedule) -> list[Event]:
+    """The training steps of a schedule's first epoch, whole batches only."""
+    return [event for event in schedule.events() if event.kind == "train" and event.epoch == 0 and event.samples == BATCH]
+
+
+def shares(schedule: Schedule, begin: int, end: int) -> dict[str, float]:
+    """Of steps begin .. end - 1 (0: the schedule's first): rows used and arrivals a step, and the share of arrivals that is fetched."""
+    used = arrived = fetched = 0
+    for event in events_of(schedule)[begin:end]:
+        lane = schedule.lane(event, 0)
+        used, arrived = used + len(lane.slots), arrived + len(lane.arrivals)
+        fetched += int(np.count_nonzero(lane.arrivals.tag))
+    steps = end - begin
+    return {"rows_used": used / steps, "arrivals": arrived / steps, "fetched_share": fetched / max(arrived, 1)}
+
+
+def describe(work: Workload) -> str:
+    """The workload in a sentence."""
+    return (
+        f"Synthetic Criteo-shaped rows, 26 tables of the Kaggle sizes, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, one torch thread, one "
+        f"lane, a store of {SHARDS} local redis-servers that holds {work.rows:,} rows (those of {work.size.samples:,} samples)."
+    )

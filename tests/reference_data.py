@@ -10,8 +10,8 @@ import gzip
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -329,5 +329,100 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
 
 
 def slice_bounds(samples: int, lanes: int) -> list[tuple[int, int]]:
-    """[first, last) of every lane's slice of a step."""
+    """[first, last) of every lane's slice of a step whose samples are placed in order."""
     return [(lane * samples // lanes, (lane + 1) * samples // lanes) for lane in range(lanes)]
+
+
+Row = tuple[int, int]
+"""(table, id)"""
+
+
+def owner(row: Row, users: Sequence[int]) -> int:
+    """The lane of a row whose first training step has it in the slices of these lanes, ascending."""
+    return users[key(*row) % len(users)]
+
+
+@dataclass(slots=True)
+class Placement:
+    """The slices of training steps, step by step. kind: order or locality; lane_of: the rows used so far."""
+
+    lanes: int
+    kind: str
+    lane_of: dict[Row, int] = field(default_factory=dict)
+
+    def slices(self, batch: Sequence[Sequence[Row]]) -> list[list[int]]:
+        """Per lane, ascending, the places in the batch of its samples. batch: the rows that each sample looks up, in order."""
+        if self.kind == "order":
+            found = [list(range(first, last)) for first, last in slice_bounds(len(batch), self.lanes)]
+        else:
+            found = by_locality(batch, self.lane_of, self.lanes)
+        users: dict[Row, list[int]] = {}
+        for lane, places in enumerate(found):
+            for row in {row for place in places for row in batch[place]}:
+                users.setdefault(row, []).append(lane)
+        for row, lanes in users.items():
+            self.lane_of.setdefault(row, owner(row, lanes))
+        return found
+
+
+def by_locality(batch: Sequence[Sequence[Row]], lane_of: Mapping[Row, int], lanes: int) -> list[list[int]]:
+    """Placement by locality, from its definition. lane_of: the rows that belong to a lane."""
+    lookups = Counter(row for rows in batch for row in rows)
+    counting = [[row for row in rows if lookups[row] <= 16] for rows in batch]
+    slices = _dealt(counting, lookups, lane_of, lanes)
+    in_slice = [Counter(row for place in places for row in counting[place]) for places in slices]
+
+    def gain(place: int, source: int, target: int) -> int:
+        rows = counting[place]
+        saved = sum(lane_of.get(row) != source and in_slice[source][row] == 1 for row in rows)
+        return saved - sum(lane_of.get(row) != target and in_slice[target][row] == 0 for row in rows)
+
+    def exchanged(rows: set[Row]) -> int:
+        users = {row: {lane for lane in range(lanes) if in_slice[lane][row]} for row in rows}
+        return sum(len(used - {lane_of[row]}) if row in lane_of else len(used) - 1 for row, used in users.items())
+
+    def move(place: int, source: int, target: int) -> None:
+        in_slice[source].subtract(counting[place])
+        in_slice[target].update(counting[place])
+
+    for a in range(lanes):
+        for b in range(a + 1, lanes):
+            ours = sorted(((-gain(place, a, b), at) for at, place in enumerate(slices[a])))
+            theirs = sorted(((-gain(place, b, a), at) for at, place in enumerate(slices[b])))
+            for (loss, here), (other_loss, there) in zip(ours, theirs, strict=False):
+                if loss + other_loss >= 0:
+                    break
+                i, j = slices[a][here], slices[b][there]
+                rows = {*counting[i], *counting[j]}
+                before = exchanged(rows)
+                move(i, a, b)
+                move(j, b, a)
+                if exchanged(rows) < before:
+                    slices[a][here], slices[b][there] = j, i
+                else:
+                    move(i, b, a)
+                    move(j, a, b)
+    return [sorted(places) for places in slices]
+
+
+def _dealt(
+    counting: Sequence[Sequence[Row]], lookups: Mapping[Row, int], lane_of: Mapping[Row, int], lanes: int
+) -> list[list[int]]:
+    """The first part of placement by locality: samples dealt by their scores, each slice ascending."""
+    scores = [[0] * lanes for _ in counting]
+    for score, rows in zip(scores, counting, strict=True):
+        for row in rows:
+            if row in lane_of:
+                score[lane_of[row]] += 64 // lookups[row]
+
+    def difference(place: int) -> int:
+        largest, second = sorted(scores[place], reverse=True)[:2] if lanes > 1 else (0, 0)
+        return largest - second
+
+    room = [last - first for first, last in slice_bounds(len(counting), lanes)]
+    slices: list[list[int]] = [[] for _ in range(lanes)]
+    for place in sorted(range(len(counting)), key=lambda place: (-difference(place), place)):
+        lane = max((v for v in range(lanes) if room[v]), key=lambda v: (scores[place][v], room[v], -v))
+        room[lane] -= 1
+        slices[lane].append(place)
+    return [sorted(places) for places in slices]

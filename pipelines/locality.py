@@ -1,0 +1,251 @@
+"""Locality placement: which samples of a training step go to which slice (docs/definitions.md, Placement).
+
+A sample goes to the lane that owns most of its rarer rows, so that fewer rows are exchanged between lanes. Rows that most slices use anyway
+say nothing about where a sample belongs and are left out. Herald (NSDI 2024) places inputs likewise, at run time; here the schedule does.
+All arithmetic is on integers: the placement decides what is trained, and must be the same everywhere.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+MOST_LOOKUPS = 16
+"""A row with more lookups in the step counts as used by every slice."""
+
+_WEIGHT = 64  # of a row with one lookup in the step; one with c has _WEIGHT // c
+
+# A word per distinct row has all that a lookup needs to know: bits 0-6 its weight, 8-14 its lane + 1 (0: none), 15 whether it is shared, 32
+# whether it has but one lookup, 34-63 its number among the shared rows, those with 2 .. MOST_LOOKUPS lookups.
+_LANE_SHIFT, _SHARED_SHIFT, _SINGLE_SHIFT, _NUMBER_SHIFT = np.uint64(8), np.uint64(15), np.uint64(32), np.uint64(34)
+_SEVEN_BITS = np.uint64(127)
+_ONE = np.uint64(1)
+_SUMMED = _SEVEN_BITS | _ONE << _SINGLE_SHIFT  # what is summed per sample and lane: weights below, single rows above
+_WEIGHTS = np.uint64((1 << 32) - 1)
+
+
+@nb.njit(nogil=True, cache=True)
+def assign_samples(inverse: np.ndarray, starts: np.ndarray, lane: np.ndarray, lookups: np.ndarray, lanes: int) -> np.ndarray:
+    """The samples of a step in the order of its slices: int64 [n], places in the batch, ascending within a slice.
+
+    inverse int32 [lookups]: distinct row of every lookup; starts int64 [n + 1]: first lookup of every sample; lane int32 [distinct]: lane of
+    each distinct row, -1 where it has none yet; lookups int32 [distinct]: lookups of each in the step. Slice v has order[v * n // lanes :
+    (v + 1) * n // lanes].
+    """
+    n = starts.size - 1
+    order = np.empty(n, np.int64)
+    if lanes == 1:
+        for i in range(n):
+            order[i] = i
+        return order
+    present = np.zeros((lookups.size, lanes), np.uint8)
+    words = _words(lane, lookups, present)
+    shared = np.empty(inverse.size + 1, np.int32)
+    bounds = np.empty(n + 1, np.int64)
+    sums = np.zeros((n, lanes + 1), np.uint64)
+    regrets, most = _score(inverse, starts, words, shared, bounds, sums)
+    firsts = np.empty(lanes + 1, np.int64)
+    for v in range(lanes + 1):
+        firsts[v] = v * n // lanes
+    chosen = _deal(_by_regret(regrets), sums, firsts)
+    members = np.empty(n, np.int32)
+    filled = firsts.copy()
+    for i in range(n):
+        v = chosen[i]
+        members[filled[v]] = i
+        filled[v] += 1
+        for k in range(bounds[i], bounds[i + 1]):
+            present[np.uint64(shared[k]), np.uint64(v)] += np.uint8(1)
+    _swap(members, firsts, chosen, shared, bounds, present, sums, most)
+    filled[:] = firsts
+    for i in range(n):
+        v = chosen[i]
+        order[filled[v]] = i
+        filled[v] += 1
+    return order
+
+
+@nb.njit(nogil=True, cache=True)
+def _words(lane: np.ndarray, lookups: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """The distinct rows' words, uint64. present uint8 [shared rows, lanes]: 1 is added where a lane owns a shared row, for it is there anyway."""
+    words = np.zeros(lookups.size, np.uint64)
+    number = 0
+    for d in range(lookups.size):
+        count = lookups[d]
+        owner = lane[d]
+        if count == 1:
+            words[d] = np.uint64(_WEIGHT) | np.uint64(owner + 1) << _LANE_SHIFT | _ONE << _SINGLE_SHIFT
+        elif count <= MOST_LOOKUPS:
+            words[d] = (
+                np.uint64(_WEIGHT // count)
+                | np.uint64(owner + 1) << _LANE_SHIFT
+                | _ONE << _SHARED_SHIFT
+                | np.uint64(number) << _NUMBER_SHIFT
+            )
+            if owner >= 0:
+                present[number, owner] = 1
+            number += 1
+    return words
+
+
+@nb.njit(nogil=True, cache=True)
+def _score(
+    inverse: np.ndarray, starts: np.ndarray, words: np.ndarray, shared: np.ndarray, bounds: np.ndarray, sums: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Sum up every sample's rows per lane, and gather its shared rows; no branch in the loop over lookups, which could not be foreseen.
+
+    Fills shared int32 [lookups + 1], bounds int64 [n + 1] (CSR into it) and sums uint64 [n, lanes + 1], column v + 1 for lane v. Returns each
+    sample's largest score less its second largest, int32 [n], and the most rows that a gain (`_rank`) can count.
+    """
+    n = starts.size - 1
+    regrets = np.empty(n, np.int32)
+    most = 0
+    place = np.uint64(0)
+    bounds[0] = 0
+    for i in range(n):
+        mine = sums[i]
+        for k in range(np.uint64(starts[i]), np.uint64(starts[i + 1])):
+            word = words[np.uint64(inverse[k])]
+            mine[(word >> _LANE_SHIFT) & _SEVEN_BITS] += word & _SUMMED
+            shared[place] = word >> _NUMBER_SHIFT
+            place += (word >> _SHARED_SHIFT) & _ONE
+        bounds[i + 1] = place
+        counted = bounds[i + 1] - bounds[i]
+        best = second = np.int32(-1)
+        for v in range(1, mine.size):
+            score = np.int32(mine[v] & _WEIGHTS)
+            counted += np.int64(mine[v] >> _SINGLE_SHIFT)
+            second = max(second, min(best, score))
+            best = max(best, score)
+        most = max(most, counted)
+        regrets[i] = best - second
+    return regrets, most
+
+
+@nb.njit(nogil=True, cache=True)
+def _by_regret(regrets: np.ndarray) -> np.ndarray:
+    """Samples by descending regret, then by place: int32 [n]. A counting sort: regrets are small."""
+    top = np.int32(0)
+    for i in range(regrets.size):
+        top = max(top, regrets[i])
+    heads = np.zeros(top + 2, np.int32)
+    for i in range(regrets.size):
+        heads[top - regrets[i] + 1] += 1
+    for k in range(top + 1):
+        heads[k + 1] += heads[k]
+    order = np.empty(regrets.size, np.int32)
+    for i in range(regrets.size):
+        order[heads[top - regrets[i]]] = i
+        heads[top - regrets[i]] += 1
+    return order
+
+
+@nb.njit(nogil=True, cache=True)
+def _deal(order: np.ndarray, sums: np.ndarray, firsts: np.ndarray) -> np.ndarray:
+    """Each sample in turn to the lane with the largest score of those with room; ties: most room, then the lowest lane. int32 [n]."""
+    lanes = firsts.size - 1
+    room = firsts[1:] - firsts[:-1]
+    chosen = np.empty(order.size, np.int32)
+    for k in range(order.size):
+        i = np.uint64(order[k])
+        best, rank = 0, np.int64(-1)
+        for v in range(lanes):
+            here = np.int64(sums[i, v + 1] & _WEIGHTS) << 32 | room[v]
+            if room[v] > 0 and here > rank:
+                best, rank = v, here
+        chosen[i] = best
+        room[best] -= 1
+    return chosen
+
+
+@nb.njit(nogil=True, cache=True)
+def _swap(
+    members: np.ndarray,
+    firsts: np.ndarray,
+    chosen: np.ndarray,
+    shared: np.ndarray,
+    bounds: np.ndarray,
+    present: np.ndarray,
+    sums: np.ndarray,
+    most: int,
+) -> None:
+    """For every two lanes, exchange the samples that gain most by it, pair by pair, where fewer rows are exchanged then.
+
+    members int32 [n]: samples slice by slice. present uint8 [shared rows, lanes]: lookups of a row in a slice, and 1 for its owner.
+    """
+    lanes = firsts.size - 1
+    largest = (members.size + lanes - 1) // lanes
+    places, gains = np.empty((2, largest), np.int32), np.empty((2, largest), np.int32)
+    work, heads = np.empty(largest, np.int32), np.empty(2 * most + 2, np.int32)
+    for a in range(lanes):
+        ours = members[firsts[a] : firsts[a + 1]]
+        for b in range(a + 1, lanes):
+            theirs = members[firsts[b] : firsts[b + 1]]
+            _rank(ours, a, b, shared, bounds, present, sums, most, work, heads, places[0], gains[0])
+            _rank(theirs, b, a, shared, bounds, present, sums, most, work, heads, places[1], gains[1])
+            for k in range(min(ours.size, theirs.size)):
+                if gains[0, k] + gains[1, k] <= 0:
+                    break
+                i, j = ours[places[0, k]], theirs[places[1, k]]
+                mine, other = shared[bounds[i] : bounds[i + 1]], shared[bounds[j] : bounds[j + 1]]
+                fewer = _single_gain(sums[i], a, b) + _single_gain(sums[j], b, a)
+                fewer += _move(mine, a, b, present) + _move(other, b, a, present)
+                if fewer > 0:
+                    ours[places[0, k]], theirs[places[1, k]] = j, i
+                    chosen[i], chosen[j] = b, a
+                else:
+                    _move(mine, b, a, present)
+                    _move(other, a, b, present)
+
+
+@nb.njit(nogil=True, cache=True, inline="always")
+def _single_gain(mine: np.ndarray, source: int, target: int) -> np.int64:
+    """Rows with one lookup that are no longer exchanged if their sample moves; a row without a lane is not, wherever it is used."""
+    return np.int64(mine[np.uint64(target + 1)] >> _SINGLE_SHIFT) - np.int64(mine[np.uint64(source + 1)] >> _SINGLE_SHIFT)
+
+
+@nb.njit(nogil=True, cache=True)
+def _rank(
+    members: np.ndarray,
+    source: int,
+    target: int,
+    shared: np.ndarray,
+    bounds: np.ndarray,
+    present: np.ndarray,
+    sums: np.ndarray,
+    most: int,
+    work: np.ndarray,
+    heads: np.ndarray,
+    places: np.ndarray,
+    gains: np.ndarray,
+) -> None:
+    """Places in a slice's list and their gains by a move to `target`, by descending gain, then by place: fills places and gains."""
+    heads[:] = 0
+    s, t = np.uint64(source), np.uint64(target)
+    for k in range(members.size):
+        i = np.uint64(members[k])
+        gain = _single_gain(sums[i], source, target)
+        for q in range(np.uint64(bounds[i]), np.uint64(bounds[i + _ONE])):
+            d = np.uint64(shared[q])
+            gain += np.int64(present[d, s] == 1) - np.int64(present[d, t] == 0)
+        work[k] = most - gain
+        heads[np.uint64(most - gain + 1)] += 1
+    for k in range(heads.size - 1):
+        heads[k + 1] += heads[k]
+    for k in range(members.size):
+        place = np.uint64(heads[np.uint64(work[k])])
+        places[place], gains[place] = k, most - work[k]
+        heads[np.uint64(work[k])] += 1
+
+
+@nb.njit(nogil=True, cache=True)
+def _move(rows: np.ndarray, source: int, target: int, present: np.ndarray) -> np.int64:
+    """Take a sample's shared rows from one slice to another; returns by how many fewer rows are exchanged."""
+    s, t = np.uint64(source), np.uint64(target)
+    fewer = np.int64(0)
+    for q in range(rows.size):
+        d = np.uint64(rows[q])
+        present[d, s] -= np.uint8(1)
+        fewer += np.int64(present[d, s] == 0) - np.int64(present[d, t] == 0)
+        present[d, t] += np.uint8(1)
+    return fewer

@@ -22,14 +22,14 @@ from pipelines import oracle
 from pipelines.errors import DiskError, PipelineError, ScheduleError, SlotsError
 from pipelines.features import FeatureSpec
 from pipelines.files import write_json, write_sealed
-from pipelines.lane_oracle import LaneOracle, TooFewSlots, cut_moves, room_for_moves
+from pipelines.lane_oracle import MoveBuffer, Oracle, TooFewSlots
 from pipelines.ordering import OrderedSource
-from pipelines.row_table import DIRECT_ROWS, RowTable
+from pipelines.row_table import ACCESS_BITS, DIRECT_ROWS, RowTable
 from pipelines.samples import Samples
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header, mask_dtype
 from pipelines.segments import SampleWriter, SegmentWriter, write_row_table
-from pipelines.serial_pass import SerialPass
+from pipelines.serial_pass import AssignSamples, SerialPass
 
 CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
 
@@ -80,9 +80,14 @@ def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]
     return Samples.concat([samples for samples, _ in parts]), np.concatenate([numbers for _, numbers in parts])
 
 
+def _serial_pass(settings: CompileSettings, folder: Path) -> SerialPass:
+    assign: AssignSamples | None = None
+    return SerialPass(settings.features, settings.lanes, RowTable(settings.features, folder, settings.direct_rows), assign)
+
+
 def _count_slots(source: OrderedSource, settings: CompileSettings, work: Path) -> tuple[np.ndarray, np.ndarray]:
     """What a first pass over the data finds per lane: rows of the largest step, and rows ever trained."""
-    serial = SerialPass(settings.features, settings.lanes, RowTable(settings.features, work / "counting", settings.direct_rows))
+    serial = _serial_pass(settings, work / "counting")
     if settings.parent is not None:
         serial.table.load(Schedule(settings.parent).rows(), serial.counts)
     for epoch in range(settings.epochs if source.shuffled else 1):
@@ -121,34 +126,28 @@ class Compiler:
         )
         if self.header.end_step >= 2**31 - 2:
             raise ScheduleError(f"steps: must be below 2^31, are {self.header.end_step}: use a larger --batch-size")
-        self.serial = SerialPass(
-            settings.features, settings.lanes, RowTable(settings.features, work / "rows", settings.direct_rows)
-        )
+        self.serial = _serial_pass(settings, work / "rows")
         if parent is not None:
             self._check_parent(parent)
             self.serial.table.load(parent.rows(), self.serial.counts)
-        self.oracles = [
-            LaneOracle(n, lane, len(settings.features.tables), self._ring(), mask_dtype(settings.lanes))
-            for lane, n in enumerate(slots)
-        ]
-        for lane, planner in enumerate(self.oracles):
-            planner.trained += self.serial.counts[lane]
-        self.front = self.step = self.header.first_step
+        self.oracle = Oracle(slots, self.serial.counts, self._ring(), mask_dtype(settings.lanes), self.header.first_step)
         self.end = self.header.end_step
         self._incoming = self._training_steps()
         self._closed: deque[dict[str, Any]] = deque()  # train segments that the serial pass has completed
         self._first_epoch: list[dict[str, Any]] = []  # what later epochs in the same order refer to
         self._evaluation: list[dict[str, Any]] = []
         self.writer = SegmentWriter(out, self.header)
-        self.samples = SampleWriter(out, self.header, "samples")
-        self.evaluation_samples = SampleWriter(out, self.header, "evaluation")
+        self.samples = SampleWriter(out, self.header, "samples", settings.segment_bytes)
+        self.evaluation_samples = SampleWriter(out, self.header, "evaluation", settings.segment_bytes)
+
+    def _window(self) -> int:
+        """Accesses that the window may hold, by the settings and by the bits that the row table has for their numbers (one is for excess)."""
+        return min(self.settings.window_accesses, 1 << (ACCESS_BITS - 1))
 
     def _ring(self) -> int:
-        """Accesses that a lane's ring holds from the start, so that it does not grow as a rule: its share of the window, and a quarter."""
-        settings = self.settings
-        window = min(settings.window_accesses, self.source.training_samples * settings.epochs * len(settings.features.features))
-        share = window if settings.lanes == 1 else window * 5 // (4 * settings.lanes)
-        return 1 << max(share - 1, 1 << 10).bit_length()
+        """Accesses that the window has room for from the start, so that it does not grow as a rule."""
+        all_of_them = self.source.training_samples * self.settings.epochs * len(self.settings.features.features)
+        return 1 << max(min(self._window(), all_of_them) - 1, 1 << 10).bit_length()
 
     def _check_parent(self, parent: Schedule) -> None:
         if parent.header.lanes != self.settings.lanes:
@@ -168,33 +167,33 @@ class Compiler:
     def _advance(self) -> None:
         """One step of the serial pass."""
         epoch, place, samples, numbers = next(self._incoming)
-        count, firsts, bounds = self.serial.train(samples)
-        for planner in self.oracles:
-            planner.link(self.serial, self.front, self.step, count)
+        step = self.serial.train(samples)
+        self.oracle.link(self.serial, step)
         last = place == self.header.steps_per_epoch - 1
         if epoch == 0 or self.source.shuffled:
-            self.samples.add(samples, numbers + self.header.first_number, self.serial, count, firsts, bounds)
+            self.samples.add(samples, numbers + self.header.first_number, self.serial, step)
             if last or self.samples.bytes >= self.settings.segment_bytes:
-                part = {"epoch": epoch, "first": self.front + 1 - self.samples.events, **self.samples.close()}
+                part = {"epoch": epoch, "first": self.oracle.front - self.samples.events, **self.samples.close()}
                 self._closed.append(part)
                 self._first_epoch.append(part)
         else:
             shift = epoch * self.header.steps_per_epoch
             for part in self._first_epoch:
-                if part["first"] + shift + len(part["samples"]) == self.front + 1:
+                if part["first"] + shift + len(part["samples"]) == self.oracle.front:
                     self._closed.append({**part, "epoch": epoch, "first": part["first"] + shift})
-        self.front += 1
 
     def _look_ahead(self, steps: int) -> int:
         """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned."""
-        while self.front < self.end:
-            ahead = self.front - self.step
-            if ahead >= 2 and sum(p.pending() for p in self.oracles) + self.serial.most.sum() > self.settings.window_accesses:
+        planner = self.oracle
+        while planner.front < self.end:
+            ahead = planner.front - planner.step
+            if ahead >= 2 and planner.pending() + self.serial.most.sum() > self._window():
                 break
-            if ahead >= steps + max(planner.lookahead() for planner in self.oracles):
+            if ahead >= steps + planner.lookahead():
                 break
             self._advance()
-        return min(steps, self.front - self.step if self.front == self.end else self.front - self.step - 1)
+        ahead = planner.front - planner.step
+        return min(steps, ahead if planner.front == self.end else ahead - 1)
 
     def run(self) -> dict[str, Any]:
         """Write the whole schedule; returns its manifest."""
@@ -202,20 +201,21 @@ class Compiler:
         with ThreadPoolExecutor(max(1, min(self.settings.threads, self.settings.lanes))) as pool:
             for epoch in range(self.settings.epochs):
                 epoch_end = self.header.first_step + (epoch + 1) * self.header.steps_per_epoch
-                while self.step < epoch_end:
-                    steps = self._look_ahead(min(CHUNK_STEPS, epoch_end - self.step))
+                while self.oracle.step < epoch_end:
+                    steps = self._look_ahead(min(CHUNK_STEPS, epoch_end - self.oracle.step))
                     if self._closed:
-                        steps = min(steps, self._closed[0]["first"] + len(self._closed[0]["samples"]) - self.step)
+                        steps = min(steps, self._closed[0]["first"] + len(self._closed[0]["samples"]) - self.oracle.step)
                     self._plan(pool, steps)
-                    self.progress(self.step - self.header.first_step, self.end - self.header.first_step)
+                    self.progress(self.oracle.step - self.header.first_step, self.end - self.header.first_step)
                 self._evaluate(epoch)
         return self._finish()
 
     def _plan(self, pool: ThreadPoolExecutor, steps: int) -> None:
         rows = self.serial.table.rows
-        if not any(planner.moves for planner in self.oracles):
-            self.writer.begin(self.oracles, rows)
-        tasks = [pool.submit(p.plan, rows, self.step, steps, self.front, self.front == self.end) for p in self.oracles]
+        if not self.oracle.lanes[0].buffer.events:
+            self.writer.begin(self.oracle, rows)
+        at_end = self.oracle.front == self.end
+        tasks = [pool.submit(self.oracle.plan, rows, lane, steps, at_end) for lane in range(self.header.lanes)]
         try:
             for task in tasks:
                 task.result()
@@ -225,48 +225,51 @@ class Compiler:
             most = int(self.serial.most.max())
             raise SlotsError(
                 f"--slots: must hold every row of a step, is {self.settings.slots}: lane {error.lane} needs {error.rows} by step "
-                f"{self.step + steps - 1}, and the largest step {most}: give --slots {most} or more, or a smaller --batch-size"
+                f"{self.oracle.step + steps - 1}, and the largest step {most}: give --slots {most} or more, or a smaller --batch-size"
             ) from None
-        self.step += steps
-        if self._closed and self.step == self._closed[0]["first"] + len(self._closed[0]["samples"]):
-            self.writer.train(self._closed.popleft(), [planner.take_moves() for planner in self.oracles])
+        self.oracle.advance(steps)
+        if self._closed and self.oracle.step == self._closed[0]["first"] + len(self._closed[0]["samples"]):
+            self.writer.train(self._closed.popleft(), [planner.buffer.take() for planner in self.oracle.lanes])
 
     def _evaluate(self, epoch: int) -> None:
         rows = self.serial.table.rows
-        parts: list[list[oracle.Moves]] = [[] for _ in self.oracles]
-        evaluation_slots = [0] * len(self.oracles)
-        mask = mask_dtype(self.header.lanes)
+        buffers = [MoveBuffer(mask_dtype(self.header.lanes)) for _ in range(self.header.lanes)]
+        evaluation_slots = [0] * len(buffers)
         k = first = 0
         for samples, numbers in batches(self.source.evaluation(), self.settings.batch_size):
-            if not parts[0]:
-                self.writer.begin(self.oracles, rows)
-            count, firsts, bounds = self.serial.look_up(samples)
+            if not buffers[0].events:
+                self.writer.begin(self.oracle, rows)
+            step = self.serial.look_up(samples)
             if epoch == 0:
-                self.evaluation_samples.add(samples, numbers, self.serial, count, firsts, bounds)
-            for lane in range(len(self.oracles)):
-                moves = room_for_moves(int(self.serial.owned[lane]), mask)
-                used, arrivals = oracle.plan_evaluation(rows, lane, count, self.serial.scratch, self.header.slots[lane], moves)
-                parts[lane].append(cut_moves(moves, used, 0, arrivals))
-                evaluation_slots[lane] = max(evaluation_slots[lane], int(arrivals))
+                self.evaluation_samples.add(samples, numbers, self.serial, step)
+            start = 0
+            for lane, (buffer, owned) in enumerate(zip(buffers, self.serial.owned.tolist(), strict=True)):
+                counts = buffer.room(1, owned)
+                mine = self.serial.scratch.order[start : start + owned]
+                slot = self.header.slots[lane]
+                oracle.plan_evaluation(rows, mine, self.serial.scratch, slot, buffer.fill, buffer.moves, counts[0])
+                evaluation_slots[lane] = max(evaluation_slots[lane], int(counts[0, 2]))
+                start += owned
             first += 1
             if epoch == 0 and self.evaluation_samples.bytes >= self.settings.segment_bytes:
                 self._evaluation.append(self.evaluation_samples.close())
-            if k < len(self._evaluation) and len(parts[0]) == len(self._evaluation[k]["samples"]):
-                self._end_evaluation(epoch, first, k, parts, evaluation_slots)
-                parts, evaluation_slots, k = [[] for _ in self.oracles], [0] * len(self.oracles), k + 1
-        if parts[0]:
+            if k < len(self._evaluation) and buffers[0].events == len(self._evaluation[k]["samples"]):
+                self._end_evaluation(epoch, first, k, buffers, evaluation_slots)
+                evaluation_slots, k = [0] * len(buffers), k + 1
+        if buffers[0].events:
             self._evaluation.append(self.evaluation_samples.close())
-            self._end_evaluation(epoch, first, k, parts, evaluation_slots)
+            self._end_evaluation(epoch, first, k, buffers, evaluation_slots)
 
-    def _end_evaluation(self, epoch: int, first: int, k: int, parts: list[list[oracle.Moves]], slots: list[int]) -> None:
+    def _end_evaluation(self, epoch: int, first: int, k: int, buffers: list[MoveBuffer], slots: list[int]) -> None:
         steps = -(-self.header.evaluation_samples // self.settings.batch_size)
-        place = {"epoch": epoch, "first": epoch * steps + first - len(parts[0])}
-        self.writer.evaluate({**self._evaluation[k], **place}, parts, slots)
+        place = {"epoch": epoch, "first": epoch * steps + first - buffers[0].events}
+        self.writer.evaluate({**self._evaluation[k], **place}, [buffer.take() for buffer in buffers], slots)
 
     def _finish(self) -> dict[str, Any]:
-        totals = {name: sum(planner.totals[name] for planner in self.oracles) for name in self.oracles[0].totals}
-        occupied = [planner.occupied() for planner in self.oracles]
-        cover = min(planner.cover for planner in self.oracles)
+        lanes = self.oracle.lanes
+        totals = {name: sum(planner.totals[name] for planner in lanes) for name in lanes[0].totals}
+        occupied = [self.oracle.occupied(lane) for lane in range(len(lanes))]
+        cover = min(planner.cover for planner in lanes)
         manifest = {
             "version": FORMAT_VERSION,
             "header": self.writer.header_checksum(),

@@ -1,135 +1,171 @@
-"""One lane's oracle as it follows the serial pass: its state, its lookahead, and the moves of the segment being planned."""
+"""The lanes' oracles as they follow the serial pass: their lookahead, and the moves of the segment being planned."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import numpy as np
 
 from pipelines import oracle
-from pipelines.serial_pass import SerialPass
+from pipelines.errors import PipelineError
+from pipelines.row_table import ACCESS_BITS, Rows
+from pipelines.schedule_format import MOVE_COLUMNS
+from pipelines.serial_pass import SerialPass, Step
 
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
 COVER = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals equal Belady's MIN
+STEPS = 1 << 10  # steps that the window has room for at first
+
+Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # name -> (offsets int32 [events + 1], values)
+
+
+class MoveBuffer:
+    """The moves of one lane in consecutive events, in arrays that are used again."""
+
+    def __init__(self, mask: np.dtype) -> None:
+        kinds = (np.int32, np.uint8, mask, np.int32, np.int32, np.int16, np.int64, np.int64, np.int32, np.int32)
+        self.moves = oracle.Moves(*(np.empty(0, kind) for kind in kinds))
+        self.fill = np.zeros(3, np.int64)  # entries taken by rows used, ends and arrivals
+        self._counts: list[np.ndarray] = []  # int64 [events, 4]: rows used, ends, arrivals, initial ones
+
+    @property
+    def events(self) -> int:
+        """Events gathered so far."""
+        return sum(map(len, self._counts))
+
+    def room(self, events: int, rows: int) -> np.ndarray:
+        """Make room for as many events that use so many rows in all; returns int64 [events, 4] to be filled with their counts."""
+        need = int(self.fill.max()) + rows
+        if need > len(self.moves.slots):
+            # Once grown to a segment, it stays: a page of it is paid for once.
+            size = max(need, 2 * len(self.moves.slots))
+            grown = [np.empty(size, array.dtype) for array in self.moves]
+            for old, new in zip(self.moves, grown, strict=True):
+                new[: len(old)] = old
+            self.moves = oracle.Moves(*grown)
+        counts = np.zeros((events, 4), np.int64)
+        self._counts.append(counts)
+        return counts
+
+    def take(self) -> Columns:
+        """The moves since the last call as list columns; they are views, valid until the next `room`."""
+        counts = np.concatenate(self._counts)
+        offsets = np.zeros((len(counts) + 1, 3), np.int32)
+        np.cumsum(counts[:, :3], axis=0, out=offsets[1:])
+        columns = {}
+        for k, name in enumerate(MOVE_COLUMNS):
+            kind = 0 if k < 3 else 1 if k == 3 else 2
+            columns[name] = (np.ascontiguousarray(offsets[:, kind]), self.moves[k][: offsets[-1, kind]])
+        self._counts.clear()
+        self.fill[:] = 0
+        return columns
 
 
 class LaneOracle:
-    """One lane's oracle: its state, and the moves of the segment being planned."""
+    """One lane's part of the oracle: what it knows of its arrivals, and the moves of the segment being planned."""
 
-    def __init__(self, slots: int, lane: int, tables: int, ring: int, mask: np.dtype) -> None:
-        self.state = oracle.lane_state(slots, ring, 1 << 10, mask)
-        self._mask = mask
-        self.lane = lane
-        self.recent: deque[int] = deque(maxlen=RATE_STEPS)
-        self.trained = np.zeros(tables, np.int64)  # ordinals given so far, per table
-        self.moves: list[oracle.Moves] = []
-        self.totals = {"used": 0, "arrivals": 0, "initial": 0, "ends": 0}
+    def __init__(self, lane: int, slots: int, mask: np.dtype) -> None:
+        self.lane, self.slots = lane, slots
+        self.buffer = MoveBuffer(mask)
+        self.totals = {"used": 0, "ends": 0, "arrivals": 0, "initial": 0}
         self.cover = float("inf")
-        self._pending_steps = 0
+        self.pending = 0  # accesses between the serial pass and the oracle
+        self._recent: deque[int] = deque(maxlen=RATE_STEPS)
+        self._sum = 0  # of recent
+
+    def lookahead(self, occupied: int, pending_steps: int) -> int:
+        """Steps that the serial pass must be ahead for the next decisions to be Belady's."""
+        if self.slots - occupied >= self.pending:
+            return 2
+        if not self._recent:
+            # Nothing is known of arrivals yet; as a rule at least a quarter of the rows of the first steps arrive.
+            return 2 + 4 * COVER * self.slots * pending_steps // max(self.pending, 1)
+        return 2 + (COVER * self.slots * len(self._recent) // self._sum if self._sum else 1 << 30)
+
+    def count(self, first: int, counts: np.ndarray, front: int, at_end: bool) -> None:
+        """Take note of steps that were planned, from `first` on, while the serial pass stood at step `front`."""
+        for step, (_, ends, arrivals, _) in enumerate(counts.tolist(), first):
+            if len(self._recent) == RATE_STEPS:
+                self._sum -= self._recent[0]
+            self._recent.append(arrivals)
+            self._sum += arrivals
+            if ends and not at_end:
+                self.cover = min(self.cover, (front - step) * self._sum / len(self._recent) / self.slots)
+        sums = counts.sum(axis=0).tolist()
+        for name, value in zip(self.totals, sums, strict=True):
+            self.totals[name] += value
+        self.pending -= sums[0]
+
+
+class Oracle:
+    """All lanes' oracles: the window of pending accesses, the partitions, and the moves of the segment being planned.
+
+    trained int64 [V, tables]: ordinals given before the first step; ring: accesses that the window has room for at first.
+    """
+
+    def __init__(self, slots: list[int], trained: np.ndarray, ring: int, mask: np.dtype, first_step: int) -> None:
+        self.window = oracle.empty_window(ring, STEPS, len(slots), mask)
+        self.parts = oracle.empty_partitions(slots, STEPS, trained.shape[1])
+        self.parts.trained[:] = trained
+        self.lanes = [LaneOracle(lane, n, mask) for lane, n in enumerate(slots)]
+        self.step = self.front = first_step  # the next to be planned; the next that the serial pass comes to
 
     def pending(self) -> int:
         """Accesses between the serial pass and the oracle."""
-        return int(self.state.scalars[oracle.FRONT] - self.state.scalars[oracle.TAIL])
+        return int(self.window.scalars[oracle.FRONT] - self.window.scalars[oracle.TAIL])
 
-    def link(self, serial: SerialPass, step: int, oldest: int, count: int) -> None:
+    def link(self, serial: SerialPass, step: Step) -> None:
         """Append a step of the serial pass."""
-        need = self.pending() + int(serial.owned[self.lane])
-        if need > self.state.row.size:
-            self.state = oracle.with_ring(self.state, 1 << (need - 1).bit_length())
-        if step - oldest + 4 > self.state.step_ends.size:
-            self._grow_steps(step, oldest)
-        self._pending_steps += 1
-        oracle.link(serial.table.rows, self.lane, step, count, serial.scratch, self.state)
+        need = self.pending() + step.count
+        if need > len(self.window.tables):
+            if need > 1 << ACCESS_BITS:
+                raise PipelineError(f"--batch-size: must leave three steps of at most 2^{ACCESS_BITS} rows: use a smaller one")
+            self.window = oracle.with_ring(self.window, 1 << (need - 1).bit_length())
+        if self.front - self.step + 4 > len(self.window.starts):
+            self.window, self.parts = oracle.with_steps(
+                self.window, self.parts, 2 * len(self.window.starts), self.step - 2, self.front
+            )
+        oracle.link(serial.table.rows, self.front, step.count, serial.owned, serial.scratch, self.window, self.parts)
+        for planner, owned in zip(self.lanes, serial.owned.tolist(), strict=True):
+            planner.pending += owned
+        self.front += 1
 
-    def _grow_steps(self, step: int, oldest: int) -> None:
-        old = self.state.step_ends.size
-        numbers = np.arange(max(oldest - 2, 0), step)
-        ends, heads = np.zeros(2 * old, np.int64), np.full(2 * old, -1, np.int32)
-        ends[numbers & (2 * old - 1)] = self.state.step_ends[numbers & (old - 1)]
-        heads[numbers & (2 * old - 1)] = self.state.heads[numbers & (old - 1)]
-        self.state = self.state._replace(step_ends=ends, heads=heads)
-
-    def occupied(self) -> int:
+    def occupied(self, lane: int) -> int:
         """Slots that a row has taken; they are 0 .. occupied - 1."""
-        return int(self.state.scalars[oracle.USED])
+        return int(self.parts.scalars[lane, oracle.USED])
 
     def lookahead(self) -> int:
-        """Steps that the serial pass must be ahead for the next decisions to be Belady's."""
-        if self.state.slot_row.size - self.occupied() >= self.pending():
-            return 2
-        slots = self.state.slot_row.size
-        if not self.recent:
-            # Nothing is known of arrivals yet; as a rule at least a quarter of the rows of the first steps arrive.
-            return 2 + 4 * COVER * slots * self._pending_steps // max(self.pending(), 1)
-        arrivals = sum(self.recent)
-        return 2 + (COVER * slots * len(self.recent) // arrivals if arrivals else 1 << 30)
+        """Steps that the serial pass must be ahead for the next decisions of every lane to be Belady's."""
+        ahead = self.front - self.step
+        return max(planner.lookahead(self.occupied(lane), ahead) for lane, planner in enumerate(self.lanes))
 
-    def plan(self, rows: Any, first: int, count: int, front: int, at_end: bool) -> None:
-        """Plan `count` steps from `first`; the serial pass stands at step `front`."""
-        for step in range(first, first + count):
-            moves = room_for_moves(self._pending_in(step), self._mask)
-            used, ends, arrivals = oracle.plan_step(rows, step, self.state, moves)
-            if used < 0:
-                raise TooFewSlots(self.lane, -used)
-            moves = cut_moves(moves, used, ends, arrivals)
-            self.moves.append(moves)
-            self._pending_steps -= 1
-            fresh = moves.table[moves.tag == 0]
-            self.trained += np.bincount(fresh, minlength=self.trained.size)
-            self.recent.append(int(arrivals))
-            for name, value in (("used", used), ("arrivals", arrivals), ("initial", fresh.size), ("ends", ends)):
-                self.totals[name] += int(value)
-            if ends and not at_end:
-                self.cover = min(self.cover, (front - step) * sum(self.recent) / len(self.recent) / self.state.slot_row.size)
+    def plan(self, rows: Rows, lane: int, count: int, at_end: bool) -> None:
+        """Plan `count` steps of one lane; at_end: the serial pass has come to the end. Raises TooFewSlots."""
+        planner = self.lanes[lane]
+        steps = np.arange(self.step, self.step + count) & (len(self.window.starts) - 1)
+        used = int((self.window.starts[steps, lane + 1] - self.window.starts[steps, lane]).sum())
+        counts = planner.buffer.room(count, used)
+        need = oracle.plan_steps(
+            rows, lane, self.step, self.window, self.parts, planner.buffer.fill, planner.buffer.moves, counts
+        )
+        if need:
+            raise TooFewSlots(lane, int(need))
+        planner.count(self.step, counts, self.front, at_end)
 
-    def _pending_in(self, step: int) -> int:
-        """Rows of the step at the ring's tail."""
-        steps = self.state.step_ends.size - 1
-        return int(self.state.step_ends[step & steps] - self.state.scalars[oracle.TAIL])
+    def advance(self, count: int) -> None:
+        """Leave `count` steps behind that every lane has planned."""
+        self.step += count
+        self.window.scalars[oracle.TAIL] = self.window.starts[(self.step - 1) & (len(self.window.starts) - 1), -1]
 
-    def occupants(self, rows: Any) -> dict[str, np.ndarray]:
-        """The partition's entry state (schedule.Occupants)."""
-        n = self.occupied()
-        found = {
-            name: np.zeros(n, kind)
-            for name, kind in (
-                ("table", np.int16),
-                ("ordinal", np.int64),
-                ("id", np.int64),
-                ("tag", np.int32),
-                ("stored", np.int32),
-            )
-        }
-        oracle.occupants(rows, self.state, *found.values())
+    def occupants(self, rows: Rows, lane: int) -> dict[str, np.ndarray]:
+        """A partition's entry state (schedule.Occupants)."""
+        n = self.occupied(lane)
+        kinds = (("table", np.int16), ("ordinal", np.int64), ("id", np.int64), ("tag", np.int32), ("stored", np.int32))
+        found = {name: np.zeros(n, kind) for name, kind in kinds}
+        oracle.occupants(rows, lane, self.parts, *found.values())
         return found
-
-    def take_moves(self) -> list[oracle.Moves]:
-        """Hand over the moves planned since the last call."""
-        moves, self.moves = self.moves, []
-        return moves
 
 
 class TooFewSlots(Exception):
     def __init__(self, lane: int, rows: int) -> None:
         self.lane, self.rows = lane, rows
-
-
-def room_for_moves(room: int, mask: np.dtype) -> oracle.Moves:
-    return oracle.Moves(
-        np.empty(room, np.int32),
-        np.empty(room, np.uint8),
-        np.empty(room, mask),
-        np.empty(room, np.int32),
-        np.empty(room, np.int32),
-        np.empty(room, np.int16),
-        np.empty(room, np.int64),
-        np.empty(room, np.int64),
-        np.empty(room, np.int32),
-        np.empty(room, np.int32),
-    )
-
-
-def cut_moves(moves: oracle.Moves, used: int, ends: int, arrivals: int) -> oracle.Moves:
-    lengths = [used] * 3 + [ends] + [arrivals] * 6
-    return oracle.Moves(*(array[:n].copy() for array, n in zip(moves, lengths, strict=True)))

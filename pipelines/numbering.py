@@ -1,7 +1,7 @@
 """The serial pass: distinct rows of a step, their lanes and ordinals, each lane's local numbering (docs/definitions.md, Ownership).
 
 Pure kernels over arrays. A step's distinct rows are found in a small hash table that stays in cache, so the row table is touched once per
-distinct row rather than once per lookup.
+distinct row rather than once per lookup, and asked for ahead.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import numba as nb
 import numpy as np
 
 from pipelines.mixing import mix
-from pipelines.row_table import LANE, ORDINAL, TAG, Rows, find, find_or_add
+from pipelines.row_table import ACCESS_BITS, AHEAD, ORDINAL, OWNER, TAG, Rows, expect, expect_hashed, find
+
+_HASH_BITS = 64
 
 
 class Scratch(NamedTuple):
     """Working space of the serial pass, grown to the largest step."""
 
-    stamps: np.ndarray  # int32 [power of two]: the pass that filled a place of the step's hash table
-    places: np.ndarray  # int32 [power of two]: distinct row in that place
+    places: np.ndarray  # uint64 [power of two]: the pass that filled a place of the step's hash table << 32 | distinct row
     table: np.ndarray  # int16 [distinct]
     id: np.ndarray  # int64 [distinct]
+    record: np.ndarray  # int64 [distinct]: -1 for a row that was never trained, in evaluation
+    lane: np.ndarray  # int32 [distinct]: owner, -1 before it is known
     users: np.ndarray  # uint64 [distinct]: bit v: the slice of lane v uses the row
-    record: np.ndarray  # int64 [distinct]
-    lane: np.ndarray  # int32 [distinct]: owner
-    ordinal: np.ndarray  # int64 [distinct]: -1 for a row that was never trained
+    order: np.ndarray  # int32 [distinct]: distinct rows by owner lane, then by number
     inverse: np.ndarray  # int32 [lookups]: distinct row of a lookup
     local: np.ndarray  # int32 [lanes, distinct]: place in a using lane's local rows
 
@@ -33,64 +34,103 @@ class Scratch(NamedTuple):
 def scratch(lookups: int, lanes: int) -> Scratch:
     """Space for steps of at most `lookups` lookups."""
     size = 16
-    while size < 2 * lookups:
+    while 4 * size < 5 * lookups:
         size *= 2
     return Scratch(
-        np.zeros(size, np.int32),
-        np.zeros(size, np.int32),
+        np.zeros(size, np.uint64),
         np.zeros(lookups, np.int16),
         np.zeros(lookups, np.int64),
-        np.zeros(lookups, np.uint64),
         np.zeros(lookups, np.int64),
         np.zeros(lookups, np.int32),
-        np.zeros(lookups, np.int64),
+        np.zeros(lookups, np.uint64),
+        np.zeros(lookups, np.int32),
         np.zeros(lookups, np.int32),
         np.zeros((lanes, lookups), np.int32),
     )
 
 
 @nb.njit(nogil=True, cache=True)
-def distinct_rows(ids: np.ndarray, tables: np.ndarray, bounds: np.ndarray, stamp: int, s: Scratch) -> int:
+def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s: Scratch) -> int:
     """Number the distinct rows of a step by first lookup.
 
     ids int64 [lookups]; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has one value of
-    each; bounds int64 [V + 1]: the lanes' first lookups; stamp: different for every call on this scratch. Fills s.table, s.id, s.users and
-    s.inverse; returns how many.
+    each; stamp: different for every call on this scratch. Fills s.table, s.id and s.inverse; returns how many. Of the row table nothing is
+    read, but what will be is asked for.
     """
-    mask = s.stamps.size - 1
+    bits = 0
+    while 1 << bits < s.places.size:
+        bits += 1
+    shift = np.uint64(_HASH_BITS - bits)
+    last = np.uint64(s.places.size - 1)
+    high = np.uint64(stamp) << np.uint64(32)
+    low = np.uint64(0xFFFFFFFF)
     per_feature = tables.size
+    per_lookup = per_feature == ids.size
     count = 0
+    feature = 0
+    for i in range(ids.size):
+        if per_lookup:
+            table = tables[i]
+        else:
+            table = tables[feature]
+            feature += 1
+            if feature == per_feature:
+                feature = 0
+        row = ids[i]
+        place = ((np.uint64(row) ^ (np.uint64(table) << np.uint64(52))) * np.uint64(0x9E3779B97F4A7C15)) >> shift
+        while True:
+            entry = s.places[place]
+            if entry & ~low != high:
+                s.places[place] = high | np.uint64(count)
+                s.table[count] = table
+                s.id[count] = row
+                s.inverse[i] = count
+                count += 1
+                expect(rows, table, row)
+                break
+            d = entry & low
+            if s.id[d] == row and s.table[d] == table:
+                s.inverse[i] = d
+                break
+            place = (place + np.uint64(1)) & last
+    return count
+
+
+@nb.njit(nogil=True, cache=True)
+def known_lanes(rows: Rows, count: int, train: bool, s: Scratch) -> None:
+    """The record and the lane of each distinct row as trained so far; lane -1 where it was never trained.
+
+    train: rows without a record get one. Fills s.record and s.lane; the lanes of records change in `settle`.
+    """
+    for d in range(count):
+        e = min(d + AHEAD, count - 1)
+        expect_hashed(rows, s.table[e], s.id[e])
+        record = find(rows, s.table[d], s.id[d], train)
+        if train:
+            never = rows.records[record, ORDINAL] == 0
+        else:
+            # An ordinal is given by the serial pass, which is ahead; a tag by the oracle, whose steps have passed.
+            never = record < 0 or rows.records[record, TAG] == 0
+            if never:
+                record = np.int64(-1)
+        s.record[d] = record
+        s.lane[d] = -1 if never else np.int32(np.uint32(rows.records[record, OWNER]) >> np.uint32(ACCESS_BITS))
+
+
+@nb.njit(nogil=True, cache=True)
+def find_users(inverse: np.ndarray, bounds: np.ndarray, count: int, users: np.ndarray) -> None:
+    """The lanes whose slices use each distinct row.
+
+    inverse int32 [lookups]: distinct row of each lookup, slice by slice; bounds int64 [V + 1]: first lookup of each slice; users uint64
+    [distinct]: filled.
+    """
+    users[:count] = np.uint64(0 if bounds.size > 2 else 1)
+    if bounds.size == 2:
+        return
     for lane in range(bounds.size - 1):
         bit = np.uint64(1) << np.uint64(lane)
-        feature = 0
         for i in range(bounds[lane], bounds[lane + 1]):
-            if per_feature == ids.size:
-                table = tables[i]
-            else:
-                table = tables[feature]
-                feature += 1
-                if feature == per_feature:
-                    feature = 0
-            row = ids[i]
-            word = (np.uint64(row) ^ (np.uint64(table) << np.uint64(52))) * np.uint64(0x9E3779B97F4A7C15)
-            place = np.int64((word >> np.uint64(29)) & np.uint64(mask))
-            while True:
-                if s.stamps[place] != stamp:
-                    s.stamps[place] = stamp
-                    s.places[place] = count
-                    s.table[count] = table
-                    s.id[count] = row
-                    s.users[count] = bit
-                    s.inverse[i] = count
-                    count += 1
-                    break
-                d = s.places[place]
-                if s.id[d] == row and s.table[d] == table:
-                    s.users[d] |= bit
-                    s.inverse[i] = d
-                    break
-                place = (place + 1) & mask
-    return count
+            users[inverse[i]] |= bit
 
 
 @nb.njit(nogil=True, cache=True)
@@ -102,7 +142,9 @@ def owner_by_hash(table: int, row: int, users: int) -> int:
     while left != np.uint64(0):
         left &= left - np.uint64(1)
         n += 1
-    pick = np.int64(mix(mix(np.uint64(table)) ^ np.uint64(row)) % np.uint64(n))
+    pick = np.int64(0)
+    if n > 1:
+        pick = np.int64(mix(mix(np.uint64(table)) ^ np.uint64(row)) % np.uint64(n))
     lane = 0
     while True:
         if (bits >> np.uint64(lane)) & np.uint64(1):
@@ -113,81 +155,89 @@ def owner_by_hash(table: int, row: int, users: int) -> int:
 
 
 @nb.njit(nogil=True, cache=True)
-def assign(rows: Rows, count: int, counts: np.ndarray, s: Scratch) -> int:
-    """Give lanes and ordinals to the distinct rows of a training step; counts int64 [V, tables] are the ordinals given so far.
+def settle(rows: Rows, count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Scratch) -> int:
+    """Give a lane to each distinct row that has none, and in training an ordinal and the lane for good; sort the rows by lane.
 
-    Fills s.record, s.lane, s.ordinal. Returns the number of rows trained for the first time, or -1 where a table's ordinals no longer fit.
+    counts int64 [V, tables]: the ordinals given so far; owned int64 [V]: filled with the rows of each lane. Fills s.lane and s.order.
+    Returns the number of rows seen for the first time, or -1 where a table's ordinals no longer fit.
     """
     fresh = 0
+    owned[:] = 0
     for d in range(count):
-        s.record[d] = find_or_add(rows, s.table[d], s.id[d])
-    for d in range(count):
-        record = rows.records[s.record[d]]
-        if record[ORDINAL] == 0:
-            lane = owner_by_hash(s.table[d], s.id[d], s.users[d])
-            ordinal = counts[lane, s.table[d]]
-            if ordinal >= 2**31 - 2:
-                return -1
-            counts[lane, s.table[d]] = ordinal + 1
-            record[ORDINAL] = ordinal + 1
-            record[LANE] = lane
+        lane = s.lane[d]
+        if lane < 0:
+            table = s.table[d]
+            lane = owner_by_hash(table, s.id[d], s.users[d])
+            s.lane[d] = lane
             fresh += 1
-        s.lane[d] = record[LANE]
-        s.ordinal[d] = record[ORDINAL] - 1
+            if train:
+                ordinal = counts[lane, table]
+                if ordinal >= 2**31 - 2:
+                    return -1
+                counts[lane, table] = ordinal + 1
+                record = s.record[d]
+                rows.records[record, ORDINAL] = ordinal + 1
+                rows.records[record, OWNER] = np.int32(np.uint32(lane) << np.uint32(ACCESS_BITS))
+        owned[lane] += 1
+    if owned.size == 1:
+        for d in range(count):
+            s.order[d] = d
+        return fresh
+    ends = np.zeros(owned.size, np.int64)
+    for lane in range(1, owned.size):
+        ends[lane] = ends[lane - 1] + owned[lane - 1]
+    for d in range(count):
+        lane = s.lane[d]
+        s.order[ends[lane]] = d
+        ends[lane] += 1
     return fresh
 
 
 @nb.njit(nogil=True, cache=True)
-def look_up(rows: Rows, count: int, s: Scratch) -> None:
-    """Lanes and ordinals of an evaluation step's distinct rows, as trained so far; changes nothing.
+def local_index(inverse: np.ndarray, bounds: np.ndarray, count: int, s: Scratch, index: np.ndarray) -> None:
+    """Number each lane's local rows, by owner lane and then by first lookup in the step, and write every lookup's place among them.
 
-    A row that was never trained has record -1, ordinal -1, and the lane that it would belong to.
+    inverse int32 [lookups] and bounds int64 [V + 1]: see find_users; index int32 [lookups]: filled.
     """
-    for d in range(count):
-        record = find(rows, s.table[d], s.id[d])
-        if record < 0 or rows.records[record, TAG] == 0:
-            s.record[d] = -1
-            s.ordinal[d] = -1
-            s.lane[d] = owner_by_hash(s.table[d], s.id[d], s.users[d])
-        else:
-            s.record[d] = record
-            s.ordinal[d] = rows.records[record, ORDINAL] - 1
-            s.lane[d] = rows.records[record, LANE]
+    lanes = bounds.size - 1
+    if lanes == 1:
+        index[:] = inverse
+        return
+    given = np.zeros(lanes, np.int32)
+    for place in range(count):
+        d = s.order[place]
+        users = s.users[d]
+        lane = 0
+        while users != np.uint64(0):
+            if users & np.uint64(1):
+                s.local[lane, d] = given[lane]
+                given[lane] += 1
+            users >>= np.uint64(1)
+            lane += 1
+    for lane in range(lanes):
+        local = s.local[lane]
+        for i in range(bounds[lane], bounds[lane + 1]):
+            index[i] = local[inverse[i]]
 
 
 @nb.njit(nogil=True, cache=True)
-def local_index(count: int, bounds: np.ndarray, s: Scratch, owned: np.ndarray, index: np.ndarray) -> None:
-    """Number each lane's local rows, by owner lane and then by first lookup in the step, and write every lookup's place among them.
+def placed_lookups(order: np.ndarray, inverse: np.ndarray, starts: np.ndarray, placed: np.ndarray, bounds: np.ndarray) -> None:
+    """The lookups of a batch whose samples are put into another order, and where they begin.
 
-    bounds int64 [V + 1]; owned int64 [V]: filled with the rows that each lane owns; index int32 [lookups]: filled.
+    order int64 [samples]; inverse int32 [lookups]: distinct row of each lookup in the batch's own order; starts int64 [samples + 1]: first
+    lookup of each sample there. Fills placed int32 [lookups] and bounds int64 [samples + 1], likewise in the new order.
     """
-    lanes = bounds.size - 1
-    starts = np.zeros((lanes, lanes + 1), np.int32)
-    owned[:] = 0
-    one = np.uint64(1)
-    for d in range(count):
-        owner = s.lane[d]
-        owned[owner] += 1
-        users = s.users[d]
-        lane = 0
-        while users != np.uint64(0):
-            if users & one:
-                starts[lane, owner + 1] += 1
-            users >>= one
-            lane += 1
-    for lane in range(lanes):
-        for owner in range(lanes):
-            starts[lane, owner + 1] += starts[lane, owner]
-    for d in range(count):
-        owner = s.lane[d]
-        users = s.users[d]
-        lane = 0
-        while users != np.uint64(0):
-            if users & one:
-                s.local[lane, d] = starts[lane, owner]
-                starts[lane, owner] += 1
-            users >>= one
-            lane += 1
-    for lane in range(lanes):
-        for i in range(bounds[lane], bounds[lane + 1]):
-            index[i] = s.local[lane, s.inverse[i]]
+    k = 0
+    for n in range(order.size):
+        bounds[n] = k
+        for i in range(starts[order[n]], starts[order[n] + 1]):
+            placed[k] = inverse[i]
+            k += 1
+    bounds[order.size] = k
+
+
+@nb.njit(nogil=True, cache=True)
+def lookups_of_rows(inverse: np.ndarray, count: np.ndarray) -> None:
+    """Add to count int32 [distinct] the lookups of each row; inverse int32 [lookups]."""
+    for i in range(inverse.size):
+        count[inverse[i]] += 1

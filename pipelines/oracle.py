@@ -1,9 +1,9 @@
 """The oracle: which row sits in which slot, when it arrives and when it leaves, by Belady's MIN over a lookahead window.
 
-Pure kernels over the arrays of one lane. The serial pass appends accesses to a ring (`link`), which tells every pending access its row's
-next use; `plan_step` then takes one step from the ring's tail and decides. Rows of one step all sit in slots; among the others the one whose
-next use is furthest leaves (Belady 1966), one with no known next use first, oldest first. Slots stand in doubly linked lists, one per step
-of next use, so a decision costs O(1) and nothing is sorted.
+Pure kernels over arrays. The serial pass appends the accesses of a step, lane by lane, to a ring (`link`), which tells every pending access
+its row's next use; `plan_steps` then takes one lane's part of the oldest steps and decides. Rows of one step all sit in slots; among the
+others the one whose next use is furthest leaves (Belady 1966), one with no known next use first, oldest first. Slots stand in linked lists,
+one per step of next use, so a decision costs O(1) and nothing is sorted.
 """
 
 from __future__ import annotations
@@ -14,37 +14,44 @@ import numba as nb
 import numpy as np
 
 from pipelines.numbering import Scratch
-from pipelines.row_table import ACCESS, ORDINAL, PLACE, TAG, Rows, table_of
+from pipelines.prefetch import prefetch
+from pipelines.row_table import ACCESS_BITS, ACCESS_MASK, AHEAD, FIELDS, ORDINAL, OWNER, PLACE, TAG, Rows, table_of
 
 UNKNOWN = np.int32(2**31 - 1)
-# Places in Lane.scalars.
-FRONT, TAIL, USED, FAR, UNKNOWN_HEAD, UNKNOWN_TAIL = range(6)
-SCALARS = 6
+FRONT, TAIL = range(2)  # places in Window.scalars
+RECORD, NEXT = range(2)  # columns of Window.accesses
+USED, FAR, UNKNOWN_HEAD, UNKNOWN_TAIL = range(4)  # columns of Partitions.scalars
+BEHIND, BEFORE = range(2)  # columns of Partitions.links
 
 
-class Lane(NamedTuple):
-    """One lane's state. Access numbers count up from 0; number c is at c modulo the ring's size."""
+class Window(NamedTuple):
+    """The accesses between the serial pass and the oracle. Access numbers count up from 0; number c is at c modulo the ring's size."""
 
-    scalars: np.ndarray  # int64 [SCALARS]
-    row: np.ndarray  # int64 [ring]: record of an access
-    next_step: np.ndarray  # int32 [ring]: step of the row's next use, UNKNOWN
+    scalars: np.ndarray  # int64 [2]
+    accesses: np.ndarray  # int64 [ring, 2]: record, and step of the row's next use or UNKNOWN
+    tables: np.ndarray  # int16 [ring]
     next_users: np.ndarray  # unsigned [ring]: the lanes of the next use, where that is the step after
-    step_ends: np.ndarray  # int64 [steps ring]: access number after the last one of a step
-    heads: np.ndarray  # int32 [steps ring]: first slot used next in a step, -1
-    slot_row: np.ndarray  # int64 [slots]: record, -1 free
-    slot_tag: np.ndarray  # int32 [slots]: 1 + step of the occupant's last use
-    slot_stored: np.ndarray  # int32 [slots]: tag of the version in the store, 0 never written
-    slot_next: np.ndarray  # int32 [slots]: step of next use
-    before: np.ndarray  # int32 [slots]: list links
-    behind: np.ndarray  # int32 [slots]
+    starts: np.ndarray  # int64 [steps ring, V + 1]: each lane's first access in a step, and the first one after the step
+
+
+class Partitions(NamedTuple):
+    """The slots of all lanes, those of lane v from firsts[v] on; slots are numbered within their lane."""
+
+    scalars: np.ndarray  # int64 [V, 4]
+    heads: np.ndarray  # int32 [V, steps ring]: first slot used next in a step, -1
+    firsts: np.ndarray  # int64 [V + 1]
+    record: np.ndarray  # int64 [slots]: -1 free
+    stored: np.ndarray  # int32 [slots]: tag of the version in the store, 0 never written
+    links: np.ndarray  # int32 [slots, 2]: neighbours in the list; BEFORE only in the list of unknown next uses
+    trained: np.ndarray  # int64 [V, tables]: ordinals that the oracle has passed
 
 
 class Moves(NamedTuple):
-    """What `plan_step` writes: one lane's part of a step, for room of the step's rows."""
+    """What `plan_steps` writes: one lane's parts of consecutive steps, one after the other."""
 
-    slots: np.ndarray  # int32 [U]
-    early: np.ndarray  # uint8 [U]
-    next_users: np.ndarray  # unsigned [U]
+    slots: np.ndarray  # int32
+    early: np.ndarray  # uint8
+    next_users: np.ndarray  # unsigned
     ends: np.ndarray  # int32
     slot: np.ndarray  # int32: arrivals
     table: np.ndarray  # int16
@@ -54,238 +61,275 @@ class Moves(NamedTuple):
     after: np.ndarray  # int32
 
 
-def lane_state(slots: int, ring: int, steps: int, mask: np.dtype) -> Lane:
-    """An empty partition of `slots` slots, with rings of `ring` accesses and `steps` steps (powers of two).
+def empty_window(ring: int, steps: int, lanes: int, mask: np.dtype) -> Window:
+    """Room for `ring` accesses and `steps` steps (powers of two); mask: an unsigned type with a bit for every lane.
 
-    mask: an unsigned type with a bit for every lane. The arrays are filled, so that what they take does not depend on the data.
+    The arrays are filled, so that what they take does not depend on the data.
     """
-    scalars = np.zeros(SCALARS, np.int64)
-    scalars[[UNKNOWN_HEAD, UNKNOWN_TAIL]] = -1
-    return Lane(
-        scalars,
-        np.full(ring, -1, np.int64),
-        np.full(ring, 0, np.int32),
+    return Window(
+        np.zeros(2, np.int64),
+        np.full((ring, 2), -1, np.int64),
+        np.full(ring, -1, np.int16),
         np.full(ring, 0, mask),
-        np.zeros(steps, np.int64),
-        np.full(steps, -1, np.int32),
-        np.full(slots, -1, np.int64),
-        np.full(slots, 0, np.int32),
-        np.full(slots, 0, np.int32),
-        np.full(slots, 0, np.int32),
-        np.full(slots, -1, np.int32),
-        np.full(slots, -1, np.int32),
+        np.zeros((steps, lanes + 1), np.int64),
     )
 
 
-def with_ring(lane: Lane, ring: int) -> Lane:
-    """The same lane with a larger ring of accesses."""
-    numbers = np.arange(lane.scalars[TAIL], lane.scalars[FRONT])
-    old, new = numbers & (lane.row.size - 1), numbers & (ring - 1)
+def empty_partitions(slots: list[int], steps: int, tables: int) -> Partitions:
+    """Partitions of so many slots each, all free, for a window of `steps` steps."""
+    scalars = np.zeros((len(slots), 4), np.int64)
+    scalars[:, [UNKNOWN_HEAD, UNKNOWN_TAIL]] = -1
+    firsts = np.zeros(len(slots) + 1, np.int64)
+    np.cumsum(slots, out=firsts[1:])
+    return Partitions(
+        scalars,
+        np.full((len(slots), steps), -1, np.int32),
+        firsts,
+        np.full(firsts[-1], -1, np.int64),
+        np.full(firsts[-1], 0, np.int32),
+        np.full((firsts[-1], 2), -1, np.int32),
+        np.zeros((len(slots), tables), np.int64),
+    )
+
+
+def with_ring(window: Window, ring: int) -> Window:
+    """The same window with room for more accesses."""
+    numbers = np.arange(window.scalars[TAIL], window.scalars[FRONT])
+    old, new = numbers & (len(window.tables) - 1), numbers & (ring - 1)
     grown = {}
-    for name, fill in (("row", -1), ("next_step", 0), ("next_users", 0)):
-        source = getattr(lane, name)
-        grown[name] = np.full(ring, fill, source.dtype)
+    for name in ("accesses", "tables", "next_users"):
+        source = getattr(window, name)
+        grown[name] = np.zeros((ring, *source.shape[1:]), source.dtype)
         grown[name][new] = source[old]
-    return lane._replace(**grown)
+    return window._replace(**grown)
+
+
+def with_steps(window: Window, parts: Partitions, steps: int, first: int, last: int) -> tuple[Window, Partitions]:
+    """The same with room for more steps; first .. last - 1 are kept."""
+    numbers = np.arange(max(first, 0), last)
+    old, new = numbers & (len(window.starts) - 1), numbers & (steps - 1)
+    starts = np.zeros((steps, window.starts.shape[1]), np.int64)
+    heads = np.full((len(parts.heads), steps), -1, np.int32)
+    starts[new] = window.starts[old]
+    heads[:, new] = parts.heads[:, old]
+    return window._replace(starts=starts), parts._replace(heads=heads)
 
 
 @nb.njit(nogil=True, cache=True)
-def _push(lane: Lane, slot: int, step: int) -> None:
-    lane.slot_next[slot] = step
-    scalars = lane.scalars
+def _push(scalars: np.ndarray, heads: np.ndarray, links: np.ndarray, slot: int, step: int) -> None:
+    """Put a slot into the list of a step: at the end where that is UNKNOWN, else at the head."""
     if step == UNKNOWN:
         tail = scalars[UNKNOWN_TAIL]
-        lane.before[slot] = tail
-        lane.behind[slot] = -1
+        links[slot, BEFORE] = tail
+        links[slot, BEHIND] = -1
         if tail >= 0:
-            lane.behind[tail] = slot
+            links[tail, BEHIND] = slot
         else:
             scalars[UNKNOWN_HEAD] = slot
         scalars[UNKNOWN_TAIL] = slot
         return
-    place = step & (lane.heads.size - 1)
-    head = lane.heads[place]
-    lane.before[slot] = -1
-    lane.behind[slot] = head
-    if head >= 0:
-        lane.before[head] = slot
-    lane.heads[place] = slot
+    place = step & (heads.size - 1)
+    links[slot, BEHIND] = heads[place]
+    heads[place] = slot
     if step > scalars[FAR]:
         scalars[FAR] = step
 
 
 @nb.njit(nogil=True, cache=True)
-def _remove(lane: Lane, slot: int) -> None:
-    before, behind = lane.before[slot], lane.behind[slot]
-    if lane.slot_next[slot] == UNKNOWN:
-        if before >= 0:
-            lane.behind[before] = behind
-        else:
-            lane.scalars[UNKNOWN_HEAD] = behind
-        if behind >= 0:
-            lane.before[behind] = before
-        else:
-            lane.scalars[UNKNOWN_TAIL] = before
-        return
+def _remove_unknown(scalars: np.ndarray, links: np.ndarray, slot: int) -> None:
+    before, behind = links[slot, BEFORE], links[slot, BEHIND]
     if before >= 0:
-        lane.behind[before] = behind
+        links[before, BEHIND] = behind
     else:
-        lane.heads[lane.slot_next[slot] & (lane.heads.size - 1)] = behind
+        scalars[UNKNOWN_HEAD] = behind
     if behind >= 0:
-        lane.before[behind] = before
+        links[behind, BEFORE] = before
+    else:
+        scalars[UNKNOWN_TAIL] = before
 
 
 @nb.njit(nogil=True, cache=True)
-def link(rows: Rows, owner: int, step: int, count: int, s: Scratch, lane: Lane) -> None:
-    """Append the accesses of a training step to its owner lane's ring, which has room, and tell each row's last access about this one.
+def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, window: Window, parts: Partitions) -> None:
+    """Append the accesses of a training step to the ring, which has room, and tell each row's last access about this one.
 
-    step: the training step's number; count and s: its distinct rows, with lanes assigned.
+    step: the training step's number; count, owned and s: its distinct rows, settled.
     """
-    ring = lane.row.size - 1
-    steps = lane.step_ends.size - 1
-    front, tail = lane.scalars[FRONT], lane.scalars[TAIL]
-    previous = lane.step_ends[(step - 2) & steps]  # first access of the step before
-    c = front
-    for d in range(count):
-        if s.lane[d] != owner:
-            continue
-        record = s.record[d]
-        row = rows.records[record]
-        # The record keeps the low 32 bits of the row's last access number; the ring entry there is the row's own only if it is pending.
-        last = front - 1 - ((front - 1 - np.int64(row[ACCESS])) & np.int64(0xFFFFFFFF))
-        if last >= tail and lane.row[last & ring] == record:
-            lane.next_step[last & ring] = step
-            if last >= previous:
-                lane.next_users[last & ring] = s.users[d]
-        elif row[TAG] != 0 and row[PLACE] >= 0 and lane.slot_row[row[PLACE]] == record:
-            slot = row[PLACE]
-            _remove(lane, slot)
-            _push(lane, slot, step)
-        row[ACCESS] = np.int32(np.uint32(c & 0xFFFFFFFF))
-        lane.row[c & ring] = record
-        lane.next_step[c & ring] = UNKNOWN
-        lane.next_users[c & ring] = 0
-        c += 1
-    lane.scalars[FRONT] = c
-    lane.step_ends[step & steps] = c
+    ring = window.tables.size - 1
+    steps = len(window.starts) - 1
+    front, tail = window.scalars[FRONT], window.scalars[TAIL]
+    previous = window.starts[(step - 1) & steps, 0]  # first access of the step before
+    low = np.int64(ACCESS_MASK)
+    start = 0
+    for lane in range(owned.size):
+        window.starts[step & steps, lane] = front + start
+        scalars, heads = parts.scalars[lane], parts.heads[lane]
+        links = parts.links[parts.firsts[lane] : parts.firsts[lane + 1]]
+        owner = np.uint32(lane) << np.uint32(ACCESS_BITS)
+        for k in range(start, start + owned[lane]):
+            e = s.order[min(k + AHEAD, count - 1)]
+            prefetch(window.accesses, 2 * ((front - 1 - ((front - 1 - rows.records[s.record[e], OWNER]) & low)) & ring))
+            prefetch(rows.records, s.record[s.order[min(k + 2 * AHEAD, count - 1)]] * FIELDS)
+            d = s.order[k]
+            record = s.record[d]
+            # The record keeps the low bits of the row's last access number; the ring entry there is the row's own only if it is pending.
+            last = front - 1 - ((front - 1 - np.int64(rows.records[record, OWNER])) & low)
+            if last >= tail and window.accesses[last & ring, RECORD] == record:
+                window.accesses[last & ring, NEXT] = step
+                if last >= previous:
+                    window.next_users[last & ring] = s.users[d]
+            elif rows.records[record, TAG] != 0 and rows.records[record, PLACE] >= 0:
+                slot = rows.records[record, PLACE]
+                _remove_unknown(scalars, links, slot)
+                _push(scalars, heads, links, slot, step)
+            c = front + k
+            rows.records[record, OWNER] = np.int32(owner | np.uint32(c & low))
+            window.accesses[c & ring, RECORD] = record
+            window.accesses[c & ring, NEXT] = UNKNOWN
+            window.tables[c & ring] = s.table[d]
+            window.next_users[c & ring] = 0
+        start += owned[lane]
+    window.starts[step & steps, owned.size] = front + start
+    window.scalars[FRONT] = front + start
 
 
 @nb.njit(nogil=True, cache=True)
-def _free_slot(rows: Rows, lane: Lane, step: int, moves: Moves, ends: int) -> tuple[int, int]:
-    """A slot for an arrival: an unused one, or that of the row whose next use is furthest. (-1, ends): every slot is needed by this step."""
-    scalars = lane.scalars
-    if scalars[USED] < lane.slot_row.size:
-        slot = int(scalars[USED])
-        scalars[USED] = slot + 1
-        return slot, ends
-    slot = int(scalars[UNKNOWN_HEAD])
-    if slot < 0:
-        steps = lane.heads.size - 1
-        while scalars[FAR] > step and lane.heads[scalars[FAR] & steps] < 0:
-            scalars[FAR] -= 1
-        if scalars[FAR] <= step:
-            return -1, ends
-        slot = int(lane.heads[scalars[FAR] & steps])
-    _remove(lane, slot)
-    rows.records[lane.slot_row[slot], PLACE] = -(step + 2)
-    moves.ends[ends] = slot
-    return slot, ends + 1
+def plan_steps(
+    rows: Rows, lane: int, first: int, window: Window, parts: Partitions, fill: np.ndarray, moves: Moves, counts: np.ndarray
+) -> int:
+    """Decide one lane's moves in consecutive training steps from the ring's tail on.
 
-
-@nb.njit(nogil=True, cache=True)
-def plan_step(rows: Rows, step: int, lane: Lane, moves: Moves) -> tuple[int, int, int]:
-    """Take a training step from the ring's tail and decide its moves.
-
-    Returns (rows used, residencies ended, arrivals); rows used is negative where the slots do not suffice (its absolute value is what the
-    step needs).
+    first: the first step's number; fill int64 [3]: entries of `moves` that are taken by rows used, ends and arrivals, advanced; moves have
+    room for as many more of each as the lane has accesses in these steps; counts int64 [steps, 4]: filled with each step's rows used,
+    residencies ended, arrivals, and initial ones. Returns 0, or the rows that a step needs where the slots do not suffice.
     """
-    ring = lane.row.size - 1
-    steps = lane.step_ends.size - 1
-    first, last = lane.scalars[TAIL], lane.step_ends[step & steps]
-    used = int(last - first)
-    ends = 0
-    arrivals = 0
-    if used > lane.slot_row.size:
-        return -used, ends, arrivals
-    # The rows in slots that this step uses are exactly those in its list: taken out, they cannot leave.
-    lane.heads[step & steps] = -1
-    for i in range(used):
-        record = lane.row[(first + i) & ring]
-        row = rows.records[record]
-        tag = row[TAG]
-        early = tag == 0 or tag != step
-        if tag != 0 and row[PLACE] >= 0:
-            moves.slots[i] = row[PLACE]
-        else:
-            slot, ends = _free_slot(rows, lane, step, moves, ends)
-            if slot < 0:
-                return -used, ends, arrivals
-            after = -1 if tag == 0 else -int(row[PLACE]) - 2
-            table = table_of(rows, record)
-            moves.slot[arrivals] = slot
-            moves.table[arrivals] = table
-            moves.ordinal[arrivals] = row[ORDINAL] - 1
-            moves.id[arrivals] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table]
-            moves.tag[arrivals] = tag
-            moves.after[arrivals] = after
-            arrivals += 1
-            lane.slot_row[slot] = record
-            lane.slot_stored[slot] = tag
-            row[PLACE] = slot
-            moves.slots[i] = slot
-            # A row that left at the boundary before the previous step is written back only once that step's gradients are in.
-            if tag != 0 and after == step - 1:
-                early = False
-        moves.early[i] = early
-    for i in range(used):
-        c = (first + i) & ring
-        slot = moves.slots[i]
-        rows.records[lane.row[c], TAG] = step + 1
-        lane.slot_tag[slot] = step + 1
-        moves.next_users[i] = lane.next_users[c]
-        _push(lane, slot, lane.next_step[c])
-    lane.scalars[TAIL] = last
-    return used, ends, arrivals
+    ring = window.tables.size - 1
+    steps = len(window.starts) - 1
+    base = parts.firsts[lane]
+    size = parts.firsts[lane + 1] - base
+    scalars, heads = parts.scalars[lane], parts.heads[lane]
+    records, accesses = rows.records, window.accesses
+    links, held, stored = parts.links[base : base + size], parts.record[base : base + size], parts.stored[base : base + size]
+    trained = parts.trained[lane]
+    for k in range(len(counts)):
+        step = first + k
+        start, end = window.starts[step & steps, lane], window.starts[step & steps, lane + 1]
+        used = end - start
+        if used > size:
+            return used
+        row0, end0, arrival0 = fill[0], fill[1], fill[2]
+        ends, arrivals, initial = end0, arrival0, 0
+        # The rows in slots that this step uses are exactly those in its list: taken out, they cannot leave.
+        heads[step & steps] = -1
+        for i in range(used):
+            ahead = min(start + i + 2 * AHEAD, end - 1) & ring
+            prefetch(records, accesses[ahead, RECORD] * FIELDS)
+            near = records[accesses[min(start + i + AHEAD, end - 1) & ring, RECORD], PLACE]
+            prefetch(links, 2 * max(near, 0))
+            c = (start + i) & ring
+            record = accesses[c, RECORD]
+            tag, place = records[record, TAG], records[record, PLACE]
+            early = tag == 0 or tag != step
+            if tag == 0 or place < 0:
+                # A slot: an unused one, or that of the row whose next use is furthest.
+                if scalars[USED] < size:
+                    slot = np.int32(scalars[USED])
+                    scalars[USED] += 1
+                else:
+                    slot = np.int32(scalars[UNKNOWN_HEAD])
+                    if slot >= 0:
+                        _remove_unknown(scalars, links, slot)
+                    else:
+                        while scalars[FAR] > step and heads[scalars[FAR] & steps] < 0:
+                            scalars[FAR] -= 1
+                        if scalars[FAR] <= step:
+                            return used  # every slot is needed by this step
+                        far = scalars[FAR] & steps
+                        slot = heads[far]
+                        heads[far] = links[slot, BEHIND]
+                    records[held[slot], PLACE] = -(step + 2)
+                    moves.ends[ends] = slot
+                    ends += 1
+                table = window.tables[c]
+                after = np.int32(-1) if tag == 0 else np.int32(-place - 2)
+                moves.slot[arrivals] = slot
+                moves.table[arrivals] = table
+                moves.ordinal[arrivals] = records[record, ORDINAL] - 1
+                moves.id[arrivals] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table]
+                moves.tag[arrivals] = tag
+                moves.after[arrivals] = after
+                arrivals += 1
+                if tag == 0:
+                    initial += 1
+                    trained[table] += 1
+                held[slot] = record
+                stored[slot] = tag
+                records[record, PLACE] = slot
+                # A row that left at the boundary before the previous step is written back only once that step's gradients are in.
+                if tag != 0 and after == step - 1:
+                    early = False
+                place = slot
+            records[record, TAG] = step + 1
+            moves.slots[row0 + i] = place
+            moves.early[row0 + i] = early
+        for i in range(used):
+            c = (start + i) & ring
+            moves.next_users[row0 + i] = window.next_users[c]
+            _push(scalars, heads, links, moves.slots[row0 + i], accesses[c, NEXT])
+        fill[0], fill[1], fill[2] = row0 + used, ends, arrivals
+        counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = used, ends - end0, arrivals - arrival0, initial
+    return 0
 
 
 @nb.njit(nogil=True, cache=True)
-def plan_evaluation(rows: Rows, owner: int, count: int, s: Scratch, first_slot: int, moves: Moves) -> tuple[int, int]:
+def plan_evaluation(
+    rows: Rows, mine: np.ndarray, s: Scratch, first_slot: int, fill: np.ndarray, moves: Moves, counts: np.ndarray
+) -> None:
     """One lane's part of an evaluation step: rows in slots are read there, others arrive in evaluation slots from `first_slot` on.
 
-    Fills moves.slots and arrivals; changes nothing. Returns (rows used, arrivals).
+    mine int32 [rows]: the lane's distinct rows in s. Fills moves and counts int64 [4] as `plan_steps` does; changes nothing else.
     """
-    used = 0
-    arrivals = 0
-    for d in range(count):
-        if s.lane[d] != owner:
-            continue
+    arrivals = fill[2]
+    for i in range(mine.size):
+        d = mine[i]
         record = s.record[d]
-        moves.early[used] = 0
-        moves.next_users[used] = 0
+        row = fill[0] + i
+        moves.early[row] = 0
+        moves.next_users[row] = 0
         if record >= 0 and rows.records[record, PLACE] >= 0:
-            moves.slots[used] = rows.records[record, PLACE]
+            moves.slots[row] = rows.records[record, PLACE]
         else:
-            moves.slots[used] = first_slot + arrivals
-            moves.slot[arrivals] = first_slot + arrivals
+            slot = first_slot + arrivals - fill[2]
+            moves.slots[row] = slot
+            moves.slot[arrivals] = slot
             moves.table[arrivals] = s.table[d]
             moves.id[arrivals] = s.id[d]
-            moves.ordinal[arrivals] = s.ordinal[d]
+            moves.ordinal[arrivals] = rows.records[record, ORDINAL] - 1 if record >= 0 else -1
             moves.tag[arrivals] = rows.records[record, TAG] if record >= 0 else 0
             moves.after[arrivals] = -rows.records[record, PLACE] - 2 if record >= 0 else -1
+            counts[3] += moves.tag[arrivals] == 0
             arrivals += 1
-        used += 1
-    return used, arrivals
+    counts[0], counts[1], counts[2] = mine.size, 0, arrivals - fill[2]
+    fill[0] += mine.size
+    fill[2] = arrivals
 
 
 @nb.njit(nogil=True, cache=True)
 def occupants(
-    rows: Rows, lane: Lane, table: np.ndarray, ordinal: np.ndarray, row_id: np.ndarray, tag: np.ndarray, stored: np.ndarray
+    rows: Rows,
+    lane: int,
+    parts: Partitions,
+    table: np.ndarray,
+    ordinal: np.ndarray,
+    row_id: np.ndarray,
+    tag: np.ndarray,
+    stored: np.ndarray,
 ) -> None:
-    """Who sits in slots 0 .. USED-1: fills table int16, ordinal int64, id int64, tag int32 and stored tag int32."""
-    for slot in range(lane.scalars[USED]):
-        record = lane.slot_row[slot]
+    """Who sits in slots 0 .. USED-1 of a lane: fills table int16, ordinal int64, id int64, tag int32 and stored tag int32."""
+    base = parts.firsts[lane]
+    for slot in range(parts.scalars[lane, USED]):
+        record = parts.record[base + slot]
         table[slot] = table_of(rows, record)
         ordinal[slot] = rows.records[record, ORDINAL] - 1
         row_id[slot] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table[slot]]
-        tag[slot] = lane.slot_tag[slot]
-        stored[slot] = lane.slot_stored[slot]
+        tag[slot] = rows.records[record, TAG]
+        stored[slot] = parts.stored[base + slot]

@@ -1,12 +1,15 @@
-"""The row table: what the serial pass remembers of every row, in memory-mapped files (docs/architecture.md, The serial pass).
+"""The row table: what the serial pass remembers of every row (docs/architecture.md, The serial pass).
 
-A record is five int32: ORDINAL (ordinal + 1; 0: never trained), ACCESS (the low bits of the row's last access number in its lane), PLACE
-(its slot, or -(boundary + 2) of the end of its last residency), TAG (1 + the last step that the oracle has passed) and LANE. Rows of small
-tables are addressed directly; rows of tables with more ids than DIRECT_ROWS through a hash index, so that memory follows the rows trained.
+A record is four int32, so that it lies in one cache line: ORDINAL (ordinal + 1; 0: never trained), OWNER (its lane, and the low ACCESS_BITS
+bits of the number of its last access), PLACE (its slot, or -(boundary + 2) of the end of its last residency) and TAG (1 + the last step that
+the oracle has passed). Rows of small tables are addressed directly; rows of tables with more ids than DIRECT_ROWS through a hash index, so
+that memory follows the rows trained. Arrays that fit are memory of the process, in huge pages where the kernel has them; larger ones are
+mapped files, whose pages the kernel writes out when it needs the memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -19,11 +22,20 @@ import numba as nb
 import numpy as np
 
 from pipelines.features import FeatureSpec
+from pipelines.memory import available_bytes
 from pipelines.mixing import mix
+from pipelines.prefetch import prefetch
 
-ORDINAL, ACCESS, PLACE, TAG, LANE = range(5)
-FIELDS = 5
+ORDINAL, OWNER, PLACE, TAG = range(4)
+FIELDS = 4
+ACCESS_BITS = 26  # the other six bits of OWNER are the lane
+ACCESS_MASK = (1 << ACCESS_BITS) - 1
 DIRECT_ROWS = 1 << 26
+AHEAD = 16  # rows between a prefetch and its use
+_HUGE_BYTES = 2 << 20
+# A hash index entry: record + 1 of the hashed rows in the low bits, bits of the row's hash above, so that most other rows are told by them.
+_ENTRY_BITS = 40
+_ENTRY_MASK = (1 << _ENTRY_BITS) - 1
 
 
 class Rows(NamedTuple):
@@ -32,54 +44,70 @@ class Rows(NamedTuple):
     records: np.ndarray  # int32 [capacity, FIELDS]
     bases: np.ndarray  # int64 [tables + 1]: first record of a directly addressed table, -1 for a hashed one
     sizes: np.ndarray  # int64 [tables]: rows of each table
-    places: np.ndarray  # int64 [power of two]: record + 1 of hashed rows, 0 free
+    index: np.ndarray  # int64 [power of two]: entries of hashed rows, 0 free
     keys: np.ndarray  # int64 [capacity - direct, 2]: (table, id) of hashed rows
     hashed: np.ndarray  # int64 [1]: number of hashed rows
     direct: int  # number of directly addressed records
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
-def _home(table: int, row_id: int, size: int) -> np.int64:
-    return np.int64(mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48))) & np.uint64(size - 1))
+def _hash(table: int, row_id: int) -> np.uint64:
+    return mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48)))
+
+
+@nb.njit(nogil=True, cache=True, inline="always")
+def _mark(word: np.uint64) -> np.int64:
+    return np.int64(word >> np.uint64(_ENTRY_BITS + 1)) << np.int64(_ENTRY_BITS)
 
 
 @nb.njit(nogil=True, cache=True)
-def find(rows: Rows, table: int, row_id: int) -> int:
-    """The record of a row, or -1 where a hashed row has none."""
+def find(rows: Rows, table: int, row_id: int, add: bool) -> int:
+    """The record of a row. A hashed row without one gets it if `add` (room is reserved, RowTable.reserve), or else has -1."""
     base = rows.bases[table]
     if base >= 0:
-        return int(base + row_id)
-    place = _home(table, row_id, rows.places.size)
+        return base + row_id
+    word = _hash(table, row_id)
+    mark = _mark(word)
+    last = rows.index.size - 1
+    place = np.int64(word) & last
     while True:
-        entry = rows.places[place]
+        entry = rows.index[place]
         if entry == 0:
-            return -1
-        k = entry - 1 - rows.direct
-        if rows.keys[k, 1] == row_id and rows.keys[k, 0] == table:
-            return int(entry - 1)
-        place = (place + 1) & (rows.places.size - 1)
+            break
+        if entry & ~np.int64(_ENTRY_MASK) == mark:
+            k = (entry & np.int64(_ENTRY_MASK)) - 1
+            if rows.keys[k, 1] == row_id and rows.keys[k, 0] == table:
+                return rows.direct + k
+        place = (place + 1) & last
+    if not add:
+        return np.int64(-1)
+    k = rows.hashed[0]
+    rows.hashed[0] = k + 1
+    rows.keys[k, 0] = table
+    rows.keys[k, 1] = row_id
+    rows.index[place] = mark | (k + 1)
+    return rows.direct + k
 
 
-@nb.njit(nogil=True, cache=True)
-def find_or_add(rows: Rows, table: int, row_id: int) -> int:
-    """The record of a row; a hashed row without one gets it. The caller has reserved room (RowTable.reserve)."""
+@nb.njit(nogil=True, cache=True, inline="always")
+def expect(rows: Rows, table: int, row_id: int) -> None:
+    """Prefetch what is read first of a row: its record, or its place in the index."""
     base = rows.bases[table]
     if base >= 0:
-        return int(base + row_id)
-    place = _home(table, row_id, rows.places.size)
-    while True:
-        entry = rows.places[place]
-        if entry == 0:
-            k = rows.hashed[0]
-            rows.hashed[0] = k + 1
-            rows.keys[k, 0] = table
-            rows.keys[k, 1] = row_id
-            rows.places[place] = rows.direct + k + 1
-            return int(rows.direct + k)
-        k = entry - 1 - rows.direct
-        if rows.keys[k, 1] == row_id and rows.keys[k, 0] == table:
-            return int(entry - 1)
-        place = (place + 1) & (rows.places.size - 1)
+        prefetch(rows.records, (base + row_id) * FIELDS)
+    else:
+        prefetch(rows.index, np.int64(_hash(table, row_id)) & (rows.index.size - 1))
+
+
+@nb.njit(nogil=True, cache=True, inline="always")
+def expect_hashed(rows: Rows, table: int, row_id: int) -> None:
+    """Prefetch what the index says of a hashed row, once that is there."""
+    if rows.bases[table] < 0:
+        entry = rows.index[np.int64(_hash(table, row_id)) & (rows.index.size - 1)]
+        k = (entry & np.int64(_ENTRY_MASK)) - 1
+        if k >= 0:
+            prefetch(rows.keys, 2 * k)
+            prefetch(rows.records, (rows.direct + k) * FIELDS)
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
@@ -95,12 +123,16 @@ def table_of(rows: Rows, record: int) -> int:
 
 
 @nb.njit(nogil=True, cache=True)
-def _reindex(keys: np.ndarray, count: int, direct: int, index: np.ndarray) -> None:
+def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
+    last = index.size - 1
     for k in range(count):
-        place = _home(keys[k, 0], keys[k, 1], index.size)
+        if k + AHEAD < count:
+            prefetch(index, np.int64(_hash(keys[k + AHEAD, 0], keys[k + AHEAD, 1])) & last)
+        word = _hash(keys[k, 0], keys[k, 1])
+        place = np.int64(word) & last
         while index[place] != 0:
-            place = (place + 1) & (index.size - 1)
-        index[place] = direct + k + 1
+            place = (place + 1) & last
+        index[place] = _mark(word) | (k + 1)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -108,16 +140,16 @@ def _load(
     rows: Rows, table: np.ndarray, ids: np.ndarray, lane: np.ndarray, ordinal: np.ndarray, tag: np.ndarray, counts: np.ndarray
 ) -> None:
     for i in range(ids.size):
-        r = find_or_add(rows, table[i], ids[i])
+        r = find(rows, table[i], ids[i], True)
         rows.records[r, ORDINAL] = ordinal[i] + 1
+        rows.records[r, OWNER] = np.int32(np.uint32(lane[i]) << np.uint32(ACCESS_BITS))
         rows.records[r, PLACE] = -1
         rows.records[r, TAG] = tag[i]
-        rows.records[r, LANE] = lane[i]
         counts[lane[i], table[i]] = max(counts[lane[i], table[i]], ordinal[i] + 1)
 
 
 class RowTable:
-    """The records of all rows of all tables, in files under `directory` that are removed with it."""
+    """The records of all rows of all tables. What does not fit in memory is in files under `directory`, which are removed with it."""
 
     def __init__(self, spec: FeatureSpec, directory: Path, direct_rows: int = DIRECT_ROWS) -> None:
         self._directory = directory
@@ -130,6 +162,7 @@ class RowTable:
                 bases[k] = direct
                 direct += int(size)
         self._generation = 0
+        self._files: list[Path] = []
         self._any_hashed = bool((bases[:-1] < 0).any())
         room = 1 << 16 if self._any_hashed else 0
         self.rows = Rows(
@@ -143,7 +176,15 @@ class RowTable:
         )
 
     def _map(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if 2 * size <= available_bytes():
+            memory = mmap.mmap(-1, -(-size // _HUGE_BYTES) * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is slower, no more
+                memory.madvise(mmap.MADV_HUGEPAGE)
+                memory.madvise(mmap.MADV_DONTDUMP)  # also what benchmarks/bench_memory.py knows the row table by
+            return np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)
         path = self._directory / f"{name}-{self._generation}"
+        self._files.append(path)
         return np.memmap(path, dtype=dtype, mode="w+", shape=shape).view(np.ndarray)
 
     def reserve(self, more: int) -> None:
@@ -158,19 +199,22 @@ class RowTable:
         while room < count + more:
             room *= 2
         self._generation += 1
+        before, self._files = self._files, []
         records = self._map("records", (old.direct + room, FIELDS), np.int32)
         keys = self._map("keys", (room, 2), np.int64)
         index = self._map("index", (2 * room,), np.int64)
         records[: old.direct + count] = old.records[: old.direct + count]
         keys[:count] = old.keys[:count]
-        _reindex(keys, count, old.direct, index)
-        self.rows = old._replace(records=records, keys=keys, places=index)
-        for name in ("records", "keys", "index"):
-            (self._directory / f"{name}-{self._generation - 1}").unlink()
+        _reindex(keys, count, index)
+        self.rows = old._replace(records=records, keys=keys, index=index)
+        for path in before:
+            path.unlink()
 
     def _check_disk(self, more: int) -> None:
         """The files are sparse, and a write through a mapping that meets a full disk ends the process without a word: look before it."""
-        stats = [os.stat(self._directory / f"{name}-{self._generation}") for name in ("records", "keys", "index")]
+        if not self._files:
+            return
+        stats = [os.stat(file) for file in self._files]
         unwritten = sum(max(stat.st_size - 512 * stat.st_blocks, 0) for stat in stats)
         # A row may lie across two pages of each file, all of them new.
         if min(unwritten, 2 * len(stats) * more * mmap.PAGESIZE) > shutil.disk_usage(self._directory).free:
@@ -206,7 +250,7 @@ class RowTable:
         return {
             "table": np.full(ids.size, table, np.int16),
             "id": ids,
-            "lane": records[:, LANE].astype(np.uint8),
+            "lane": (records[:, OWNER].view(np.uint32) >> ACCESS_BITS).astype(np.uint8),
             "ordinal": records[:, ORDINAL].astype(np.int64) - 1,
             "tag": records[:, TAG].astype(np.int32),
         }

@@ -12,39 +12,60 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines import numbering, oracle
 from pipelines.files import write_sealed
-from pipelines.lane_oracle import LaneOracle
-from pipelines.row_table import RowTable
+from pipelines.lane_oracle import Columns, Oracle
+from pipelines.row_table import Rows, RowTable
 from pipelines.samples import Samples
-from pipelines.schedule_format import HEADER, MOVE_COLUMNS, ROW_TABLE, Header, Segment, mask_dtype, segment_name, write_lists
-from pipelines.serial_pass import SerialPass
+from pipelines.schedule_format import HEADER, ROW_TABLE, Header, Segment, mask_dtype, segment_name, write_lists
+from pipelines.serial_pass import SerialPass, Step
 
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
 
 
-def _lists(steps: list[np.ndarray], dtype: np.dtype | None = None) -> tuple[np.ndarray, np.ndarray]:
-    offsets = np.zeros(len(steps) + 1, np.int32)
-    np.cumsum([a.size for a in steps], out=offsets[1:])
-    values = steps[0].reshape(-1) if len(steps) == 1 else np.concatenate([a.reshape(-1) for a in steps])
-    return offsets, values if dtype is None else values.astype(dtype, copy=False)
+class _Column:
+    """Arrays of consecutive events, one after the other in memory that is used again for the next segment."""
+
+    def __init__(self, kind: np.dtype | type) -> None:
+        self._values = np.empty(0, kind)
+        self._ends: list[int] = [0]
+
+    def room(self, size: int, share: float) -> np.ndarray:
+        """The next event's array, to be filled; share: the part of a segment that stands before it, after which room is judged."""
+        start = self._ends[-1]
+        end = start + size
+        if end > len(self._values):
+            whole = max(end, int((end if share <= 0 else start / share) * 1.1))
+            values = np.empty(whole, self._values.dtype)
+            values[:start] = self._values[:start]
+            self._values = values
+        self._ends.append(end)
+        return self._values[start:end]
+
+    def lists(self) -> tuple[np.ndarray, np.ndarray]:
+        """The list column so far; a view, valid until `clear`."""
+        return np.array(self._ends, np.int32), self._values[: self._ends[-1]]
+
+    def clear(self) -> None:
+        """Begin the next segment."""
+        self._ends = [0]
 
 
 class SampleWriter:
-    """Gathers the lanes' slices of consecutive events and writes them as the sample files of a segment."""
+    """Gathers the lanes' slices of consecutive events and writes them as the sample files of a segment.
 
-    def __init__(self, out: Path, header: Header, name: str) -> None:
-        self._out, self._header, self._name = out, header, name
-        self._columns: list[dict[str, list[np.ndarray]]] = []
+    segment_bytes: what a segment is bounded by, for the room that it is given.
+    """
+
+    def __init__(self, out: Path, header: Header, name: str, segment_bytes: int) -> None:
+        self._out, self._header, self._name, self._segment_bytes = out, header, name, segment_bytes
+        kinds: dict[str, np.dtype | type] = {"labels": np.float32, "dense": np.float32, "index": np.int32}
+        if header.features.multi_valued:
+            kinds["offsets"] = np.int32
+        kinds |= {"numbers": np.int64, "users": mask_dtype(header.lanes)}
+        self._columns = [{name: _Column(kind) for name, kind in kinds.items()} for _ in range(header.lanes)]
+        self._index = np.empty(0, np.int32)
         self._samples: list[int] = []
         self._files = 0
-        self.bytes = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        names = ["labels", "dense", "index", *(["offsets"] if self._header.features.multi_valued else []), "numbers", "users"]
-        self._columns = [{name: [] for name in names} for _ in range(self._header.lanes)]
-        self._samples = []
         self.bytes = 0
 
     @property
@@ -52,42 +73,49 @@ class SampleWriter:
         """Events gathered so far."""
         return len(self._samples)
 
-    def add(
-        self, samples: Samples, numbers: np.ndarray, serial: SerialPass, count: int, firsts: np.ndarray, bounds: np.ndarray
-    ) -> None:
-        """Add the event whose `count` distinct rows are in the serial pass's scratch."""
+    def add(self, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step) -> None:
+        """Add the event that the serial pass has just gone through; numbers int64 [samples]: the samples' numbers."""
+        if len(self._index) < len(samples.ids):
+            self._index = np.empty(len(samples.ids), np.int32)
+        index = self._index[: len(samples.ids)]
+        serial.local_index(step, index)
         width = len(self._header.features.features)
-        mask = mask_dtype(self._header.lanes)
-        index = np.empty(len(samples.ids), np.int32)
-        owned = np.empty(self._header.lanes, np.int64)
-        numbering.local_index(count, bounds, serial.scratch, owned, index)
-        owner = serial.scratch.lane[:count]
-        users = serial.scratch.users[:count].astype(mask)
+        users = serial.scratch.users[serial.scratch.order[: step.count]]
+        own = np.concatenate([[0], np.cumsum(serial.owned)])
+        share = self.bytes / self._segment_bytes
         for lane, columns in enumerate(self._columns):
-            a, b = firsts[lane], firsts[lane + 1]
-            # Copies: the samples are views of a piece, which must not stay mapped until the segment is written.
-            columns["labels"].append(samples.labels[a:b].copy())
-            columns["dense"].append(samples.dense[a:b].copy())
-            columns["index"].append(index[bounds[lane] : bounds[lane + 1]])
+            a, b = step.firsts[lane], step.firsts[lane + 1]
+            chosen = slice(a, b) if step.order is None else step.order[a:b]
+            lookups = slice(step.bounds[lane], step.bounds[lane + 1])
+            columns["labels"].room(b - a, share)[:] = samples.labels[chosen]
+            columns["dense"].room((b - a) * samples.dense.shape[1], share)[:] = samples.dense[chosen].reshape(-1)
+            columns["index"].room(lookups.stop - lookups.start, share)[:] = index[lookups]
             if samples.offsets is not None:
-                columns["offsets"].append(
-                    (samples.offsets[a * width : b * width + 1] - samples.offsets[a * width]).astype(np.int32)
-                )
-            columns["numbers"].append(numbers[a:b].copy())
-            columns["users"].append(users[owner == lane])
+                columns["offsets"].room((b - a) * width + 1, share)[:] = _offsets(samples.offsets, chosen, width)
+            columns["numbers"].room(b - a, share)[:] = numbers[chosen]
+            columns["users"].room(own[lane + 1] - own[lane], share)[:] = users[own[lane] : own[lane + 1]]
         self._samples.append(len(samples))
-        self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + numbers.nbytes + users.nbytes
+        mask_bytes = step.count * mask_dtype(self._header.lanes).itemsize
+        self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + numbers.nbytes + mask_bytes
 
     def close(self) -> dict[str, Any]:
-        """Write the files; returns {"samples": samples per event, "files": per lane, "sample_bytes": bytes}."""
+        """Write the files; returns {"samples": samples per event, "files": per lane}."""
         files = []
         for lane, columns in enumerate(self._columns):
-            lists = {name: _lists(steps) for name, steps in columns.items()}
+            lists = {name: column.lists() for name, column in columns.items()}
             files.append(write_lists(self._out / f"{self._name}-{self._files:06d}-{lane:02d}.arrow", lists))
+            for column in columns.values():
+                column.clear()
         result = {"samples": self._samples, "files": files}
         self._files += 1
-        self._reset()
+        self._samples, self.bytes = [], 0
         return result
+
+
+def _offsets(offsets: np.ndarray, chosen: Any, width: int) -> np.ndarray:
+    """The CSR offsets int64 [chosen samples * width + 1] of some samples' values, from 0."""
+    values = np.diff(offsets).reshape(-1, width)[chosen].reshape(-1)
+    return np.concatenate([[0], np.cumsum(values)])
 
 
 class SegmentWriter:
@@ -106,40 +134,36 @@ class SegmentWriter:
         """SHA-256 of the published header."""
         return hashlib.sha256((self._out / HEADER).read_bytes()).hexdigest()
 
-    def begin(self, oracles: list[LaneOracle], rows: Any) -> None:
+    def begin(self, planner: Oracle, rows: Rows) -> None:
         """Before the first event of a segment: keep the entry state where the share allows."""
-        size = sum(planner.occupied() for planner in oracles) * 26
+        lanes = range(self._header.lanes)
+        size = sum(planner.occupied(lane) for lane in lanes) * 26
         if self.checksums and ENTRY_SHARE * (self._entry_bytes + size) > self._bytes:
             self._entry = self._ordinals = None
             return
-        self._entry = [planner.occupants(rows) for planner in oracles]
-        self._ordinals = [[int(n) for n in planner.trained] for planner in oracles]
+        self._entry = [planner.occupants(rows, lane) for lane in lanes]
+        self._ordinals = planner.parts.trained.tolist()
 
-    def train(self, part: dict[str, Any], moves: list[list[oracle.Moves]]) -> None:
+    def train(self, part: dict[str, Any], moves: list[Columns]) -> None:
         """Publish a segment of training steps; part: what SampleWriter.close returned, with epoch and first step."""
         self._publish("train", part, moves, [0] * self._header.lanes)
 
-    def evaluate(self, part: dict[str, Any], moves: list[list[oracle.Moves]], evaluation_slots: list[int]) -> None:
+    def evaluate(self, part: dict[str, Any], moves: list[Columns], evaluation_slots: list[int]) -> None:
         """Publish a segment of evaluation steps."""
         self.evaluation_slots = np.maximum(self.evaluation_slots, evaluation_slots)
         self._publish("evaluate", part, moves, evaluation_slots)
 
-    def _publish(self, kind: Any, part: dict[str, Any], moves: list[list[oracle.Moves]], evaluation_slots: list[int]) -> None:
+    def _publish(self, kind: Any, part: dict[str, Any], moves: list[Columns], evaluation_slots: list[int]) -> None:
         index = len(self.checksums)
-        mask = mask_dtype(self._header.lanes)
         files = []
         counts = {"rows_used": 0, "arrivals": 0, "initial": 0, "write_backs": 0}
-        for lane, steps in enumerate(moves):
-            columns = {
-                name: _lists([step[k] for step in steps], mask if name == "next_users" else None)
-                for k, name in enumerate(MOVE_COLUMNS)
-            }
+        for lane, columns in enumerate(moves):
             entries = {
                 "samples": part["files"][lane],
                 "moves": write_lists(self._out / f"moves-{index:06d}-{lane:02d}.arrow", columns),
             }
             if self._entry is not None:
-                state = {name: _lists([values]) for name, values in self._entry[lane].items()}
+                state = {name: (np.array([0, len(values)], np.int32), values) for name, values in self._entry[lane].items()}
                 entries["entry"] = write_lists(self._out / f"entry-{index:06d}-{lane:02d}.arrow", state)
                 self._entry_bytes += entries["entry"]["bytes"]
             for entry in entries.values():

@@ -8,10 +8,10 @@ import numba as nb
 import numpy as np
 import pyarrow as pa
 
-from pipelines.dense import Scale, transform
+from pipelines.dense import Scale, rows_of, transform
 from pipelines.errors import FeatureError
 from pipelines.features import Feature, FeatureSpec
-from pipelines.mixing import hash_strings
+from pipelines.mixing import hash_bytes
 from pipelines.records import Records
 from pipelines.samples import Samples
 from pipelines.vocabulary import Vocabulary, text_buffers
@@ -41,10 +41,8 @@ class Encoder:
         """The records as samples, in their order."""
         dense = transform(records.dense, self._spec.dense, self._scales)
         if not self._spec.multi_valued:
-            ids = np.empty((len(records), len(self._spec.features)), np.int64)
-            for place, (feature, column) in enumerate(zip(self._spec.features, records.categorical, strict=True)):
-                ids[:, place] = self._ids(feature, column)
-            return Samples(records.labels, dense, ids.reshape(-1))
+            columns = [self._ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
+            return Samples(records.labels, dense, rows_of(columns, len(records), np.int64).reshape(-1))
         bounds, values = [], []
         for feature, column in zip(self._spec.features, records.categorical, strict=True):
             if feature.pooling == "single":
@@ -60,7 +58,7 @@ class Encoder:
         return Samples(records.labels, dense, ids, offsets)
 
     def _ids(self, feature: Feature, values: pa.Array) -> np.ndarray:
-        """Single values of a feature -> int64 [n], 0 where missing."""
+        """Single values of a feature -> whole numbers [n], int64 or narrower, 0 where missing."""
         if feature.encoding == "id":
             return values.fill_null(0).to_numpy()
         if feature.encoding == "vocabulary":
@@ -72,16 +70,17 @@ def hashed_ids(texts: pa.Array, rows: int) -> np.ndarray:
     """1 + hash64(text) mod (rows - 1), 0 where missing. texts: string or large_string [n]; returns int64 [n]."""
     data, offsets = text_buffers(texts)
     ids = np.empty(len(texts), np.int64)
-    _to_ids(hash_strings(data, offsets), offsets, np.uint64(rows - 1), ids)
+    _hash_ids(data, offsets, np.uint64(rows - 1), ids)
     if texts.null_count:
         ids[np.asarray(texts.is_null())] = 0
     return ids
 
 
 @nb.njit(nogil=True, cache=True)
-def _to_ids(hashes: np.ndarray, offsets: np.ndarray, others: np.uint64, out: np.ndarray) -> None:
+def _hash_ids(data: np.ndarray, offsets: np.ndarray, others: np.uint64, out: np.ndarray) -> None:
     for i in range(len(out)):
-        out[i] = 0 if offsets[i] == offsets[i + 1] else 1 + np.int64(hashes[i] % others)
+        start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
+        out[i] = 0 if start == end else 1 + np.int64(hash_bytes(data, start, end) % others)
 
 
 def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba as nb
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -35,20 +40,57 @@ def key(*parts: int) -> int:
     return h
 
 
+def _word_pointer(context: Any, builder: Any, kind: Any, array: Any, place: Any) -> Any:
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(cgutils.gep_inbounds(builder, data, place), ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def load_word(typing: Any, data: Any, place: Any) -> Any:
+    """The 8 bytes data[place : place + 8] (uint8, in bounds, at any address) as uint64. For use inside numba kernels."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_word_pointer(context, builder, signature.args[0], *arguments), align=1)
+
+    return nb.uint64(data, nb.int64), generate
+
+
+@intrinsic
+def store_word(typing: Any, data: Any, place: Any, word: Any) -> Any:
+    """data[place : place + 8] = the bytes of a uint64 (data uint8, in bounds, at any address). For use inside numba kernels."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at, value = arguments
+        builder.store(value, _word_pointer(context, builder, signature.args[0], array, at), align=1)
+        return context.get_dummy_value()
+
+    return nb.void(data, nb.int64, nb.uint64), generate
+
+
+@nb.njit(nogil=True, cache=True)
+def hash_bytes(data: np.ndarray, start: int, end: int) -> np.uint64:
+    """hash64 of data[start:end], data uint8. For use inside numba kernels."""
+    h = mix(np.uint64(end - start))
+    position = start
+    while position < end:
+        left = end - position
+        if position + 8 <= len(data):
+            word = load_word(data, position)
+            if left < 8:
+                word &= (np.uint64(1) << np.uint64(8 * left)) - np.uint64(1)
+        else:
+            word = np.uint64(0)
+            for j in range(end - 1, position - 1, -1):
+                word = (word << np.uint64(8)) | np.uint64(data[j])
+        h = mix(h ^ word)
+        position += 8
+    return h
+
+
 @nb.njit(cache=True, nogil=True)
 def _hash_strings(data: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.size):
-        start, end = offsets[i], offsets[i + 1]
-        h = mix(np.uint64(end - start))
-        position = start
-        while position < end:
-            word = np.uint64(0)
-            stop = min(position + 8, end)
-            for j in range(stop - 1, position - 1, -1):
-                word = (word << np.uint64(8)) | np.uint64(data[j])
-            h = mix(h ^ word)
-            position = stop
-        out[i] = h
+        out[i] = hash_bytes(data, np.int64(offsets[i]), np.int64(offsets[i + 1]))
 
 
 def hash_strings(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ class Records:
     """Well-formed records, not encoded yet.
 
     labels: float32 [n], 0 or 1. dense: float64 [n, dense width], NaN where missing. categorical: per feature an Arrow array [n] of
-    values, or large lists of values where the feature is multi-valued: int64 for the encoding id, else string or large_string; null
+    values, or large lists of values where the feature is multi-valued: integers for the encoding id, else string or large_string; null
     or "" where missing. keys: an Arrow array [n] of the order_by column, null where missing: int64, float64 or string; None without
     order_by. rejects: the first of the malformed records among these, at most MOST_REJECTS; rejected: how many there were.
     """
@@ -107,7 +107,7 @@ def convert(
     faults = Faults()
     cells = {name: _plain(column, spec.text.missing, path, name) for name, column in columns.items()}
     labels = _labels(cells[spec.label], spec.label, path, faults)
-    dense = np.empty((rows, len(spec.dense)), np.float64)
+    dense = np.empty((len(spec.dense), rows), np.float64).T  # column after column, as it is filled and transformed
     for place, entry in enumerate(spec.dense):
         dense[:, place] = _dense(cells[entry.column], entry, path, faults)
     categorical = tuple(_categorical(cells[f.column], f, spec, path, faults) for f in spec.features)
@@ -216,7 +216,7 @@ def _lists(column: pa.Array, separator: str) -> pa.Array:
 def _values(
     column: pa.Array, feature: Feature, rows: int | None, path: str, report: Callable[[int, object, str], None]
 ) -> pa.Array:
-    """Single values as text, or for the encoding id as checked int64. report: place, value, reason of each malformed one."""
+    """Single values as text, or for the encoding id as checked integers. report: place, value, reason of each malformed one."""
     kind = column.type
     if pa.types.is_null(kind):
         return column.cast(pa.int64() if feature.encoding == "id" else pa.string())
@@ -238,7 +238,11 @@ def _values(
 
 
 def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str], None]) -> pa.Array:
-    """Whole numbers or their texts as int64 0 .. rows - 1, null where missing or malformed."""
+    """Whole numbers or their texts as integers 0 .. rows - 1, null where missing or malformed."""
+    if pa.types.is_integer(column.type):
+        bounds = pc.min_max(column).as_py()
+        if bounds["max"] is None or (bounds["min"] >= 0 and bounds["max"] < rows):
+            return column
     reason = f"an id must be a whole number in 0 .. {rows - 1}"
     given = column
     if _is_text(column.type):

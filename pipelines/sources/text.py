@@ -14,7 +14,8 @@ import pyarrow.csv as arrow_csv
 
 from pipelines.errors import SourceError
 from pipelines.features import FeatureSpec, TextFormat
-from pipelines.records import MOST_REJECTS, Records, RejectedRecord, convert
+from pipelines.records import MOST_REJECTS, Records, RejectedRecord, convert, parses
+from pipelines.sources.fields import Fields
 from pipelines.sources.files import File, compression, open_file, open_stream, reading
 from pipelines.sources.heads import delimiter_of, infer_order_type, read_header
 from pipelines.sources.splits import PIECE_ROWS, Split
@@ -86,6 +87,14 @@ class _Layout:
         """Where the columns that the spec needs stand."""
         return {name: self.columns.index(name) for name in self.spec.columns}
 
+    @property
+    def numbers(self) -> set[int]:
+        """Where the columns stand that are read as numbers and as nothing else, unless a number means a missing value."""
+        if any(parses(text.strip(), pa.float64()) for text in self.text.missing):
+            return set()
+        names = {self.spec.label, *(entry.column for entry in self.spec.dense)}
+        return {self.columns.index(name) for name in names - {f.column for f in self.spec.features} - {self.spec.order_by}}
+
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:
@@ -99,8 +108,8 @@ class _Misfit:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Parsed rows. columns: place -> string array [rows]. lines: where each row starts, from 0 in the block. misfits: the lines that are
-    no rows, ascending. lines_before: how many lines of the file precede the block."""
+    """Parsed rows. columns: place -> string or float64 array [rows]. lines: where each row starts, from 0 in the block. misfits: the
+    lines that are no rows, ascending. lines_before: how many lines of the file precede the block."""
 
     columns: dict[int, pa.Array]
     lines: np.ndarray
@@ -168,8 +177,12 @@ def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_befo
 def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int]) -> _Block:
     """Whole lines -> rows, one a line. Blank lines are no records. SourceError where a value spans lines."""
     data, misfits = _only_utf8(data)
-    wrong: list[arrow_csv.InvalidRow] = []
     places = sorted(layout.places.values())
+    fields = None if misfits else Fields.of(data, layout.text.delimiter or ",", len(layout.columns), layout.text.quoting)
+    if fields is not None:
+        columns = fields.columns(places, layout.numbers, {layout.columns.index(layout.spec.label)})
+        return _Block(columns, np.arange(len(fields)), [], lines_before)
+    wrong: list[arrow_csv.InvalidRow] = []
     try:
         table = arrow_csv.read_csv(pa.BufferReader(data), *_options(layout, places, len(data), wrong))
     except pa.ArrowInvalid as error:

@@ -6,32 +6,21 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import redis
 
+from cache import frames
 from cache.errors import Fenced, StoreAuth, StoreError, StoreFull, StoreTls, StoreUnavailable
-from cache.resp import ProtocolError, Reply
+from cache.resp import ProtocolError, Request
 from cache.url import PASSWORD_VARIABLE, StoreUrl
 
 RETRIED = ("LOADING", "BUSY", "TRYAGAIN")
-_COALESCE_BYTES = 1 << 16  # small commands are sent together up to this size
-_RECEIVE_BYTES = 1 << 20
 _FIRST_PAUSE = timedelta(milliseconds=10)
 _LONGEST_PAUSE = timedelta(milliseconds=500)
-
-
-@dataclass(slots=True)
-class Request:
-    """A command: its size, how to write it to a uint8 array, and the reply that it expects."""
-
-    size_bytes: int
-    encode: Callable[[np.ndarray], int]
-    reply: Reply
 
 
 def pauses(limit: timedelta) -> Iterator[None]:
@@ -122,76 +111,98 @@ def connect(url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> tu
                 raise failure from error
 
 
+def now_ns() -> int:
+    """The clock of `frames.converse`."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
 class Channel:
-    """A connection with the requests under way on it. `send` and `receive` do what the socket allows at once; neither blocks."""
+    """A connection with the requests under way on it. `send` and `receive` do what the socket allows at once; neither blocks.
+
+    state (int64 [CONNECTION_COLUMNS]), out and data (uint8, the outgoing and incoming buffers) are views that `place` gives; between calls
+    `frames.converse` may go on with them.
+    """
 
     def __init__(self, url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> None:
         self.url, self._connection = connect(url, timeout, connect_timeout)
         self.socket: socket.socket = self._connection._sock
         self.socket.setblocking(False)
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.progressed = time.monotonic()
-        self.requests: list[Request] = []
-        self._encoded = 0  # requests written to the outgoing buffer
-        self._answered = 0  # requests with their whole reply
-        self._out = np.empty(_COALESCE_BYTES, np.uint8)
-        self._out_start = self._out_end = 0
-        self._in = np.empty(_RECEIVE_BYTES, np.uint8)
-        self._in_start = self._in_end = 0
+        self.compiled = not isinstance(self.socket, ssl.SSLSocket)  # whether its bytes are what the socket carries
         self.tls_wants_write = False
+        self._table = np.zeros((0, frames.REQUEST_COLUMNS), np.int64)
+        self._requests: list[Request] = []
+        self._first = 0
 
-    def begin(self, requests: list[Request]) -> None:
-        """Start on requests; those before must have been answered."""
-        self.requests = requests
-        self._encoded = self._answered = 0
-        self.progressed = time.monotonic()
+    def place(self, state: np.ndarray, out: np.ndarray, data: np.ndarray) -> None:
+        """Use these from now on. No request is under way."""
+        state[frames.FD] = self.socket.fileno()
+        self._state, self._out, self._data = state, out, data
+
+    def begin(self, table: np.ndarray, first: int, requests: list[Request]) -> None:
+        """Start on requests, which lie in the table from row `first` on; those before must have been answered."""
+        self._table, self._first, self._requests = table, first, requests
+        self._state[frames.ANSWERED : frames.FILLING + 1] = (first, first + len(requests), first)
+        self._state[frames.PROGRESSED_NS] = now_ns()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent so far."""
+        return int(self._state[frames.SENT_BYTES])
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes received so far."""
+        return int(self._state[frames.RECEIVED_BYTES])
+
+    @property
+    def progressed_ns(self) -> int:
+        """When bytes were last sent or received, or requests begun, by `now_ns`."""
+        return int(self._state[frames.PROGRESSED_NS])
 
     @property
     def answered(self) -> bool:
         """Whether every reply is in."""
-        return self._answered == len(self.requests)
+        return bool(self._state[frames.ANSWERED] == self._state[frames.LAST])
 
     @property
     def wants_write(self) -> bool:
         """Whether there is something left to send."""
-        return self._out_start < self._out_end or self._encoded < len(self.requests) or self.tls_wants_write
+        state = self._state
+        unsent = state[frames.OUT_START] < state[frames.OUT_END] or state[frames.FILLING] < state[frames.LAST]
+        return bool(unsent or self.tls_wants_write)
+
+    def attend(self) -> None:
+        """Do what `frames.converse` cannot: read other replies, and let the socket say what ails it. Raises as send and receive do."""
+        self._read()
+        self.send()
+        if not self.answered:
+            self.receive()
 
     def send(self) -> None:
         """Send as much of the buffer, refilled when empty, as the socket takes. Raises StoreUnavailable, StoreTls."""
-        if self._out_start == self._out_end and not self._fill():
-            return
+        state = self._state
+        if state[frames.OUT_START] == state[frames.OUT_END]:
+            frames.fill(self._table, state, self._out)
+            if not state[frames.OUT_END]:
+                return
         try:
             # After SSLWantWrite the same bytes must be offered again: the buffer changes only once it is sent.
-            sent = self.socket.send(self._out.data[self._out_start : self._out_end])
+            sent = self.socket.send(self._out[state[frames.OUT_START] : state[frames.OUT_END]].data)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except OSError as error:
             raise self._broken(error) from error
-        self._out_start += sent
-        self.bytes_sent += sent
-        self.progressed = time.monotonic()
-
-    def _fill(self) -> bool:
-        """Write the next command, and small ones after it, to the outgoing buffer. False if there is none."""
-        at = 0
-        while self._encoded < len(self.requests):
-            request = self.requests[self._encoded]
-            if at and at + request.size_bytes > _COALESCE_BYTES:
-                break
-            if request.size_bytes > len(self._out):
-                self._out = np.empty(request.size_bytes, np.uint8)
-            at += request.encode(self._out[at : at + request.size_bytes])
-            self._encoded += 1
-        self._out_start, self._out_end = 0, at
-        return at > 0
+        state[frames.OUT_START] += sent
+        state[frames.SENT_BYTES] += sent
+        state[frames.PROGRESSED_NS] = now_ns()
 
     def receive(self) -> None:
         """Receive and read what is there. Raises StoreUnavailable, StoreTls, and StoreError where it is not the Redis protocol."""
+        state = self._state
         while True:
             self.tls_wants_write = False
             try:
-                count = self.socket.recv_into(self._in.data[self._in_end :])
+                count = self.socket.recv_into(self._data[state[frames.IN_END] :].data)
             except ssl.SSLWantWriteError:
                 self.tls_wants_write = True
                 return
@@ -201,32 +212,30 @@ class Channel:
                 raise self._broken(error) from error
             if count == 0:
                 raise StoreUnavailable(f"store {self.url}: closed the connection; see the server's log")
-            self._in_end += count
-            self.bytes_received += count
-            self.progressed = time.monotonic()
-            try:
-                self._read()
-            except ProtocolError as error:
-                raise StoreError(f"store {self.url}: breaks the Redis protocol ({error}); is it a Redis server?") from error
+            state[frames.IN_END] += count
+            state[frames.RECEIVED_BYTES] += count
+            state[frames.PROGRESSED_NS] = now_ns()
+            self._read()
             # What TLS has decrypted already, the selector does not see.
             if not (isinstance(self.socket, ssl.SSLSocket) and self.socket.pending()):
                 return
 
     def _read(self) -> None:
-        while self._in_start < self._in_end:
-            if self.answered:
-                raise ProtocolError("more replies than commands")
-            reply = self.requests[self._answered].reply
-            self._in_start = reply.feed(self._in, self._in_start, self._in_end)
-            if not reply.done:
-                break
-            self._answered += 1
-        left = self._in_end - self._in_start
-        if self._in_start and (left == 0 or self._in_end > len(self._in) // 2):
-            self._in[:left] = self._in[self._in_start : self._in_end].copy()
-            self._in_start, self._in_end = 0, left
-        if self._in_end == len(self._in):
-            self._in = np.concatenate([self._in, np.empty_like(self._in)])
+        state = self._state
+        start, end = int(state[frames.IN_START]), int(state[frames.IN_END])
+        try:
+            while start < end:
+                if self.answered:
+                    raise ProtocolError("more replies than commands")
+                reply = self._requests[int(state[frames.ANSWERED]) - self._first].reply
+                start = reply.feed(self._data, start, end)
+                if not reply.done:
+                    break
+                state[frames.ANSWERED] += 1
+        except ProtocolError as error:
+            raise StoreError(f"store {self.url}: breaks the Redis protocol ({error}); is it a Redis server?") from error
+        state[frames.IN_START] = start
+        frames.to_front(state, self._data)
 
     def _broken(self, error: OSError) -> StoreError:
         if isinstance(error, ssl.SSLError):

@@ -1,4 +1,4 @@
-"""RESP2, the protocol of Redis, for whole arrays: commands are byte arrays made from templates, replies are read as arrays of frames.
+"""RESP2, the protocol of Redis, for whole arrays: commands made of templates, replies read as arrays of frames.
 
 A frame is one bulk string, `$<length>\\r\\n<bytes>\\r\\n`. Rows of one table have one length, so the frames of an HMGET reply form an array,
 checked frame by frame as bytes arrive; at the first that differs (nil, another length) a compiled parser takes over for the command.
@@ -6,18 +6,19 @@ checked frame by frame as bytes arrive; at the first that differs (nil, another 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
 import numba as nb
 import numpy as np
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-FIELD_BYTES = 8
+from cache import frames
+
 MARKER = b"m"
-_FIELD_FRAME = 4 + FIELD_BYTES + 2
 _MARKER_FRAME = b"$1\r\nm\r\n"
-_NIL = b"$-1\r\n"
+_FIELD_TEMPLATE = frames.FIELD_FRAME_HEAD + bytes(frames.FIELD_BYTES) + b"\r\n"
 _LINE_BYTES = 32  # the longest line that gives a length
 _ERROR_BYTES = 1 << 16  # the longest line of an error
 _OUT_OF_BYTES, _COMPLETE, _OTHER_LENGTH, _NOT_A_BULK_STRING = 0, 1, 2, 3
@@ -33,43 +34,22 @@ class Reply(Protocol):
     done: bool
     error: str | None
 
+    @property
+    def frame_bytes(self) -> int:
+        """The longest piece that a buffer must hold as a whole."""
+
     def feed(self, data: np.ndarray, start: int, end: int) -> int:
         """Take what can be used of data[start:end] (uint8) and return where the rest begins. Raises ProtocolError."""
 
     def restart(self) -> None:
         """Expect the whole reply again, for a command that is sent again."""
 
-
-@intrinsic
-def _memcpy(typing, target, at, source, start, count):  # type: ignore[no-untyped-def]
-    """Copy count bytes from byte `start` of an array to byte `at` of another: in numba, a loop over bytes takes ten times as long."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def pointer(place: int) -> Any:
-            array = context.make_array(signature.args[place])(context, builder, arguments[place])
-            return builder.gep(array.data, [arguments[place + 1]])
-
-        cgutils.raw_memcpy(builder, pointer(0), pointer(2), arguments[4], 1)
-        return context.get_dummy_value()
-
-    return types.void(target, types.intp, source, types.intp, types.intp), generate
+    def lay(self, row: np.ndarray) -> None:
+        """Write what is expected to its columns in a row of the table of requests, and keep what comes there."""
 
 
-@nb.njit(nogil=True, cache=True)
-def _put_frames(out, at, before, fields, rows):  # type: ignore[no-untyped-def]
-    """Per row: `before` with the field, big-endian, from its byte 4 on; the row; CR LF. Returns where they end."""
-    row_bytes = rows.shape[1]
-    for i in range(fields.size):
-        _memcpy(out, at, before, 0, before.size)
-        field = fields[i]
-        for j in range(FIELD_BYTES):
-            out[at + 4 + j] = np.uint8(field >> np.uint64(56 - 8 * j))
-        at += before.size
-        _memcpy(out, at, rows, i * rows.strides[0], row_bytes)
-        out[at + row_bytes] = 13
-        out[at + row_bytes + 1] = 10
-        at += row_bytes + 2
-    return at
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def bulk(value: bytes) -> bytes:
@@ -83,65 +63,68 @@ def encode_command(*parts: bytes | str | int) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(map(bulk, words))
 
 
-def hmget_bytes(key: bytes, count: int) -> int:
-    """Bytes of an HMGET of the marker and `count` fields."""
-    return len(_head(b"HMGET", key, 3 + count)) + len(_MARKER_FRAME) + count * _FIELD_FRAME
+@lru_cache(256)
+def _head(name: bytes, key: bytes, words: int, template: bytes, more: bytes) -> np.ndarray:
+    """What begins a command and, behind it, the template of its frames."""
+    return np.frombuffer(b"*%d\r\n" % words + bulk(name) + bulk(key) + more + template, np.uint8)
 
 
-def hset_bytes(key: bytes, count: int, row_bytes: int, marker: bytes | None) -> int:
-    """Bytes of an HSET of `count` rows of `row_bytes` each and the marker, if there is one."""
-    words = 2 + 2 * count + (2 if marker is not None else 0)
-    frame = _FIELD_FRAME + len(b"$%d\r\n" % row_bytes) + row_bytes + 2
-    return len(_head(b"HSET", key, words)) + (len(_MARKER_FRAME) + len(bulk(marker)) if marker is not None else 0) + count * frame
+@dataclass(slots=True)
+class Request:
+    """A command and the reply that it expects.
 
-
-def encode_hmget(out: np.ndarray, key: bytes, fields: np.ndarray) -> int:
-    """Write HMGET of the marker and then of the fields (uint64 [n]) to the front of out (uint8); returns the bytes written."""
-    at = _put(out, 0, _head(b"HMGET", key, 3 + len(fields)) + _MARKER_FRAME)
-    before = np.frombuffer(b"$8\r\n" + bytes(FIELD_BYTES), np.uint8)
-    return int(_put_frames(out, at, before, fields, np.empty((len(fields), 0), np.uint8)))
-
-
-def encode_hset(out: np.ndarray, key: bytes, fields: np.ndarray, rows: np.ndarray, marker: bytes | None) -> int:
-    """Write HSET of rows (uint8 [n, row_bytes]) under fields (uint64 [n]) and of the marker to out (uint8); returns the bytes written."""
-    count, row_bytes = rows.shape
-    head = _head(b"HSET", key, 2 + 2 * count + (2 if marker is not None else 0))
-    at = _put(out, 0, head + (_MARKER_FRAME + bulk(marker) if marker is not None else b""))
-    before = np.frombuffer(b"$8\r\n" + bytes(FIELD_BYTES) + b"\r\n$%d\r\n" % row_bytes, np.uint8)
-    return int(_put_frames(out, at, before, fields, rows))
-
-
-def _head(name: bytes, key: bytes, words: int) -> bytes:
-    return b"*%d\r\n" % words + bulk(name) + bulk(key)
-
-
-def _put(out: np.ndarray, at: int, data: bytes) -> int:
-    out[at : at + len(data)] = np.frombuffer(data, np.uint8)
-    return at + len(data)
-
-
-@nb.njit(nogil=True, cache=True)
-def _regular(data, start, end, header, rows, first):  # type: ignore[no-untyped-def]
-    """Frames that begin with `header` and end in CR LF from data[start:end] into rows[first:].
-
-    Returns (where the rest begins, next row, whether the next frame, as far as it has arrived, is another).
+    head: uint8, the command's beginning, and after it the template (template_bytes) of the frames of fields (uint64 [n]), each followed by
+    its row (uint8 [n, row_bytes]) where there are rows.
     """
-    row_bytes = rows.shape[1]
-    frame = header.size + row_bytes + 2
-    i = first
-    while i < rows.shape[0]:
-        # A shorter frame may be all that comes: never wait for the rest of one whose beginning already differs.
-        for j in range(min(header.size, end - start)):
-            if data[start + j] != header[j]:
-                return start, i, True
-        if end - start < frame:
-            break
-        if data[start + frame - 2] != 13 or data[start + frame - 1] != 10:
-            return start, i, True
-        _memcpy(rows, i * rows.strides[0], data, start + header.size, row_bytes)
-        start += frame
-        i += 1
-    return start, i, False
+
+    head: np.ndarray
+    reply: Reply
+    template_bytes: int = 0
+    fields: np.ndarray | None = None
+    rows: np.ndarray | None = None
+
+    @property
+    def frame_bytes(self) -> int:
+        """The longest piece that a buffer must hold as a whole, on the way out or in."""
+        return max(self.template_bytes + (self.rows.shape[1] if self.rows is not None else 0), self.reply.frame_bytes) + 2
+
+    def lay(self, row: np.ndarray) -> None:
+        """Write the request to a row of the table of requests."""
+        start = _address(self.head)
+        split = len(self.head) - self.template_bytes
+        row[frames.HEAD : frames.TEMPLATE_BYTES + 1] = (start, split, start + split, self.template_bytes)
+        if self.fields is not None:
+            row[frames.FIELDS : frames.COUNT + 1] = (_address(self.fields), len(self.fields))
+        if self.rows is not None and len(self.rows):
+            row[frames.ROWS : frames.ROW_BYTES + 1] = (_address(self.rows), self.rows.strides[0], self.rows.shape[1])
+        self.reply.lay(row)
+
+
+def lay_out(requests: Sequence[Request]) -> np.ndarray:
+    """The table of requests, int64 [n, REQUEST_COLUMNS]; it holds addresses of arrays that the requests keep."""
+    table = np.zeros((len(requests), frames.REQUEST_COLUMNS), np.int64)
+    for request, row in zip(requests, table, strict=True):
+        request.lay(row)
+    return table
+
+
+def hmget(key: bytes, fields: np.ndarray, rows: np.ndarray) -> Request:
+    """HMGET of the marker and of fields (uint64 [n]), whose reply fills rows (uint8 [n, row_bytes])."""
+    head = _head(b"HMGET", key, 3 + len(fields), _FIELD_TEMPLATE, _MARKER_FRAME)
+    return Request(head, HmgetReply(rows), len(_FIELD_TEMPLATE), np.ascontiguousarray(fields))
+
+
+def hset(key: bytes, fields: np.ndarray, rows: np.ndarray, marker: bytes | None) -> Request:
+    """HSET of rows (uint8 [n, row_bytes]) under fields (uint64 [n]) and of the marker, if there is one."""
+    more = _MARKER_FRAME + bulk(marker) if marker is not None else b""
+    template = _FIELD_TEMPLATE + b"$%d\r\n" % rows.shape[1]
+    head = _head(b"HSET", key, 2 + 2 * len(fields) + (2 if marker is not None else 0), template, more)
+    return Request(head, NumberReply(), len(template), np.ascontiguousarray(fields), rows)
+
+
+def plain(*words: bytes | str | int) -> Request:
+    """Any command, with any reply."""
+    return Request(np.frombuffer(encode_command(*words), np.uint8), PlainReply())
 
 
 @nb.njit(nogil=True, cache=True)
@@ -179,7 +162,7 @@ def _parse(data, start, end, first, rows, missing):  # type: ignore[no-untyped-d
             return start, i, _OUT_OF_BYTES, 0
         if data[value + length] != 13 or data[value + length + 1] != 10:
             return start, i, _NOT_A_BULK_STRING, 0
-        _memcpy(rows, i * rows.strides[0], data, value, length)
+        rows[i] = data[value : value + length]
         start = value + length + 2
         i += 1
     return start, i, _COMPLETE, 0
@@ -198,7 +181,7 @@ def _line(data: np.ndarray, start: int, end: int) -> bytes | None:
 
 
 class HmgetReply:
-    """The reply to encode_hmget: fills rows in place.
+    """The reply to an HMGET of the marker and n fields: fills rows in place.
 
     rows: uint8 [n, row_bytes]. Afterwards `missing` is bool [n] or None where nothing is missing, `marker` the marker's bytes or None, and
     `other_length` the first (row, bytes) whose value is not a row of this length, or None.
@@ -206,40 +189,69 @@ class HmgetReply:
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows
-        self._expected_head = np.frombuffer(b"$%d\r\n" % rows.shape[1], np.uint8)
+        self.lay(np.zeros(frames.REQUEST_COLUMNS, np.int64))
+
+    def lay(self, row: np.ndarray) -> None:
+        """Write what is expected to a row of the table of requests, where progress and the marker are kept from now on."""
+        count, row_bytes = self.rows.shape
+        head = b"$%d\r\n" % row_bytes
+        self._request = row
+        row[frames.COUNT] = count
+        if len(head) <= 8:
+            into = _address(self.rows), self.rows.strides[0], row_bytes
+            row[frames.KIND : frames.FRAME_HEAD_BYTES + 1] = (
+                frames.ROWS_REPLY,
+                *into,
+                int.from_bytes(head.ljust(8, b"\0"), "little", signed=True),
+                len(head),
+            )
         self.restart()
 
     def restart(self) -> None:
         """Expect the whole reply again, for a command that is sent again."""
         self.done = False
         self.error: str | None = None
-        self.marker: bytes | None = None
         self.other_length: tuple[int, int] | None = None
-        self._missing: np.ndarray | None = None  # set once frames are irregular
-        self._row = -2  # -2: the array's line comes next; -1: the marker; else the row
+        self._request[frames.NEXT] = frames.NEXT_HEAD
+        self._request[frames.HAS_MARKER] = 0
+        self._other_marker: bytes | None = None
+        self._missing: np.ndarray | None = None  # set once something is irregular
         self._skip = 0  # bytes of a value of another length still to be passed over
+
+    @property
+    def frame_bytes(self) -> int:
+        """The longest piece that a buffer must hold as a whole."""
+        return _LINE_BYTES + self.rows.shape[1]
 
     @property
     def missing(self) -> np.ndarray | None:
         """bool [n], or None where nothing is missing."""
         return self._missing if self._missing is not None and self._missing.any() else None
 
+    @property
+    def marker(self) -> bytes | None:
+        """The marker's bytes, None where there is none."""
+        if self._request[frames.HAS_MARKER]:
+            return self._request[frames.MARKER].tobytes()
+        return self._other_marker
+
     def feed(self, data: np.ndarray, start: int, end: int) -> int:
         """Take what can be used of data[start:end] and return where the rest begins. Raises ProtocolError."""
-        if self._row < 0:
+        if self._missing is None:
+            start, status = frames.take(data, start, end, self._request)
+            self.done = status == frames.COMPLETE
+            if status != frames.IRREGULAR:
+                return start
+            self._missing = np.zeros(len(self.rows), np.bool_)
+        if self._request[frames.NEXT] < 0:
             start = self._feed_head(data, start, end)
-        if self._row >= 0 and not self.done:
-            if self._missing is None:
-                start, self._row, irregular = _regular(data, start, end, self._expected_head, self.rows, self._row)
-                if irregular:
-                    self._missing = np.zeros(len(self.rows), np.bool_)
-            if self._missing is not None:
-                start = self._feed_any(data, start, end)
-            self.done = self._row == len(self.rows) and self._skip == 0
+        if self._request[frames.NEXT] >= 0 and not self.done:
+            start = self._feed_any(data, start, end)
+            self.done = self._request[frames.NEXT] == len(self.rows) and self._skip == 0
         return start
 
     def _feed_head(self, data: np.ndarray, start: int, end: int) -> int:
-        if self._row == -2:
+        if self._request[frames.NEXT] == frames.NEXT_HEAD:
             line = _line(data, start, end)
             if line is None:
                 return start
@@ -249,15 +261,15 @@ class HmgetReply:
                 return start
             if line != b"*%d" % (len(self.rows) + 1):
                 raise ProtocolError(f"expected an array of {len(self.rows) + 1}, got {line[:_LINE_BYTES]!r}")
-            self._row = -1
+            self._request[frames.NEXT] = frames.NEXT_MARKER
         value = decode(data[start : min(end, start + 4 * _LINE_BYTES)].tobytes())
         if value is not None:
             marker, used = value
             if marker is not None and not isinstance(marker, bytes):
                 raise ProtocolError(f"expected a marker, got {marker!r}")
-            self.marker = marker
+            self._other_marker = marker
             start += used
-            self._row = 0
+            self._request[frames.NEXT] = 0
         elif end - start >= 4 * _LINE_BYTES:
             raise ProtocolError("a marker of another length")
         return start
@@ -270,44 +282,63 @@ class HmgetReply:
             start += passed
             if self._skip:
                 return start
-            start, self._row, status, length = _parse(data, start, end, self._row, self.rows, self._missing)
+            row = int(self._request[frames.NEXT])
+            start, row, status, length = _parse(data, start, end, row, self.rows, self._missing)
             if status == _NOT_A_BULK_STRING:
                 raise ProtocolError(f"expected a row, got {data[start : min(end, start + _LINE_BYTES)].tobytes()!r}")
+            self._request[frames.NEXT] = row
             if status != _OTHER_LENGTH:
                 return int(start)
-            self.other_length = self.other_length or (self._row, int(length))
+            self.other_length = self.other_length or (row, int(length))
             self._skip = int(length) + 2
-            self._row += 1
+            self._request[frames.NEXT] = row + 1
 
 
 class PlainReply:
     """The reply to any command, as `value`: bytes, int, None or a list of these; str for a status line."""
 
+    frame_bytes = 0  # it keeps what has come itself
+
     def __init__(self) -> None:
         self.restart()
+
+    def lay(self, row: np.ndarray) -> None:
+        """Write what is expected to a row of the table of requests."""
+        row[frames.KIND] = frames.ANY_REPLY
 
     def restart(self) -> None:
         """Expect the whole reply again, for a command that is sent again."""
         self.done = False
         self.error: str | None = None
         self.value: object = None
+        self._begun = bytearray()
 
     def feed(self, data: np.ndarray, start: int, end: int) -> int:
-        """Take the reply from data[start:end] once it is there as a whole. Raises ProtocolError."""
-        if start == end:
-            return start
-        if data[start] == 45:
-            line = _line(data, start, end)
-            if line is None:
-                return start
-            self.error, self.done = line[1:].decode(errors="replace"), True
-            return start + len(line) + 2
-        reply = decode(data[start:end].tobytes())
-        if reply is None:
-            return start
-        self.value, used = reply
+        """Take data[start:end], up to the reply's end. Raises ProtocolError."""
+        before = len(self._begun)
+        self._begun += data[start:end].tobytes()
+        if self._begun[:1] == b"-":
+            stop = self._begun.find(b"\r\n", max(before - 1, 0))
+            if stop < 0 and len(self._begun) > _ERROR_BYTES:
+                raise ProtocolError("a line without end")
+            if stop < 0:
+                return end
+            self.error, used = self._begun[1:stop].decode(errors="replace"), stop + 2
+        else:
+            reply = decode(bytes(self._begun))
+            if reply is None:
+                return end
+            self.value, used = reply
         self.done = True
-        return start + used
+        return start + used - before
+
+
+class NumberReply(PlainReply):
+    """The reply to a command that counts; `value` is left out where it came as it should."""
+
+    def lay(self, row: np.ndarray) -> None:
+        """Write what is expected to a row of the table of requests."""
+        row[frames.KIND] = frames.NUMBER_REPLY
 
 
 def decode(data: bytes, start: int = 0) -> tuple[object, int] | None:

@@ -7,17 +7,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 
 import numpy as np
 
-from cache.channel import RETRIED, Channel, Request, pauses, reply_error
+from cache import frames
+from cache.channel import RETRIED, Channel, now_ns, pauses, reply_error
 from cache.errors import RowError, StoreError, StoreUnavailable
-from cache.resp import HmgetReply, PlainReply, encode_command, encode_hmget, encode_hset, hmget_bytes, hset_bytes
+from cache.resp import HmgetReply, PlainReply, Request, hmget, hset, lay_out, plain
 from cache.url import StoreUrl, parse_url
 
 COMMAND_ROWS = 2048
+_OUT_BYTES = 1 << 17  # a processor's nearer caches hold both buffers
+_IN_BYTES = 1 << 18
+_PAUSE_NS = 500_000_000  # how often, at least, Python may see to signals
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -85,6 +88,8 @@ class Store:
             for url in urls:
                 parsed = url if isinstance(url, StoreUrl) else parse_url(url)
                 self._channels.append(Channel(parsed, timeout, connect_timeout))
+            self._states = np.zeros((self.shards, frames.CONNECTION_COLUMNS), np.int64)
+            self._make_buffers(_OUT_BYTES, _IN_BYTES)
             self.server_versions = tuple(self._check_server(shard) for shard in range(self.shards))
         except BaseException:
             self.close()
@@ -125,10 +130,10 @@ class Store:
             parts: list[HmgetReply] = []
             for start in range(0, max(len(read.fields), 1), COMMAND_ROWS):
                 fields = read.fields[start : start + COMMAND_ROWS]
-                reply = HmgetReply(read.rows[start : start + COMMAND_ROWS])
-                encode = partial(encode_hmget, key=read.key, fields=fields)
-                requests.setdefault(read.shard, []).append(Request(hmget_bytes(read.key, len(fields)), encode, reply))
-                parts.append(reply)
+                request = hmget(read.key, fields, read.rows[start : start + COMMAND_ROWS])
+                requests.setdefault(read.shard, []).append(request)
+                assert isinstance(request.reply, HmgetReply)
+                parts.append(request.reply)
             replies.append((read, parts))
         self._perform(requests)
         for read, parts in replies:
@@ -139,15 +144,10 @@ class Store:
 
         Returns bytes, int, None, a list of these, or str for a status. Raises as exchange does.
         """
-        data = np.frombuffer(encode_command(*words), np.uint8)
-        reply = PlainReply()
-
-        def encode(out: np.ndarray) -> int:
-            out[:] = data
-            return len(data)
-
-        self._perform({shard: [Request(len(data), encode, reply)]})
-        return reply.value
+        request = plain(*words)
+        self._perform({shard: [request]})
+        assert isinstance(request.reply, PlainReply)
+        return request.reply.value
 
     def info(self, shard: int) -> dict[str, str]:
         """What INFO says, by name."""
@@ -189,9 +189,14 @@ class Store:
         if len(write.fields) > COMMAND_ROWS:
             raise ValueError(f"Write: at most {COMMAND_ROWS} rows a command; got {len(write.fields)}")
         self.rows_written += len(write.fields)
-        size = hset_bytes(write.key, len(write.fields), write.rows.shape[1], write.marker)
-        encode = partial(encode_hset, key=write.key, fields=write.fields, rows=write.rows, marker=write.marker)
-        return Request(size, encode, PlainReply())
+        return hset(write.key, write.fields, write.rows, write.marker)
+
+    def _make_buffers(self, out_bytes: int, in_bytes: int) -> None:
+        """Buffers for all connections, none of which has a request under way."""
+        self._out = np.empty((self.shards, out_bytes), np.uint8)
+        self._in = np.empty((self.shards, in_bytes), np.uint8)
+        for channel, state, out, data in zip(self._channels, self._states, self._out, self._in, strict=True):
+            channel.place(state, out, data)
 
     def _finish(self, read: Read, parts: list[HmgetReply]) -> None:
         """Gather what the commands of one read found."""
@@ -222,9 +227,7 @@ class Store:
         try:
             attempts = pauses(self.timeout)
             while requests:
-                for shard, some in requests.items():
-                    self._channels[shard].begin(some)
-                    self.commands += len(some)
+                self._begin(requests)
                 self._settle([self._channels[shard] for shard in requests])
                 again = self._not_ready(requests)
                 if again and next(attempts, self) is self:
@@ -254,24 +257,52 @@ class Store:
                 again.setdefault(shard, some[place:])
         return again
 
+    def _begin(self, requests: dict[int, list[Request]]) -> None:
+        all_requests = [request for some in requests.values() for request in some]
+        frame_bytes = max((request.frame_bytes for request in all_requests), default=0)
+        if 2 * frame_bytes > self._out.shape[1]:
+            self._make_buffers(2 * frame_bytes, max(4 * frame_bytes, _IN_BYTES))
+        self._table = lay_out(all_requests)
+        first = 0
+        for shard, some in requests.items():
+            self._channels[shard].begin(self._table, first, some)
+            self.commands += len(some)
+            first += len(some)
+
     def _settle(self, busy: list[Channel]) -> None:
         """Send and receive on all channels until each has every reply."""
         try:
-            with selectors.DefaultSelector() as selector:
-                for channel in busy:
-                    channel.send()
-                    selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, channel)
-                deadline = time.monotonic() + self.timeout.total_seconds()
-                while selector.get_map():
-                    patience = deadline - time.monotonic()
-                    if patience <= 0:
-                        deadline = self._silent_at(busy)
-                        continue
-                    for key, events in selector.select(patience):
-                        self._serve(selector, key, events)
+            if all(channel.compiled for channel in busy):
+                self._converse(busy)
+            else:
+                self._select(busy)
         except StoreError as error:
             self._fail(str(error))
             raise
+
+    def _converse(self, busy: list[Channel]) -> None:
+        timeout_ns = self._timeout_ns
+        while True:
+            why, shard = frames.converse(
+                self._table, self._states, self._out, self._in, time.CLOCK_MONOTONIC, timeout_ns, _PAUSE_NS
+            )
+            if why == frames.ALL_ANSWERED:
+                return
+            if why == frames.ATTEND:
+                self._channels[shard].attend()
+            else:
+                self._check_silence(busy)
+
+    def _select(self, busy: list[Channel]) -> None:
+        """The same where TLS is in between."""
+        with selectors.DefaultSelector() as selector:
+            for channel in busy:
+                channel.send()
+                selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, channel)
+            while selector.get_map():
+                for key, events in selector.select(_PAUSE_NS * 1e-9):
+                    self._serve(selector, key, events)
+                self._check_silence(busy)
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
         channel: Channel = key.data
@@ -286,16 +317,18 @@ class Store:
         if wanted != key.events:
             selector.modify(key.fileobj, wanted, channel)
 
-    def _silent_at(self, busy: list[Channel]) -> float:
-        """The time at which a channel will have been silent for too long. Raises StoreUnavailable if one has been already."""
-        silent = min((channel for channel in busy if not channel.answered), key=lambda channel: channel.progressed)
-        deadline = silent.progressed + self.timeout.total_seconds()
-        if deadline > time.monotonic():
-            return deadline
-        raise StoreUnavailable(
-            f"store {silent.url}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
-            "--store-timeout sets the limit"
-        )
+    @property
+    def _timeout_ns(self) -> int:
+        return self.timeout // timedelta(microseconds=1) * 1000
+
+    def _check_silence(self, busy: list[Channel]) -> None:
+        """Raise StoreUnavailable if a channel that owes an answer has been silent for too long."""
+        for channel in busy:
+            if not channel.answered and now_ns() - channel.progressed_ns >= self._timeout_ns:
+                raise StoreUnavailable(
+                    f"store {channel.url}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
+                    "--store-timeout sets the limit"
+                )
 
     def _fail(self, why: str) -> None:
         self._closed = self._closed or why

@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache import frames
 from cache.resp import (
     HmgetReply,
     PlainReply,
     ProtocolError,
     Reply,
+    Request,
     bulk,
     decode,
     encode_command,
-    encode_hmget,
-    encode_hset,
-    hmget_bytes,
-    hset_bytes,
+    hmget,
+    hset,
+    lay_out,
 )
 
 KEYS = st.binary(min_size=1, max_size=12)
@@ -37,23 +38,35 @@ def feed(reply: Reply, data: bytes, cuts: list[int]) -> int:
     return start
 
 
-@given(KEYS, FIELDS)
-def test_hmget_is_the_command_written_word_by_word(key: bytes, fields: list[int]) -> None:
-    array = np.array(fields, np.uint64)
-    out = np.zeros(hmget_bytes(key, len(fields)), np.uint8)
-    assert encode_hmget(out, key, array) == len(out)
-    assert out.tobytes() == encode_command(b"HMGET", key, b"m", *(field.to_bytes(8, "big") for field in fields))
+def sent(requests: list[Request], more_bytes: int) -> bytes:
+    """What a connection sends for the requests, by way of a buffer that holds so many bytes more than the longest frame."""
+    table, connection = lay_out(requests), np.zeros(frames.CONNECTION_COLUMNS, np.int64)
+    connection[frames.LAST] = len(requests)
+    out = np.zeros(max(request.frame_bytes for request in requests) + more_bytes, np.uint8)
+    pieces = b""
+    while True:
+        frames.fill(table, connection, out)
+        if not connection[frames.OUT_END]:
+            return pieces
+        pieces += out[: connection[frames.OUT_END]].tobytes()
 
 
-@given(KEYS, FIELDS, st.integers(1, 20), MARKERS, st.integers(0, 3))
+@given(KEYS, FIELDS, st.integers(0, 200))
+def test_hmget_is_the_command_written_word_by_word(key: bytes, fields: list[int], more_bytes: int) -> None:
+    request = hmget(key, np.array(fields, np.uint64), np.zeros((len(fields), 5), np.uint8))
+    expected = encode_command(b"HMGET", key, b"m", *(field.to_bytes(8, "big") for field in fields))
+    assert sent([request, request], more_bytes) == 2 * expected
+
+
+@given(KEYS, FIELDS, st.integers(1, 20), MARKERS, st.integers(0, 3), st.integers(0, 200))
 def test_hset_is_the_command_written_word_by_word(
-    key: bytes, fields: list[int], row_bytes: int, marker: bytes | None, seed: int
+    key: bytes, fields: list[int], row_bytes: int, marker: bytes | None, seed: int, more_bytes: int
 ) -> None:
     rows = np.random.default_rng(seed).integers(0, 256, (len(fields), row_bytes)).astype(np.uint8)
-    out = np.zeros(hset_bytes(key, len(fields), row_bytes, marker), np.uint8)
-    assert encode_hset(out, key, np.array(fields, np.uint64), rows, marker) == len(out)
+    request = hset(key, np.array(fields, np.uint64), rows, marker)
     words = [word for field, row in zip(fields, rows, strict=True) for word in (field.to_bytes(8, "big"), row.tobytes())]
-    assert out.tobytes() == encode_command(b"HSET", key, *([] if marker is None else [b"m", marker]), *words)
+    expected = encode_command(b"HSET", key, *([] if marker is None else [b"m", marker]), *words)
+    assert sent([request, request], more_bytes) == 2 * expected
 
 
 @given(

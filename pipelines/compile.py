@@ -22,14 +22,16 @@ from pipelines import oracle
 from pipelines.errors import DiskError, PipelineError, ScheduleError, SlotsError
 from pipelines.features import FeatureSpec
 from pipelines.files import write_json, write_sealed
+from pipelines.kept_slices import KeptSlices
 from pipelines.lane_oracle import MoveBuffer, Oracle, TooFewSlots
+from pipelines.locality import assign_samples
 from pipelines.ordering import OrderedSource
 from pipelines.row_table import ACCESS_BITS, DIRECT_ROWS, RowTable
 from pipelines.samples import Samples
 from pipelines.schedule import Schedule
-from pipelines.schedule_format import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header, mask_dtype
+from pipelines.schedule_format import FAILED, FORMAT_VERSION, HEADER, MANIFEST, Header, Placement, mask_dtype
 from pipelines.segments import SampleWriter, SegmentWriter, write_row_table
-from pipelines.serial_pass import AssignSamples, SerialPass
+from pipelines.serial_pass import SerialPass, Step
 
 CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
 
@@ -39,7 +41,8 @@ class CompileSettings:
     """What a schedule is a function of, besides its samples.
 
     slots: per lane; a number, "min" (the rows of the largest step) or "all" (no row ever leaves). segment_bytes: bound on a segment's sample
-    files. window_accesses: bound on the distinct rows per step, summed over the lookahead. parent: the schedule to continue.
+    files. window_accesses: bound on the distinct rows per step, summed over the lookahead. parent: the schedule to continue. placement: of
+    a step's samples in its slices (docs/definitions.md).
     """
 
     features: FeatureSpec
@@ -51,6 +54,7 @@ class CompileSettings:
     segment_bytes: int = 64 << 20
     window_accesses: int = 4 << 20
     parent: Path | None = None
+    placement: Placement = "locality"
     direct_rows: int = DIRECT_ROWS
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +85,7 @@ def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]
 
 
 def _serial_pass(settings: CompileSettings, folder: Path) -> SerialPass:
-    assign: AssignSamples | None = None
+    assign = assign_samples if settings.placement == "locality" else None
     return SerialPass(settings.features, settings.lanes, RowTable(settings.features, folder, settings.direct_rows), assign)
 
 
@@ -123,6 +127,7 @@ class Compiler:
             first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
             parent=None if parent is None else parent.checksum,
             settings=settings.settings,
+            placement=settings.placement,
         )
         if self.header.end_step >= 2**31 - 2:
             raise ScheduleError(f"steps: must be below 2^31, are {self.header.end_step}: use a larger --batch-size")
@@ -139,6 +144,8 @@ class Compiler:
         self.writer = SegmentWriter(out, self.header)
         self.samples = SampleWriter(out, self.header, "samples", settings.segment_bytes)
         self.evaluation_samples = SampleWriter(out, self.header, "evaluation", settings.segment_bytes)
+        again = settings.epochs > 1 and not source.shuffled
+        self._slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
 
     def _window(self) -> int:
         """Accesses that the window may hold, by the settings and by the bits that the row table has for their numbers (one is for excess)."""
@@ -158,16 +165,30 @@ class Compiler:
             raise ScheduleError(
                 "features: must be the parent's: prepare with the same feature file, or start a new model without --after"
             )
+        if parent.header.placement != self.settings.placement:
+            raise ScheduleError(
+                f"--placement: must be the parent's, {parent.header.placement}, is {self.settings.placement}: leave it out with --after"
+            )
 
     def _training_steps(self) -> Iterator[tuple[int, int, Samples, np.ndarray]]:
         for epoch in range(self.settings.epochs):
             for place, (samples, numbers) in enumerate(batches(self.source.training(epoch), self.settings.batch_size)):
                 yield epoch, place, samples, numbers
 
+    def _train(self, epoch: int, place: int, samples: Samples) -> Step:
+        """A training step in the serial pass; in later epochs in the same order, with the first one's slices."""
+        if self._slices is None:
+            return self.serial.train(samples)
+        if epoch > 0:
+            return self.serial.train(samples, self._slices.order(place * self.settings.batch_size, len(samples)))
+        step = self.serial.train(samples)
+        self._slices.keep(step)
+        return step
+
     def _advance(self) -> None:
         """One step of the serial pass."""
         epoch, place, samples, numbers = next(self._incoming)
-        step = self.serial.train(samples)
+        step = self._train(epoch, place, samples)
         self.oracle.link(self.serial, step)
         last = place == self.header.steps_per_epoch - 1
         if epoch == 0 or self.source.shuffled:
@@ -198,7 +219,8 @@ class Compiler:
     def run(self) -> dict[str, Any]:
         """Write the whole schedule; returns its manifest."""
         write_sealed(self.out / HEADER, self.header.to_dict())
-        with ThreadPoolExecutor(max(1, min(self.settings.threads, self.settings.lanes))) as pool:
+        workers = max(1, min(self.settings.threads, self.settings.lanes))
+        with ThreadPoolExecutor(workers) as pool, self._slices or contextlib.nullcontext():
             for epoch in range(self.settings.epochs):
                 epoch_end = self.header.first_step + (epoch + 1) * self.header.steps_per_epoch
                 while self.oracle.step < epoch_end:
@@ -220,8 +242,8 @@ class Compiler:
             for task in tasks:
                 task.result()
         except TooFewSlots as error:
-            for _, _, samples, _ in self._incoming:
-                self.serial.train(samples)
+            for epoch, place, samples, _ in self._incoming:
+                self._train(epoch, place, samples)
             most = int(self.serial.most.max())
             raise SlotsError(
                 f"--slots: must hold every row of a step, is {self.settings.slots}: lane {error.lane} needs {error.rows} by step "

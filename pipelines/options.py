@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from pipelines.errors import PipelineError
 from pipelines.features import FeatureSpec
+from pipelines.schedule_format import Placement
 
 MOST_LANES = 64  # the users of a row are a mask of 64 bits
 _UNITS = {"": 1, "B": 1}
@@ -40,7 +41,8 @@ Sizes are bytes, or a number with a unit: 512MiB, 2GB. Any other flag goes to Ap
 class Options:
     """What the user asked for, checked as far as that goes without looking at the data.
 
-    slots: per lane, or None for as many as memory_bytes, also per lane, has room for.
+    slots: per lane, or None for as many as memory_bytes, also per lane, has room for. placement: None for the parent schedule's, or locality
+    where there is none.
     """
 
     sources: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ class Options:
     values: int | None = None
     epochs: int = 1
     shuffle_seed: int | None = None
+    placement: Placement | None = None
     eval_sources: tuple[str, ...] = ()
     eval_fraction: float = 0.0
     after: Path | None = None
@@ -110,6 +113,11 @@ def parser() -> argparse.ArgumentParser:
     )
     training.add_argument("--epochs", metavar="E", help="passes over the data (default 1)")
     training.add_argument("--shuffle-seed", metavar="S", help="shuffle every epoch by this seed (default: as ordered)")
+    training.add_argument(
+        "--placement",
+        metavar="NAME",
+        help="which lane a step's sample goes to: locality, where most of its rows are (default), or order, as they come",
+    )
     training.add_argument("--after", metavar="SCHEDULE", help="continue the model of this schedule with new data")
     cache = result.add_argument_group("the cache of each lane")
     cache.add_argument(
@@ -319,6 +327,12 @@ def _format(flag: str, value: Any) -> str:
     return str(value)
 
 
+def _placement(flag: str, value: Any) -> str:
+    if value not in ("order", "locality"):
+        raise PipelineError(f"{flag}: must be order or locality, not {value!r}")
+    return str(value)
+
+
 def _path(flag: str, value: Any) -> Path:
     if not isinstance(value, str) or not value:
         raise PipelineError(f"{flag}: must be a path, not {value!r}")
@@ -354,6 +368,7 @@ _CHECKS: dict[str, Any] = {
     "values": _integer(1),
     "epochs": _integer(1),
     "shuffle_seed": _integer(-(2**63)),
+    "placement": _placement,
     "eval_sources": _texts,
     "eval_fraction": _fraction,
     "after": _path,

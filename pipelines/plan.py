@@ -145,6 +145,7 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
         slots=slots,
         epochs=options.epochs,
         shuffle_seed=options.shuffle_seed,
+        placement=options.placement or ("locality" if parent is None else parent.header.placement),
         segment_bytes=options.segment_bytes,
         parent=None if options.after is None else options.after.absolute(),
         settings={
@@ -178,6 +179,10 @@ def _continued(parent: Schedule, spec: FeatureSpec, options: Options) -> Feature
     if parent.header.lanes != options.lanes:
         raise ScheduleError(
             f"--lanes: must be the parent's {parent.header.lanes}, is {options.lanes}; lanes cannot change along --after"
+        )
+    if options.placement not in (None, parent.header.placement):
+        raise ScheduleError(
+            f"--placement: must be the parent's {parent.header.placement}, is {options.placement}; leave it out with --after"
         )
     theirs = parent.header.features
     sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}

@@ -19,6 +19,7 @@ FORMAT_VERSION = 1
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
 
 Kind = Literal["train", "evaluate"]
+Placement = Literal["order", "locality"]
 
 MOVE_COLUMNS = (
     *("slots", "early", "next_users", "ends"),
@@ -66,7 +67,8 @@ class Header:
     """The settings of a schedule, known before its first segment.
 
     slots: per lane; first_step: number of its first training step; first_number: number of its first training sample; parent: SHA-256 of
-    the parent's schedule.json, or None; lookahead: what the oracle was allowed (see CompileSettings).
+    the parent's schedule.json, or None; lookahead: what the oracle was allowed (see CompileSettings); placement: of a training step's
+    samples in its slices, in order where a header does not say.
     """
 
     version: int
@@ -82,6 +84,7 @@ class Header:
     first_number: int
     parent: str | None
     settings: dict[str, Any]
+    placement: Placement = "order"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

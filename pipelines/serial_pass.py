@@ -51,25 +51,28 @@ class SerialPass:
         self._tables = np.array([f.table for f in features.features], np.int16)
         self._stamp = 0
 
-    def train(self, samples: Samples) -> Step:
-        """A training step; rows that have no lane and no ordinal get them."""
+    def train(self, samples: Samples, order: np.ndarray | None = None) -> Step:
+        """A training step; rows that have no lane and no ordinal get them.
+
+        order int64 [samples]: the batch's samples, slice by slice, where they are known; else `assign` is asked.
+        """
         self.table.reserve(len(samples.ids))
-        step = self._step(samples, True)
+        step = self._step(samples, True, order)
         np.maximum(self.most, self.owned, out=self.most)
         return step
 
     def look_up(self, samples: Samples) -> Step:
         """An evaluation step, its samples in order; changes nothing. A row that was never trained has the lane that it would belong to."""
-        return self._step(samples, False)
+        return self._step(samples, False, None)
 
     def local_index(self, step: Step, out: np.ndarray) -> None:
         """Fill out int32 [lookups] with each lookup's place among its lane's local rows, slice by slice."""
         numbering.local_index(step.inverse, step.bounds, step.count, self.scratch, out)
 
-    def _step(self, samples: Samples, train: bool) -> Step:
+    def _step(self, samples: Samples, train: bool, order: np.ndarray | None) -> Step:
         count = self._distinct(samples)
         numbering.known_lanes(self.table.rows, count, train, self.scratch)
-        step = self._sliced(samples, count, train)
+        step = self._sliced(samples, count, train, order)
         numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
         if numbering.settle(self.table.rows, count, self.counts, train, self.owned, self.scratch) < 0:
             raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
@@ -89,8 +92,8 @@ class SerialPass:
             tables = np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
         return int(numbering.distinct_rows(self.table.rows, samples.ids, tables, self._stamp, self.scratch))
 
-    def _sliced(self, samples: Samples, count: int, train: bool) -> Step:
-        """The slices of a step: consecutive samples, or those that `assign` chooses."""
+    def _sliced(self, samples: Samples, count: int, train: bool, order: np.ndarray | None) -> Step:
+        """The slices of a step: consecutive samples, those of `order`, or those that `assign` chooses."""
         width = self._tables.size
         firsts = np.arange(self.lanes + 1, dtype=np.int64) * len(samples) // self.lanes
         inverse = self.scratch.inverse[: len(samples.ids)]
@@ -100,9 +103,10 @@ class SerialPass:
             starts = samples.offsets[::width]
         if self._assign is None or not train:
             return Step(count, firsts, starts[firsts], inverse, None)
-        lookups = np.zeros(count, np.int32)
-        numbering.lookups_of_rows(inverse, lookups)
-        order = self._assign(inverse, starts, self.scratch.lane[:count], lookups, self.lanes)
+        if order is None:
+            lookups = np.zeros(count, np.int32)
+            numbering.lookups_of_rows(inverse, lookups)
+            order = self._assign(inverse, starts, self.scratch.lane[:count], lookups, self.lanes)
         placed, bounds = np.empty_like(inverse), np.empty(len(samples) + 1, np.int64)
         numbering.placed_lookups(order, inverse, starts, placed, bounds)
         return Step(count, firsts, bounds[firsts], placed, order)

@@ -11,22 +11,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from reference_data import key
-
-Row = tuple[int, int]
-"""(table, id)"""
+from reference_data import Placement, Row, owner
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One event's accesses. kind: train or evaluate; lookups: per lane the rows of its slice, in order."""
+    """One event's accesses.
+
+    kind: train or evaluate; slices: per lane the places of its samples in the batch; lookups: per lane the rows of its slice, in order; order:
+    the distinct rows by first lookup, samples in the batch's order.
+    """
 
     kind: str
+    slices: tuple[tuple[int, ...], ...]
     lookups: tuple[tuple[Row, ...], ...]
+    order: tuple[Row, ...]
 
     def first_lookups(self) -> list[Row]:
-        """The distinct rows, by first lookup, slices in lane order."""
-        return list(dict.fromkeys(row for lane in self.lookups for row in lane))
+        """The distinct rows, by first lookup."""
+        return list(self.order)
 
     def users(self, row: Row) -> int:
         """Bit v: the slice of lane v uses the row."""
@@ -70,10 +73,16 @@ class Outcome:
     ordinals: list[dict[tuple[int, int], int]] = field(default_factory=list)
 
 
-def owner(row: Row, users: int) -> int:
-    """The lane of a row whose first training step is used by the lanes in the mask."""
-    lanes = [lane for lane in range(64) if users >> lane & 1]
-    return lanes[key(*row) % len(lanes)]
+def steps_of(kind: str, samples: Sequence[Sequence[Row]], batch_size: int, placement: Placement) -> list[Step]:
+    """Consecutive samples, each the rows that it looks up, cut into steps and slices; evaluation steps are placed in order."""
+    steps = []
+    for first in range(0, len(samples), batch_size):
+        batch = samples[first : first + batch_size]
+        slices = placement.slices(batch) if kind == "train" else Placement(placement.lanes, "order").slices(batch)
+        lookups = tuple(tuple(row for place in places for row in batch[place]) for places in slices)
+        order = tuple(dict.fromkeys(row for rows in batch for row in rows))
+        steps.append(Step(kind, tuple(map(tuple, slices)), lookups, order))
+    return steps
 
 
 def own_rows(program: Sequence[Step], lane: int, rows: dict[Row, Trained]) -> list[list[Row]]:
@@ -138,7 +147,7 @@ class _Run:
         known = {row: self.rows.get(row) for row in order}
         for row in order:
             if row not in self.rows:
-                lane = owner(row, step.users(row))
+                lane = owner(row, [lane for lane in range(self.lanes) if step.users(row) >> lane & 1])
                 ordinal = self.given.get((lane, row[0]), 0)
                 self.given[lane, row[0]] = ordinal + 1
                 self.rows[row] = Trained(lane, ordinal, 0)

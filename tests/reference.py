@@ -19,6 +19,7 @@ import torch
 from reference_data import (
     Data,
     Log,
+    Placement,
     Samples,
     criteo,
     key,
@@ -26,6 +27,7 @@ from reference_data import (
     load,
     mix_array,
     read_features,
+    rows_of,
     shuffled,
     slice_bounds,
 )
@@ -48,6 +50,7 @@ class Config:
     dim: int
     batch_size: int
     lanes: int = 1
+    placement: str = "locality"
     epochs: int = 1
     seed: int = 0
     shuffle_seed: int | None = None
@@ -247,16 +250,16 @@ class Trainer:
             result.append((ids, sum_in_order(groups, per_lookup[of_table, : table.width], len(ids))))
         return result
 
-    def step(self, number: int, samples: Samples) -> float:
-        """Train on one step's samples; returns its loss."""
+    def step(self, number: int, samples: Samples, slices: Sequence[Sequence[int]]) -> float:
+        """Train on one step's samples; slices: per lane, their places. Returns the step's loss."""
         total_loss = 0.0
         dense_sum = {name: torch.zeros_like(value) for name, value in self.trained.items()}
         lanes: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        for lane, (first, last) in enumerate(slice_bounds(len(samples), self.config.lanes)):
+        for lane, places in enumerate(slices):
             # What an empty slice contributes.
             gradients = {name: torch.zeros_like(value) for name, value in self.trained.items()}
-            if last > first:
-                part = samples.take(np.arange(first, last))
+            if places:
+                part = samples.take(places)
                 lookups = Lookups.of(part)
                 block = self.block(lookups, len(part)).requires_grad_()
                 self.module.zero_grad(set_to_none=True)
@@ -353,10 +356,15 @@ def train(config: Config) -> ReferenceResult:
     evaluations: list[Evaluation] = []
     logits = np.zeros(0, np.float32)
     count = len(data.training)
+    placement = Placement(config.lanes, config.placement)
+    slices: dict[int, list[list[int]]] = {}  # of the steps of an epoch, by their first samples
     for epoch in range(config.epochs):
         order = np.arange(count) if config.shuffle_seed is None else shuffled(config.shuffle_seed, epoch, count)
         for first in range(0, count, config.batch_size):
-            losses.append(trainer.step(len(losses), data.training.take(order[first : first + config.batch_size])))
+            batch = data.training.take(order[first : first + config.batch_size])
+            if epoch == 0 or config.shuffle_seed is not None:
+                slices[first] = placement.slices(rows_of(config.log, batch))
+            losses.append(trainer.step(len(losses), batch, slices[first]))
         if len(data.evaluation):
             logits = trainer.evaluate(data.evaluation)
             evaluations.append(metrics(logits, data.evaluation.labels))
@@ -373,6 +381,7 @@ def config_of(arguments: Sequence[str] | None) -> tuple[Config, int]:
     parser.add_argument("--eval-fraction", type=float, default=0.0)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--placement", choices=("order", "locality"), default="locality")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--shuffle-seed", type=int)
     parser.add_argument("--model", default="dlrm")
@@ -396,6 +405,7 @@ def config_of(arguments: Sequence[str] | None) -> tuple[Config, int]:
         dim=given.dim,
         batch_size=given.batch_size,
         lanes=given.lanes,
+        placement=given.placement,
         epochs=given.epochs,
         seed=given.seed,
         shuffle_seed=given.shuffle_seed,

@@ -337,6 +337,13 @@ Row = tuple[int, int]
 """(table, id)"""
 
 
+def rows_of(log: Log, samples: Samples) -> list[list[Row]]:
+    """The rows that each sample looks up, in order."""
+    return [
+        [(feature.table, int(i)) for feature, bag in zip(log.features, bags, strict=True) for i in bag] for bags in samples.bags
+    ]
+
+
 def owner(row: Row, users: Sequence[int]) -> int:
     """The lane of a row whose first training step has it in the slices of these lanes, ascending."""
     return users[key(*row) % len(users)]

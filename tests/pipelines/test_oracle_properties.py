@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from belady import belady_arrivals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_source import MemorySource
-from oracle_twin import Outcome, Row, Step, Trained, check_program, own_rows
-from reference_data import slice_bounds
+from oracle_twin import Outcome, Step, Trained, check_program, own_rows, steps_of
+from reference_data import Placement, Row, slice_bounds
 
 from pipelines import lane_oracle
 from pipelines.compile import CompileSettings, compile_schedule
@@ -42,6 +42,7 @@ class Case:
     window_accesses: int
     direct_rows: int
     threads: int
+    placement: Literal["order", "locality"]
 
     def settings(self, **changed: Any) -> CompileSettings:
         values = {
@@ -55,6 +56,7 @@ class Case:
             "window_accesses": self.window_accesses,
             "direct_rows": self.direct_rows,
             "threads": self.threads,
+            "placement": self.placement,
         }
         return CompileSettings(**{**values, **changed})
 
@@ -115,31 +117,32 @@ def cases(draw: st.DrawFn, parts: int = 1) -> Case:
         window_accesses=draw(st.sampled_from((1, 20, 1 << 20)), label="window"),
         direct_rows=draw(st.sampled_from((0, 10, 1 << 20)), label="direct rows"),
         threads=draw(st.integers(1, 2), label="threads"),
+        placement=draw(st.sampled_from(("locality", "order")), label="placement"),
     )
 
 
-def steps_of(kind: str, case: Case, samples: Samples) -> list[Step]:
-    """The accesses of consecutive samples, cut into steps and slices."""
+def rows_of(case: Case, samples: Samples) -> list[list[Row]]:
+    """The rows that each sample looks up."""
     features = case.features.features
     offsets = samples.offsets if samples.offsets is not None else np.arange(len(samples) * len(features) + 1)
-    rows = [
+    return [
         [(feature.table, int(i)) for f, feature in enumerate(features) for i in samples.ids[offsets[n + f] : offsets[n + f + 1]]]
         for n in range(0, len(samples) * len(features), len(features))
     ]
-    steps = []
-    for first in range(0, len(rows), case.batch_size):
-        step = rows[first : first + case.batch_size]
-        bounds = slice_bounds(len(step), case.lanes)
-        steps.append(Step(kind, tuple(tuple(row for sample in step[a:b] for row in sample) for a, b in bounds)))
-    return steps
 
 
-def program_of(case: Case, source: MemorySource) -> list[Step]:
-    """All steps of a schedule: after each epoch, one pass over the evaluation samples."""
+def program_of(case: Case, source: MemorySource, parent: dict[Row, Trained] | None = None) -> list[Step]:
+    """All steps of a schedule: after each epoch, one pass over the evaluation samples. parent: the rows that were trained before."""
+    placement = Placement(case.lanes, case.placement, {row: trained.lane for row, trained in (parent or {}).items()})
     program: list[Step] = []
+    epochs: list[list[Step]] = []
     for epoch in range(case.epochs):
-        program += steps_of("train", case, source.train.take(source.order(epoch)))
-        program += steps_of("evaluate", case, source.held_out)
+        if epoch > 0 and not source.shuffled:
+            epochs.append(epochs[0])
+        else:
+            epochs.append(steps_of("train", rows_of(case, source.train.take(source.order(epoch))), case.batch_size, placement))
+        program += epochs[-1]
+        program += steps_of("evaluate", rows_of(case, source.held_out), case.batch_size, placement)
     return program
 
 
@@ -175,17 +178,18 @@ def compiled(case: Case, folder: Path, part: int = 0, **changed: Any) -> Schedul
     return Schedule(out)
 
 
-def check_samples(case: Case, source: MemorySource, schedule: Schedule, first_number: int = 0) -> None:
+def check_samples(case: Case, source: MemorySource, schedule: Schedule, program: list[Step], first_number: int = 0) -> None:
     """Labels, offsets and numbers of every slice."""
     width = len(case.features.features)
     passed = {"train": 0, "evaluate": 0}
-    for event in schedule.events():
+    for event, step in zip(schedule.events(), program, strict=True):
         samples = source.train if event.kind == "train" else source.held_out
         order = source.order(event.epoch) if event.kind == "train" else np.arange(len(samples))
         start = passed[event.kind] % len(samples)
         passed[event.kind] += event.samples
-        for lane, (a, b) in enumerate(slice_bounds(event.samples, case.lanes)):
-            chosen = order[start + a : start + b]
+        for lane, (places, (a, b)) in enumerate(zip(step.slices, slice_bounds(event.samples, case.lanes), strict=True)):
+            assert len(places) == b - a
+            chosen = order[[start + place for place in places]]
             part, expected = schedule.lane(event, lane), samples.take(chosen)
             np.testing.assert_array_equal(part.labels, expected.labels)
             np.testing.assert_array_equal(part.numbers, chosen + (first_number if event.kind == "train" else 0))
@@ -206,7 +210,7 @@ def test_a_compiled_schedule_keeps_every_invariant(case: Case) -> None:
             return
         program = program_of(case, case.sources[0])
         outcome = check(schedule, program)
-        check_samples(case, case.sources[0], schedule)
+        check_samples(case, case.sources[0], schedule, program)
         found = {
             (int(table), int(row)): (int(lane), int(ordinal), int(tag))
             for batch in schedule.rows(7)
@@ -248,7 +252,7 @@ def test_a_schedule_longer_than_the_rings_keeps_every_invariant(
     )
     samples = random_samples(np.random.default_rng(8), features, 2600, 1.2)
     source = MemorySource(samples, samples.slice(0, 5), 100, None)
-    case = Case(features, (source,), lanes, lanes, 1, slots, 20_000, window_accesses, 10, 1)
+    case = Case(features, (source,), lanes, lanes, 1, slots, 20_000, window_accesses, 10, 1, "locality")
     schedule = compiled(case, tmp_path)
     assert schedule is not None
     program = program_of(case, source)
@@ -314,8 +318,9 @@ def test_a_schedule_after_another_continues_its_rows(case: Case) -> None:
             return
         assert second.header.first_step == first.header.end_step
         assert second.header.parent == first.checksum
-        check(second, program_of(case, case.sources[1]), before.rows)
-        check_samples(case, case.sources[1], second, len(case.sources[0].train))
+        program = program_of(case, case.sources[1], before.rows)
+        check(second, program, before.rows)
+        check_samples(case, case.sources[1], second, program, len(case.sources[0].train))
 
 
 @given(cases())

@@ -202,6 +202,7 @@ def test_what_can_be_seen_without_the_data_is_refused_at_once(features: Path, tm
     for arguments, words in {
         (file, "--features", features, "--batch-size", "0"): "--batch-size: must be in 1 .. 2147483647, not 0",
         (file, "--features", features, "--lanes", "65"): "--lanes: must be in 1 .. 64, not 65",
+        (file, "--features", features, "--placement", "near"): "--placement: must be order or locality, not 'near'",
         (
             file,
             "--features",
@@ -334,18 +335,21 @@ def test_more_data_continues_numbers_steps_and_encoding(tmp_path: Path) -> None:
     case = Case(encoding="vocabulary", transform="standard")
     features = case.features(tmp_path / "features.toml")
     first, second = write_csv(tmp_path / "a.csv", 640, 1), write_csv(tmp_path / "b.csv", 320, 2)
-    run(tmp_path, first, "--features", features)
+    run(tmp_path, first, "--features", features, "--placement", "order")
     parent, expected = tmp_path / "schedule", reference.load(case.log(), [first], [second])
     (tmp_path / "more").mkdir()
     run(tmp_path / "more", second, "--features", features, "--after", parent)
     header = Schedule(tmp_path / "more" / "schedule").header
     assert (header.first_step, header.first_number, header.parent) == (10, 640, Schedule(parent).checksum)
+    assert header.placement == "order", "the parent's, unless told otherwise"
     assert_same(tmp_path / "more" / "dump" / "training-0.npz", expected.evaluation)
     other = Case(encoding="hash").features(tmp_path / "other.toml")
     assert "--features: must be those" in str(refused(tmp_path / "more" / "x", second, "--features", other, "--after", parent))
     assert "--lanes: must be" in str(
         refused(tmp_path / "more" / "x", second, "--features", features, "--after", parent, "--lanes", "1")
     )
+    locality = ("--features", features, "--after", parent, "--placement", "locality")
+    assert "--placement: must be the parent's order, is locality" in str(refused(tmp_path / "more" / "x", second, *locality))
 
 
 def test_flags_of_beam_pass_through_with_and_without_an_equals_sign() -> None:

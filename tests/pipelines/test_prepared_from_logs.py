@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle_twin import Step, check_program
-from reference_data import Data, Samples, load, read_features, shuffled, slice_bounds
+from oracle_twin import Step, check_program, steps_of
+from reference_data import Data, Log, Placement, Samples, load, read_features, rows_of, shuffled
 
 from pipelines import prepare
 from pipelines.schedule import Schedule
@@ -68,22 +68,14 @@ def write_log(path: Path, rows: int, seed: int) -> Path:
     return path
 
 
-def steps_of(kind: str, samples: Samples, tables: list[int]) -> list[Step]:
-    """The accesses of consecutive samples, cut into steps and slices."""
-    rows = [tuple((table, int(i)) for table, bag in zip(tables, bags, strict=True) for i in bag) for bags in samples.bags]
-    steps = []
-    for first in range(0, len(rows), BATCH_SIZE):
-        step = rows[first : first + BATCH_SIZE]
-        steps.append(Step(kind, tuple(sum(step[a:b], ()) for a, b in slice_bounds(len(step), LANES))))
-    return steps
-
-
-def check(schedule: Schedule, data: Data, tables: list[int], shuffle_seed: int | None) -> None:
+def check(schedule: Schedule, data: Data, log: Log, shuffle_seed: int | None, kind_of_placement: str) -> None:
     """The schedule is one of exactly these samples, in this order."""
     assert tuple(table.rows for table in schedule.header.features.tables) == data.rows
     program: list[Step] = []
     samples: list[Samples] = []
     numbers: list[np.ndarray] = []
+    placement = Placement(LANES, kind_of_placement)
+    first_epoch: list[Step] = []
     for epoch in range(EPOCHS):
         count = len(data.training)
         order = np.arange(count) if shuffle_seed is None else shuffled(shuffle_seed, epoch, count)
@@ -91,10 +83,16 @@ def check(schedule: Schedule, data: Data, tables: list[int], shuffle_seed: int |
             ("train", data.training, order),
             ("evaluate", data.evaluation, np.arange(len(data.evaluation))),
         ):
-            program += steps_of(kind, part.take(places), tables)
-            chosen = [places[first : first + BATCH_SIZE] for first in range(0, len(places), BATCH_SIZE)]
-            numbers += chosen
-            samples += [part.take(step) for step in chosen]
+            if kind == "train" and epoch > 0 and shuffle_seed is None:
+                steps = first_epoch
+            else:
+                steps = steps_of(kind, rows_of(log, part.take(places)), BATCH_SIZE, placement)
+            first_epoch = first_epoch or steps
+            program += steps
+            for n, step in enumerate(steps):
+                chosen = places[[n * BATCH_SIZE + place for slice_ in step.slices for place in slice_]]
+                numbers.append(chosen)
+                samples.append(part.take(chosen))
     events = list(schedule.events())
     manifest = schedule.manifest
     check_program(events, schedule.lane, program, schedule.header.slots, manifest["evaluation_slots"], schedule.final_ends)
@@ -110,22 +108,22 @@ def check(schedule: Schedule, data: Data, tables: list[int], shuffle_seed: int |
 
 
 @pytest.mark.parametrize(
-    ("order", "held_out", "shuffle_seed", "name"),
+    ("order", "held_out", "shuffle_seed", "name", "placement"),
     [
-        ("", "fraction", None, "a.csv"),
-        ('order_by = "at"\norder_type = "text"', "source", None, "a.csv"),
-        ('order_by = "at"', "fraction", None, "a.csv"),
-        ('order_by = "at"\norder_type = "number"', "fraction", 5, "a.csv.gz"),
+        ("", "fraction", None, "a.csv", "locality"),
+        ('order_by = "at"\norder_type = "text"', "source", None, "a.csv", "locality"),
+        ('order_by = "at"', "fraction", None, "a.csv", "order"),
+        ('order_by = "at"\norder_type = "number"', "fraction", 5, "a.csv.gz", "locality"),
     ],
     ids=[
         "file order, tail",
         "ordered by text, second source",
-        "ordered by what the column holds, tail",
+        "ordered by what the column holds, tail, placed in order",
         "ordered by number, shuffled, tail, gzip",
     ],
 )
 def test_a_schedule_of_a_log_is_what_the_reference_reads(
-    tmp_path: Path, order: str, held_out: str, shuffle_seed: int | None, name: str
+    tmp_path: Path, order: str, held_out: str, shuffle_seed: int | None, name: str, placement: str
 ) -> None:
     features = tmp_path / "features.toml"
     features.write_text(FEATURES.format(order=order))
@@ -135,8 +133,9 @@ def test_a_schedule_of_a_log_is_what_the_reference_reads(
     flags += ["--batch-size", str(BATCH_SIZE), "--lanes", str(LANES), "--epochs", str(EPOCHS), "--slots", "min"]
     flags += ["--eval-fraction", "0.15"] if held_out == "fraction" else ["--eval-source", str(other)]
     flags += [] if shuffle_seed is None else ["--shuffle-seed", str(shuffle_seed)]
+    flags += [] if placement == "locality" else ["--placement", placement]
     prepare.run(flags)
     log = read_features(features)
     data = load(log, sources, [other] if held_out == "source" else [], 0.15 if held_out == "fraction" else 0.0)
     assert len(data.evaluation) == (15 if held_out == "fraction" else 16)
-    check(Schedule(tmp_path / "schedule"), data, [feature.table for feature in log.features], shuffle_seed)
+    check(Schedule(tmp_path / "schedule"), data, log, shuffle_seed, placement)

@@ -60,7 +60,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A part of TalkingData, its feature file, and a schedule for each kind of slots."""
+    """A part of TalkingData, its feature file, and a schedule for each kind of slots, one of them with samples placed in order."""
 
     source: Path
     features: Path
@@ -73,8 +73,9 @@ def _log(folder: Path, data: Path, every: int) -> Log:
     source.write_text("".join([lines[0], *lines[1::every]]))
     features.write_text(FEATURES)
     schedules: dict[str, Path] = {}
-    for kind in ("min", "twice", "all"):
+    for kind in ("min", "twice", "all", "min, in order"):
         slots = kind if kind != "twice" else str(2 * max(Schedule(schedules["min"]).manifest["minimum_slots"]))
+        slots, placement = ("min", "order") if kind == "min, in order" else (slots, "locality")
         schedules[kind] = folder / kind
         given = [
             source,
@@ -83,6 +84,7 @@ def _log(folder: Path, data: Path, every: int) -> Log:
             f"--batch-size={BATCH}",
             f"--lanes={LANES}",
             f"--slots={slots}",
+            f"--placement={placement}",
         ]
         given += [f"--epochs={EPOCHS}", f"--eval-fraction={HELD_OUT}", f"--out={schedules[kind]}", "--segment-bytes=200000"]
         prepare.run([str(word) for word in given])
@@ -138,7 +140,7 @@ def _train(
     return train(job, Schedule(log.schedules[slots]), servers.urls[:shards], trainers, **rest)  # type: ignore[arg-type]
 
 
-def _reference(log: Log, job: TrainJob) -> reference.ReferenceResult:
+def _reference(log: Log, job: TrainJob, placement: str = "locality") -> reference.ReferenceResult:
     return reference.train(
         reference.Config(
             log=reference_data.read_features(log.features),
@@ -147,6 +149,7 @@ def _reference(log: Log, job: TrainJob) -> reference.ReferenceResult:
             dim=job.dim,
             batch_size=BATCH,
             lanes=LANES,
+            placement=placement,
             epochs=EPOCHS,
             seed=job.seed,
             evaluation_fraction=HELD_OUT,
@@ -181,6 +184,15 @@ def test_the_digest_is_that_of_plain_training(
     assert [step.loss for step in trained.steps] == expected.losses
     assert [e.auc for e in trained.evaluations] == pytest.approx([e.auc for e in expected.evaluations])
     assert [e.log_loss for e in trained.evaluations] == pytest.approx([e.log_loss for e in expected.evaluations])
+
+
+@pytest.mark.parametrize("trainers", [1, 4])
+def test_samples_placed_in_order_train_as_in_memory_too(
+    log: Log, servers: LocalStores, expected: reference.ReferenceResult, trainers: int
+) -> None:
+    trained = _train(log, servers, _job(), trainers, 3, "min, in order")
+    assert trained.digest == _reference(log, _job(), "order").digest
+    assert trained.digest != expected.digest, "the placement is part of what the model is a function of"
 
 
 @pytest.mark.full

@@ -292,7 +292,7 @@ def test_training_is_that_of_torch_embeddings_up_to_rounding(tmp_path: Path) -> 
     for _ in range(config.epochs):
         for first in range(0, len(data.training), config.batch_size):
             samples = data.training.take(np.arange(first, min(first + config.batch_size, len(data.training))))
-            loss = trainer.step(step, samples)
+            loss = trainer.step(step, samples, [list(range(len(samples)))])
             logits = []
             for bags in samples.bags:
                 a, b, c = (torch.tensor(bag) for bag in bags)

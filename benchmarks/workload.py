@@ -135,14 +135,15 @@ class Workload:
             placement = Placement.spread(SHARDS)
             with _running(saved, save=True) as stores, Store(stores.urls, timedelta(seconds=60)) as store:
                 for batch, rows in self._filled():
-                    shards = placement.shards(0, batch["table"], batch["ordinal"])
                     names = fields(batch["table"], batch["ordinal"])
                     writes = []
-                    for shard in range(SHARDS):
-                        places = np.flatnonzero(shards == shard)
-                        for start in range(0, len(places), COMMAND_ROWS):
-                            some = places[start : start + COMMAND_ROWS]
-                            writes.append(Write(shard, lane_key(NAMESPACE, 0, 0), names[some], rows[some]))
+                    for lane in map(int, np.unique(batch["lane"])):
+                        shards = placement.shards(lane, batch["table"], batch["ordinal"])
+                        for shard in range(SHARDS):
+                            places = np.flatnonzero((shards == shard) & (batch["lane"] == lane))
+                            for start in range(0, len(places), COMMAND_ROWS):
+                                some = places[start : start + COMMAND_ROWS]
+                                writes.append(Write(shard, lane_key(NAMESPACE, lane, 0), names[some], rows[some]))
                     store.exchange([], writes)
             (saved / "whole").touch()
         return saved

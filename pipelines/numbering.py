@@ -12,7 +12,8 @@ import numba as nb
 import numpy as np
 
 from pipelines.mixing import mix
-from pipelines.row_table import ACCESS_BITS, AHEAD, ORDINAL, OWNER, TAG, Rows, expect, expect_hashed, find
+from pipelines.prefetch import prefetch
+from pipelines.row_table import ACCESS_BITS, AHEAD, FIELDS, ORDINAL, OWNER, TAG, Rows, find_hashed, home, named
 
 _HASH_BITS = 64
 
@@ -57,11 +58,13 @@ def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s
     each; stamp: different for every call on this scratch. Fills s.table, s.id and s.inverse; returns how many. Of the row table nothing is
     read, but what will be is asked for.
     """
+    places, distinct_table, distinct_id, inverse = s.places, s.table, s.id, s.inverse
+    records, bases, index = rows.records, rows.bases, rows.index
     bits = 0
-    while 1 << bits < s.places.size:
+    while 1 << bits < places.size:
         bits += 1
     shift = np.uint64(_HASH_BITS - bits)
-    last = np.uint64(s.places.size - 1)
+    last = np.uint64(places.size - 1)
     high = np.uint64(stamp) << np.uint64(32)
     low = np.uint64(0xFFFFFFFF)
     per_feature = tables.size
@@ -79,18 +82,22 @@ def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s
         row = ids[i]
         place = ((np.uint64(row) ^ (np.uint64(table) << np.uint64(52))) * np.uint64(0x9E3779B97F4A7C15)) >> shift
         while True:
-            entry = s.places[place]
+            entry = places[place]
             if entry & ~low != high:
-                s.places[place] = high | np.uint64(count)
-                s.table[count] = table
-                s.id[count] = row
-                s.inverse[i] = count
+                places[place] = high | np.uint64(count)
+                distinct_table[count] = table
+                distinct_id[count] = row
+                inverse[i] = count
                 count += 1
-                expect(rows, table, row)
+                base = bases[table]
+                if base >= 0:
+                    prefetch(records, (base + row) * FIELDS)
+                else:
+                    prefetch(index, home(index, table, row))
                 break
             d = entry & low
-            if s.id[d] == row and s.table[d] == table:
-                s.inverse[i] = d
+            if distinct_id[d] == row and distinct_table[d] == table:
+                inverse[i] = d
                 break
             place = (place + np.uint64(1)) & last
     return count
@@ -102,19 +109,30 @@ def known_lanes(rows: Rows, count: int, train: bool, s: Scratch) -> None:
 
     train: rows without a record get one. Fills s.record and s.lane; the lanes of records change in `settle`.
     """
+    records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.index, rows.keys, rows.hashed, rows.direct
+    distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
+    any_hashed = direct < len(records)
     for d in range(count):
-        e = min(d + AHEAD, count - 1)
-        expect_hashed(rows, s.table[e], s.id[e])
-        record = find(rows, s.table[d], s.id[d], train)
-        if train:
-            never = rows.records[record, ORDINAL] == 0
+        if any_hashed:
+            e = min(d + AHEAD, count - 1)
+            if bases[distinct_table[e]] < 0:
+                k = max(named(index[home(index, distinct_table[e], distinct_id[e])]), 0)
+                prefetch(keys, 2 * k)
+                prefetch(records, (direct + k) * FIELDS)
+        table = distinct_table[d]
+        base = bases[table]
+        if base >= 0:
+            record = base + distinct_id[d]
         else:
-            # An ordinal is given by the serial pass, which is ahead; a tag by the oracle, whose steps have passed.
-            never = record < 0 or rows.records[record, TAG] == 0
-            if never:
-                record = np.int64(-1)
-        s.record[d] = record
-        s.lane[d] = -1 if never else np.int32(np.uint32(rows.records[record, OWNER]) >> np.uint32(ACCESS_BITS))
+            k = find_hashed(index, keys, hashed, table, distinct_id[d], train)
+            record = direct + k if k >= 0 else k
+        # An ordinal is given by the serial pass, which is ahead; a tag by the oracle, whose steps have passed.
+        if record < 0 or records[record, ORDINAL if train else TAG] == 0:
+            distinct_record[d] = record if train else -1
+            distinct_lane[d] = -1
+        else:
+            distinct_record[d] = record
+            distinct_lane[d] = np.uint32(records[record, OWNER]) >> np.uint32(ACCESS_BITS)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -161,34 +179,36 @@ def settle(rows: Rows, count: int, counts: np.ndarray, train: bool, owned: np.nd
     counts int64 [V, tables]: the ordinals given so far; owned int64 [V]: filled with the rows of each lane. Fills s.lane and s.order.
     Returns the number of rows seen for the first time, or -1 where a table's ordinals no longer fit.
     """
+    records = rows.records
+    distinct_table, distinct_id, distinct_lane, distinct_record, users, order = s.table, s.id, s.lane, s.record, s.users, s.order
     fresh = 0
     owned[:] = 0
     for d in range(count):
-        lane = s.lane[d]
+        lane = distinct_lane[d]
         if lane < 0:
-            table = s.table[d]
-            lane = owner_by_hash(table, s.id[d], s.users[d])
-            s.lane[d] = lane
+            table = distinct_table[d]
+            lane = owner_by_hash(table, distinct_id[d], users[d])
+            distinct_lane[d] = lane
             fresh += 1
             if train:
                 ordinal = counts[lane, table]
                 if ordinal >= 2**31 - 2:
                     return -1
                 counts[lane, table] = ordinal + 1
-                record = s.record[d]
-                rows.records[record, ORDINAL] = ordinal + 1
-                rows.records[record, OWNER] = np.int32(np.uint32(lane) << np.uint32(ACCESS_BITS))
+                record = distinct_record[d]
+                records[record, ORDINAL] = ordinal + 1
+                records[record, OWNER] = np.int32(np.uint32(lane) << np.uint32(ACCESS_BITS))
         owned[lane] += 1
     if owned.size == 1:
         for d in range(count):
-            s.order[d] = d
+            order[d] = d
         return fresh
     ends = np.zeros(owned.size, np.int64)
     for lane in range(1, owned.size):
         ends[lane] = ends[lane - 1] + owned[lane - 1]
     for d in range(count):
-        lane = s.lane[d]
-        s.order[ends[lane]] = d
+        lane = distinct_lane[d]
+        order[ends[lane]] = d
         ends[lane] += 1
     return fresh
 
@@ -203,19 +223,20 @@ def local_index(inverse: np.ndarray, bounds: np.ndarray, count: int, s: Scratch,
     if lanes == 1:
         index[:] = inverse
         return
+    order, all_users, all_local = s.order, s.users, s.local
     given = np.zeros(lanes, np.int32)
     for place in range(count):
-        d = s.order[place]
-        users = s.users[d]
+        d = order[place]
+        users = all_users[d]
         lane = 0
         while users != np.uint64(0):
             if users & np.uint64(1):
-                s.local[lane, d] = given[lane]
+                all_local[lane, d] = given[lane]
                 given[lane] += 1
             users >>= np.uint64(1)
             lane += 1
     for lane in range(lanes):
-        local = s.local[lane]
+        local = all_local[lane]
         for i in range(bounds[lane], bounds[lane + 1]):
             index[i] = local[inverse[i]]
 

@@ -154,42 +154,50 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
 
     step: the training step's number; count, owned and s: its distinct rows, settled.
     """
-    ring = window.tables.size - 1
-    steps = len(window.starts) - 1
-    front, tail = window.scalars[FRONT], window.scalars[TAIL]
-    previous = window.starts[(step - 1) & steps, 0]  # first access of the step before
+    accesses, tables, next_users, starts, numbers = (
+        window.accesses,
+        window.tables,
+        window.next_users,
+        window.starts,
+        window.scalars,
+    )
+    records, order, record_of, table_of_row, users = rows.records, s.order, s.record, s.table, s.users
+    ring = tables.size - 1
+    steps = len(starts) - 1
+    front, tail = numbers[FRONT], numbers[TAIL]
+    previous = starts[(step - 1) & steps, 0]  # first access of the step before
     low = np.int64(ACCESS_MASK)
     start = 0
     for lane in range(owned.size):
-        window.starts[step & steps, lane] = front + start
+        starts[step & steps, lane] = front + start
         scalars, heads = parts.scalars[lane], parts.heads[lane]
         links = parts.links[parts.firsts[lane] : parts.firsts[lane + 1]]
         owner = np.uint32(lane) << np.uint32(ACCESS_BITS)
         for k in range(start, start + owned[lane]):
-            e = s.order[min(k + AHEAD, count - 1)]
-            prefetch(window.accesses, 2 * ((front - 1 - ((front - 1 - rows.records[s.record[e], OWNER]) & low)) & ring))
-            prefetch(rows.records, s.record[s.order[min(k + 2 * AHEAD, count - 1)]] * FIELDS)
-            d = s.order[k]
-            record = s.record[d]
+            prefetch(records, record_of[order[min(k + 2 * AHEAD, count - 1)]] * FIELDS)
+            near = records[record_of[order[min(k + AHEAD, count - 1)]], OWNER]
+            prefetch(accesses, 2 * ((front - 1 - ((front - 1 - near) & low)) & ring))
+            d = order[k]
+            record = record_of[d]
             # The record keeps the low bits of the row's last access number; the ring entry there is the row's own only if it is pending.
-            last = front - 1 - ((front - 1 - np.int64(rows.records[record, OWNER])) & low)
-            if last >= tail and window.accesses[last & ring, RECORD] == record:
-                window.accesses[last & ring, NEXT] = step
+            last = front - 1 - ((front - 1 - np.int64(records[record, OWNER])) & low)
+            if last >= tail and accesses[last & ring, RECORD] == record:
+                accesses[last & ring, NEXT] = step
                 if last >= previous:
-                    window.next_users[last & ring] = s.users[d]
-            elif rows.records[record, TAG] != 0 and rows.records[record, PLACE] >= 0:
-                slot = rows.records[record, PLACE]
+                    next_users[last & ring] = users[d]
+            elif records[record, TAG] != 0 and records[record, PLACE] >= 0:
+                slot = records[record, PLACE]
                 _remove_unknown(scalars, links, slot)
                 _push(scalars, heads, links, slot, step)
             c = front + k
-            rows.records[record, OWNER] = np.int32(owner | np.uint32(c & low))
-            window.accesses[c & ring, RECORD] = record
-            window.accesses[c & ring, NEXT] = UNKNOWN
-            window.tables[c & ring] = s.table[d]
-            window.next_users[c & ring] = 0
+            records[record, OWNER] = np.int32(owner | np.uint32(c & low))
+            accesses[c & ring, RECORD] = record
+            accesses[c & ring, NEXT] = UNKNOWN
+            tables[c & ring] = table_of_row[d]
+            next_users[c & ring] = 0
         start += owned[lane]
-    window.starts[step & steps, owned.size] = front + start
-    window.scalars[FRONT] = front + start
+    starts[step & steps, owned.size] = front + start
+    numbers[FRONT] = front + start
 
 
 @nb.njit(nogil=True, cache=True)
@@ -202,17 +210,20 @@ def plan_steps(
     room for as many more of each as the lane has accesses in these steps; counts int64 [steps, 4]: filled with each step's rows used,
     residencies ended, arrivals, and initial ones. Returns 0, or the rows that a step needs where the slots do not suffice.
     """
-    ring = window.tables.size - 1
-    steps = len(window.starts) - 1
+    records, keys, bases, direct = rows.records, rows.keys, rows.bases, rows.direct
+    accesses, tables, next_users, starts = window.accesses, window.tables, window.next_users, window.starts
+    slots, early_rows, next_users_rows, end_slots = moves.slots, moves.early, moves.next_users, moves.ends
+    slot_in, table_in, ordinal_in = moves.slot, moves.table, moves.ordinal
+    id_in, tag_in, after_in = moves.id, moves.tag, moves.after
+    ring = tables.size - 1
+    steps = len(starts) - 1
     base = parts.firsts[lane]
     size = parts.firsts[lane + 1] - base
-    scalars, heads = parts.scalars[lane], parts.heads[lane]
-    records, accesses = rows.records, window.accesses
+    scalars, heads, trained = parts.scalars[lane], parts.heads[lane], parts.trained[lane]
     links, held, stored = parts.links[base : base + size], parts.record[base : base + size], parts.stored[base : base + size]
-    trained = parts.trained[lane]
     for k in range(len(counts)):
         step = first + k
-        start, end = window.starts[step & steps, lane], window.starts[step & steps, lane + 1]
+        start, end = starts[step & steps, lane], starts[step & steps, lane + 1]
         used = end - start
         if used > size:
             return used
@@ -247,16 +258,16 @@ def plan_steps(
                         slot = heads[far]
                         heads[far] = links[slot, BEHIND]
                     records[held[slot], PLACE] = -(step + 2)
-                    moves.ends[ends] = slot
+                    end_slots[ends] = slot
                     ends += 1
-                table = window.tables[c]
+                table = tables[c]
                 after = np.int32(-1) if tag == 0 else np.int32(-place - 2)
-                moves.slot[arrivals] = slot
-                moves.table[arrivals] = table
-                moves.ordinal[arrivals] = records[record, ORDINAL] - 1
-                moves.id[arrivals] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table]
-                moves.tag[arrivals] = tag
-                moves.after[arrivals] = after
+                slot_in[arrivals] = slot
+                table_in[arrivals] = table
+                ordinal_in[arrivals] = records[record, ORDINAL] - 1
+                id_in[arrivals] = keys[record - direct, 1] if record >= direct else record - bases[table]
+                tag_in[arrivals] = tag
+                after_in[arrivals] = after
                 arrivals += 1
                 if tag == 0:
                     initial += 1
@@ -269,12 +280,12 @@ def plan_steps(
                     early = False
                 place = slot
             records[record, TAG] = step + 1
-            moves.slots[row0 + i] = place
-            moves.early[row0 + i] = early
+            slots[row0 + i] = place
+            early_rows[row0 + i] = early
         for i in range(used):
             c = (start + i) & ring
-            moves.next_users[row0 + i] = window.next_users[c]
-            _push(scalars, heads, links, moves.slots[row0 + i], accesses[c, NEXT])
+            next_users_rows[row0 + i] = next_users[c]
+            _push(scalars, heads, links, slots[row0 + i], accesses[c, NEXT])
         fill[0], fill[1], fill[2] = row0 + used, ends, arrivals
         counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = used, ends - end0, arrivals - arrival0, initial
     return 0

@@ -61,53 +61,41 @@ def _mark(word: np.uint64) -> np.int64:
 
 
 @nb.njit(nogil=True, cache=True)
-def find(rows: Rows, table: int, row_id: int, add: bool) -> int:
-    """The record of a row. A hashed row without one gets it if `add` (room is reserved, RowTable.reserve), or else has -1."""
-    base = rows.bases[table]
-    if base >= 0:
-        return base + row_id
+def home(index: np.ndarray, table: int, row_id: int) -> int:
+    """Where the search for a hashed row begins in the index."""
+    return np.int64(_hash(table, row_id)) & (index.size - 1)
+
+
+@nb.njit(nogil=True, cache=True)
+def named(entry: int) -> int:
+    """The hashed row that an entry of the index names, from 0; -1 for a free one."""
+    return (entry & np.int64(_ENTRY_MASK)) - 1
+
+
+@nb.njit(nogil=True, cache=True)
+def find_hashed(index: np.ndarray, keys: np.ndarray, hashed: np.ndarray, table: int, row_id: int, add: bool) -> int:
+    """The number of a hashed row, from 0. One without gets it if `add` (room is reserved, RowTable.reserve), or else has -1."""
     word = _hash(table, row_id)
     mark = _mark(word)
-    last = rows.index.size - 1
+    last = index.size - 1
     place = np.int64(word) & last
     while True:
-        entry = rows.index[place]
+        entry = index[place]
         if entry == 0:
             break
         if entry & ~np.int64(_ENTRY_MASK) == mark:
-            k = (entry & np.int64(_ENTRY_MASK)) - 1
-            if rows.keys[k, 1] == row_id and rows.keys[k, 0] == table:
-                return rows.direct + k
+            k = named(entry)
+            if keys[k, 1] == row_id and keys[k, 0] == table:
+                return k
         place = (place + 1) & last
     if not add:
-        return np.int64(-1)
-    k = rows.hashed[0]
-    rows.hashed[0] = k + 1
-    rows.keys[k, 0] = table
-    rows.keys[k, 1] = row_id
-    rows.index[place] = mark | (k + 1)
-    return rows.direct + k
-
-
-@nb.njit(nogil=True, cache=True, inline="always")
-def expect(rows: Rows, table: int, row_id: int) -> None:
-    """Prefetch what is read first of a row: its record, or its place in the index."""
-    base = rows.bases[table]
-    if base >= 0:
-        prefetch(rows.records, (base + row_id) * FIELDS)
-    else:
-        prefetch(rows.index, np.int64(_hash(table, row_id)) & (rows.index.size - 1))
-
-
-@nb.njit(nogil=True, cache=True, inline="always")
-def expect_hashed(rows: Rows, table: int, row_id: int) -> None:
-    """Prefetch what the index says of a hashed row, once that is there."""
-    if rows.bases[table] < 0:
-        entry = rows.index[np.int64(_hash(table, row_id)) & (rows.index.size - 1)]
-        k = (entry & np.int64(_ENTRY_MASK)) - 1
-        if k >= 0:
-            prefetch(rows.keys, 2 * k)
-            prefetch(rows.records, (rows.direct + k) * FIELDS)
+        return -1
+    k = hashed[0]
+    hashed[0] = k + 1
+    keys[k, 0] = table
+    keys[k, 1] = row_id
+    index[place] = mark | (k + 1)
+    return k
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
@@ -127,7 +115,7 @@ def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
     last = index.size - 1
     for k in range(count):
         if k + AHEAD < count:
-            prefetch(index, np.int64(_hash(keys[k + AHEAD, 0], keys[k + AHEAD, 1])) & last)
+            prefetch(index, home(index, keys[k + AHEAD, 0], keys[k + AHEAD, 1]))
         word = _hash(keys[k, 0], keys[k, 1])
         place = np.int64(word) & last
         while index[place] != 0:
@@ -140,7 +128,11 @@ def _load(
     rows: Rows, table: np.ndarray, ids: np.ndarray, lane: np.ndarray, ordinal: np.ndarray, tag: np.ndarray, counts: np.ndarray
 ) -> None:
     for i in range(ids.size):
-        r = find(rows, table[i], ids[i], True)
+        base = rows.bases[table[i]]
+        if base >= 0:
+            r = base + ids[i]
+        else:
+            r = rows.direct + find_hashed(rows.index, rows.keys, rows.hashed, table[i], ids[i], True)
         rows.records[r, ORDINAL] = ordinal[i] + 1
         rows.records[r, OWNER] = np.int32(np.uint32(lane[i]) << np.uint32(ACCESS_BITS))
         rows.records[r, PLACE] = -1

@@ -1,0 +1,76 @@
+"""One trainer of Foreload's side of bench_torchrec.py: a process that trains turns of steps (turns.py) among `ranks` trainers.
+
+    python benchmarks/foreload_rank.py '{"rank": 0, ...}'
+
+It is put together as `trainer.worker` does it; only the launcher is left out, since the store is already full.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from trainer import numerics
+
+# Before torch is imported, as in every trainer.
+numerics.set_environment()
+
+import torch.distributed as dist  # noqa: E402
+
+from cache.placement import Placement  # noqa: E402
+from cache.store import Store  # noqa: E402
+from pipelines.schedule import Schedule  # noqa: E402
+from trainer.assembly import DensePart, Start, assemble  # noqa: E402
+from trainer.coordinator import contiguous_lanes  # noqa: E402
+from trainer.job import TrainJob  # noqa: E402
+from trainer.step import StepReport, Trainer  # noqa: E402
+from trainer.transport import GlooTransport  # noqa: E402
+from turns import Turns, ready  # noqa: E402
+from workload import SHARDS, job  # noqa: E402
+
+SILENCE = timedelta(minutes=10)
+TOLD = ("seconds_compute", "seconds_exchange", "seconds_waiting", "rows_arrived", "rows_fetched", "rows_used", "bytes_sent")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a trainer is told. port: where rank 0 listens; urls: of the store shards."""
+
+    rank: int
+    ranks: int
+    port: int
+    schedule: str
+    model: str
+    urls: Sequence[str]
+
+
+def main() -> None:
+    """Run the trainer that the command line describes."""
+    order = Order(**json.loads(sys.argv[1]))
+    numerics.set_up(1)
+    schedule = Schedule(order.schedule)
+    training = TrainJob.of(job(Path(order.schedule), order.model))
+    dense = DensePart.build(training, schedule)
+    rendezvous = dist.TCPStore("127.0.0.1", order.port, None, order.rank == 0, SILENCE)
+    transport = GlooTransport(rendezvous, 0, order.rank, order.ranks, SILENCE)
+    lane_map = contiguous_lanes(schedule.header.lanes, order.ranks)
+    turns = Turns()
+
+    def on_step(report: StepReport) -> None:
+        turns.step(report.loss, {name: getattr(report, name) for name in TOLD})
+
+    with Store(list(order.urls), timedelta(seconds=60)) as store:
+        start = Start.anew(schedule)
+        part, events = assemble(training, schedule, dense, start, lane_map, transport, store, Placement.spread(SHARDS))
+        with part.traffic:
+            ready()
+            turns.begin()
+            Trainer(part).run(events, lambda step: False, on_step, lambda report: None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,54 +1,274 @@
-"""Trained samples a second beside tables in memory.
+"""Training steps beside those of tables in memory, rows on demand, and an LRU cache.
 
 python benchmarks/bench_step.py [--quick] [--out DIR] [--pairs N]
 """
 
 from __future__ import annotations
 
+import inspect
+import os
+import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from comparison import Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
-from sides import Order, Side
-from workload import FULL, QUICK, Workload, describe, shares
+import numpy as np
 
-WARM_UP = 50
-DISCARDED = 12
-STEPS = 30
+from cache.local import LocalStores
+from cache.traffic import Traffic
+from caches import lru_arrivals, minimum_arrivals
+from comparison import Cell, Claim, Point, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
+from pipelines.schedule import Schedule
+from sides import Answer, Order, Side
+from workload import BATCH, FULL, QUICK, SLOTS, Kind, Workload, describe, shares
+
+LEAD = int(inspect.signature(Traffic).parameters["lead_events"].default)
+DISCARDED = LEAD + 1
+"""Steps at the start of a turn that are not counted: more than what traffic fetches ahead, so all work for those counted is within the turn."""
+
+IN_MEMORY = ("one table", "26 bags")
+WITHOUT_MEMORY = ("floor", "26 bags", "on demand")  # what they train does not depend on the steps before, so these may be skipped
+STORES: dict[str, Kind] = {"foreload": "rows", "LRU": "rows", "on demand": "plain"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long sides run: pairs of turns, steps before the first turn, steps counted in each."""
+
+    pairs: int
+    warm_up: int
+    steps: int
+
+    @property
+    def end(self) -> int:
+        """The step after the last one."""
+        return self.warm_up + self.pairs * (DISCARDED + self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What sides did in alternation: their answers by round, the processor time of their redis-servers in ms a step, and what was trained."""
+
+    answers: dict[str, list[Answer]]
+    redis_ms: dict[str, float]
+    fetched_share: float
+    arrivals: float
+
+    def ms(self, side: str) -> list[float]:
+        """Milliseconds of a step, by round."""
+        return [answer.mean_ms for answer in self.answers[side]]
+
+    @property
+    def in_memory(self) -> str:
+        """The better of the sides in memory."""
+        return min((side for side in IN_MEMORY if side in self.answers), key=lambda side: statistics.median(self.ms(side)))
+
+    def gain(self, side: str) -> Ratio:
+        """Foreload's samples a second over those of a side."""
+        return ratio(self.ms(side), self.ms("foreload"))
+
+    def beyond(self, side: str) -> list[float]:
+        """Milliseconds of a step beyond the floor of the same round."""
+        return [own - floor for own, floor in zip(self.ms(side), self.ms("floor"), strict=True)]
+
+
+def _processor_seconds(stores: LocalStores) -> float:
+    """What the servers have used so far."""
+    total = 0
+    for pid in stores.pids:
+        # The name, in brackets, may hold spaces.
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(words[11]) + int(words[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def contest(
+    work: Workload, schedule: Schedule, model: str, sides: Sequence[str], plan: Plan, first_epoch: bool = False
+) -> Contest:
+    """Run sides over the same steps of a schedule, in alternation."""
+    ids = work.ids(schedule, plan.end if first_epoch else None)
+    with ExitStack() as stack:
+        running: dict[str, Side] = {}
+        stores: dict[str, LocalStores] = {}
+        for name in sides:
+            if name in STORES:
+                stores[name] = stack.enter_context(work.stores("empty" if first_epoch else STORES[name]))
+            urls = stores[name].urls if name in stores else ()
+            skipped = plan.warm_up - 3 if name in WITHOUT_MEMORY or (model != "small" and name != "foreload") else 0
+            order = Order(
+                name, str(schedule.path), model, str(ids), str(work.first.path), urls, schedule.header.slots[0], skipped
+            )
+            running[name] = stack.enter_context(Side(order))
+            tell(f"{model} model, {name}: warming up")
+            running[name].turn(1, plan.warm_up - skipped - 1)
+        before = {name: _processor_seconds(own) for name, own in stores.items()}
+        answers: dict[str, list[Answer]] = {name: [] for name in sides}
+
+        def turn(name: str) -> float:
+            answers[name].append(running[name].turn(plan.steps, DISCARDED))
+            return answers[name][-1].mean_ms
+
+        alternate({name: partial(turn, name) for name in sides}, plan.pairs)
+        trained = plan.end - plan.warm_up
+        redis_ms = {name: 1000 * (_processor_seconds(own) - before[name]) / trained for name, own in stores.items()}
+    seen = shares(schedule, plan.warm_up, plan.end)
+    return Contest(answers, redis_ms, seen["fetched_share"], seen["arrivals"])
+
+
+def step_table(title: str, found: Contest) -> Table:
+    """The sides of a contest."""
+    rows: list[list[Cell]] = []
+    for side in found.answers:
+        ms = spread(found.ms(side))
+        redis = found.redis_ms.get(side)
+        rows.append([
+            "dense floor" if side == "floor" else side, 1000 * BATCH / ms.median, f"{ms.median:.2f}", f"{ms.low:.2f} to {ms.high:.2f}",
+            f"{statistics.median(found.beyond(side)):.2f}", "-" if redis is None else f"{redis:.1f}",
+        ])  # fmt: skip
+    note = f"Arrivals a step: {found.arrivals:,.0f}, of which {found.fetched_share:.1%} are fetched from the store."
+    return Table(title, ["side", "samples/s", "ms a step", "spread", "ms beyond the floor", "Redis CPU, ms a step"], rows, note)
+
+
+def breakdown(found: Contest) -> Series:
+    """Step time by what it goes to."""
+    floor = statistics.median(found.ms("floor"))
+    layers: dict[str, list[Point]] = {
+        "dense part": [], "waiting for rows": [], "exchange": [], "gather, gradients, updates": []
+    }  # fmt: skip
+    for side, answers in found.answers.items():
+        if side == "floor":
+            continue
+        known = {
+            layer: statistics.median(answer.parts.get(layer, 0.0) for answer in answers)
+            for layer in ("waiting for rows", "exchange")
+        }
+        rest = statistics.median(found.ms(side)) - floor - sum(known.values())
+        of_side = {"dense part": floor, **known, "gather, gradients, updates": max(rest, 0.0)}
+        for layer, ms in of_side.items():
+            layers[layer].append((side, ms))
+    return Series("Step time broken down, small model", "", "ms a step", "stacked", layers)
+
+
+def beyond_claim(found: Contest, side: str, against: str, least: float) -> Claim:
+    """Step time beyond the floor."""
+    own = found.beyond("foreload")
+    name, bar = "step time beyond the dense floor", f">= {least:g} x less"
+    if min(own) <= 0:
+        return Claim(name, against, bar, None, least, note="Foreload's step took no longer than the dense floor in a round.")
+    return Claim(name, against, bar, ratio(found.beyond(side), own), least)
+
+
+def step_claims(small: Contest, large: Contest) -> list[Claim]:
+    """What the contests say."""
+    memory, memory_large = small.in_memory, large.in_memory
+    waiting = [answer.parts["waiting for rows"] / answer.mean_ms for answer in small.answers["foreload"]]
+    samples, kept = "trained samples/s", "an LRU cache of the same slots over this project's store client"
+    return [
+        Claim(f"{samples}, small model", f"in memory ({memory})", ">= 1.15", small.gain(memory), 1.15),
+        Claim(f"{samples}, Bagpipe's model", f"in memory ({memory_large})", ">= 1.0", large.gain(memory_large), 1.0),
+        beyond_claim(small, memory, f"in memory ({memory})", 2.5),
+        beyond_claim(small, "on demand", "on demand", 20),
+        Claim(f"{samples}, small model", "on demand, redis-py with hiredis", ">= 5.6", small.gain("on demand"), 5.6),
+        Claim(f"{samples}, small model", kept, ">= 1.25", small.gain("LRU"), 1.25),
+        Claim("waiting for rows", "its step time", "< 0.5 %", spread(waiting), most=0.005),
+    ]  # fmt: skip
+
+
+def arrivals(work: Workload, slots: Sequence[int]) -> tuple[list[Claim], Table, Series]:
+    """Arrivals over the second schedule, beside the minimum and LRU."""
+    rows: list[list[Cell]] = []
+    lines: dict[str, list[Point]] = {"LRU": [], "Foreload": [], "Belady's minimum": []}
+    claims = []
+    lookups = np.load(work.ids(work.second()), mmap_mode="r")
+    total = int(work.bases[-1])
+    for number in slots:
+        tell(f"arrivals with {number:,} slots: the minimum and LRU")
+        own = int(work.second(number).manifest["counts"]["arrivals"])
+        least, lru = (count(lookups, number, total) for count in (minimum_arrivals, lru_arrivals))
+        rows.append([number, own, least, f"{own / least:.6f}", lru, f"{lru / own:.3f}"])
+        for line, value in (("LRU", lru), ("Foreload", own), ("Belady's minimum", least)):
+            lines[line].append((number, value))
+        if number == SLOTS:
+            over = f"over {len(lookups):,} steps"
+            claims = [
+                Claim(f"arrivals {over}", "an LRU cache of the same slots", ">= 1.5 x fewer", lru / own, 1.5),
+                Claim(f"arrivals {over}", "Belady's minimum", "<= 1.001", own / least, most=1.001),
+            ]
+    title = f"Arrivals over {len(lookups):,} steps, from an empty cache"
+    table = Table(title, ["slots", "Foreload", "Belady's minimum", "ratio", "LRU", "LRU / Foreload"], rows)
+    return claims, table, Series(title, "slots", "arrivals", "lines", lines)
+
+
+def slot_table(contests: dict[int, Contest]) -> tuple[Table, Series]:
+    """Throughput against slots."""
+    rows: list[list[Cell]] = []
+    lines: dict[str, list[Point]] = {"Foreload": [], "in memory": []}
+    for number, found in sorted(contests.items()):
+        memory = found.in_memory
+        ours, theirs = (1000 * BATCH / statistics.median(found.ms(side)) for side in ("foreload", memory))
+        floor = 1000 * BATCH / statistics.median(found.ms("floor"))
+        rows.append([number, f"{found.arrivals:,.0f}", ours, theirs, floor, str(found.gain(memory))])
+        lines["Foreload"].append((number, ours))
+        lines["in memory"].append((number, theirs))
+    columns = ["slots", "arrivals a step", "Foreload, samples/s", "in memory, samples/s", "dense floor, samples/s", "ratio"]
+    title = "Throughput against slots, small model"
+    return Table(title, columns, rows), Series(title, "slots", "samples/s", "lines", lines)
+
+
+def losses(found: Contest) -> str:
+    """How far the sides' losses are apart: they train the same model."""
+    apart = max(
+        abs(own.loss - other.loss) / own.loss
+        for own, other in zip(found.answers["foreload"], found.answers["one table"], strict=True)
+    )
+    return f"The losses of Foreload and of one table in memory, at the last step of each turn, differ by at most {apart:.1e} of them."
 
 
 def main() -> None:
     """Measure and save."""
     given = arguments(__doc__)
-    size = QUICK if given.quick else FULL
-    work = Workload(given.out / "work", size)
+    work = Workload(given.out / "work", QUICK if given.quick else FULL)
+    slots = [50_000, SLOTS] if given.quick else [50_000, 100_000, SLOTS, 400_000]
+    plan = Plan(given.pairs, 40, 12) if given.quick else Plan(given.pairs, 120, 30)
     second = work.second()
-    ids = work.ids(second)
-    with ExitStack() as stack:
-        urls = stack.enter_context(work.stores()).urls
-        sides = {}
-        for name in ("floor", "one table", "foreload"):
-            sides[name] = Side(Order(name, str(second.path), "small", str(ids), urls=urls if name == "foreload" else ()))
-            stack.callback(sides[name].close)
-        for name, side in sides.items():
-            tell(f"{name}: warming up")
-            side.turn(1, WARM_UP - 1)
-
-        def turn(name: str) -> dict[str, float]:
-            answer = sides[name].turn(STEPS, DISCARDED)
-            return {"ms": 1000 * sum(answer["seconds"]) / len(answer["seconds"]), "loss": answer["loss"]}
-
-        found = alternate({name: partial(turn, name) for name in sides}, given.pairs)
-    ms = {name: [r["ms"] for r in of] for name, of in found.items()}
-    gain = ratio(ms["one table"], ms["foreload"])
-    claim = Claim("trained samples/s, small model", "tables in memory", ">= 1.15", gain, least=1.15)
-    table = Table(
-        "Step time, small model (ms)", ["side", "median (spread)"], [[name, str(spread(of))] for name, of in ms.items()]
+    everyone = ["floor", "one table", "26 bags", "on demand", "LRU", "foreload"]
+    three = ["floor", "one table", "foreload"]
+    small = contest(work, second, "small", everyone, plan)
+    large = contest(work, second, "Bagpipe's", three, Plan(1, 6, 2) if given.quick else Plan(given.pairs, 40, 8))
+    brief = Plan(2, 40, 12) if given.quick else Plan(3, 120, 20)
+    by_slots = {SLOTS: small}
+    by_slots |= {n: contest(work, work.second(n), "small", three, brief) for n in slots if n != SLOTS}
+    epoch = contest(work, work.first, "small", three, brief, first_epoch=True)
+    arrival_claims, arrival_table, arrival_plot = arrivals(work, slots)
+    slots_of, slots_plot = slot_table(by_slots)
+    tables = [
+        step_table("Small model (bottom 13-64-32, top 64-1), second epoch", small),
+        step_table("Bagpipe's model (bottom 13-512-256-64-32, top 1024-1024-1024-256-128-1), second epoch", large),
+        step_table("Small model, first epoch: new rows cost no request", epoch),
+        slots_of,
+        arrival_table,
+    ]
+    notes = [
+        describe(work),
+        "Each side is a process of its own; turns alternate, and the first steps of each are not counted, since Foreload's traffic fetches "
+        f"{LEAD} steps ahead while another side has its turn. In memory: the faster of one nn.Embedding (lookups sorted, gradients summed by "
+        "embedding_bag, row-wise Adagrad by hand) and 26 nn.EmbeddingBag(sparse=True).",
+        losses(small),
+    ]
+    claims = [*step_claims(small, large), *arrival_claims]
+    settings = {
+        "slots": SLOTS,
+        "batch": BATCH,
+        "rows in the store": work.rows,
+        "discarded steps a turn": DISCARDED,
+        "quick": given.quick,
+    }
+    save(
+        Results("step", "Training steps", claims, tables, [breakdown(small), slots_plot, arrival_plot], settings, notes),
+        given.out,
     )
-    done = WARM_UP + given.pairs * (DISCARDED + STEPS)
-    seen = shares(second, WARM_UP, done)
-    notes = [describe(work), f"Arrivals fetched from the store: {seen['fetched_share']:.1%}."]
-    save(Results("step", "Training steps", [claim], [table], notes=notes, settings=dict(seen)), given.out)
 
 
 if __name__ == "__main__":

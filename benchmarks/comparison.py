@@ -24,6 +24,7 @@ from typing import Literal, TypeVar
 
 Side = TypeVar("Side", float, Mapping[str, float])
 Cell = str | int | float | None
+Point = tuple[str | float, float]
 
 PACKAGES = ("torch", "numpy", "numba", "pyarrow", "apache-beam", "redis", "hiredis")
 
@@ -144,7 +145,7 @@ class Series:
     x_label: str
     y_label: str
     kind: Literal["lines", "bars", "stacked"]
-    data: Mapping[str, Sequence[tuple[str | float, float]]]
+    data: Mapping[str, Sequence[Point]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numba as nb
 import numpy as np
@@ -45,6 +45,7 @@ SHARDS = 3
 SEED = 0
 LR = 0.05
 NAMESPACE = "bench"
+Kind = Literal["rows", "plain", "empty"]
 MODELS = {
     "small": {"bottom": "64-32", "top": "64-1"},
     "Bagpipe's": {"bottom": "512-256-64-32", "top": "1024-1024-1024-256-128-1"},
@@ -173,22 +174,25 @@ class Workload:
         return saved
 
     @contextmanager
-    def stores(self, plain: bool = False) -> Iterator[LocalStores]:
-        """Servers of one's own that hold a copy of the filled store; they and their folder are gone afterwards."""
-        image = self._plain_image if plain else self._image
+    def stores(self, kind: Kind = "rows") -> Iterator[LocalStores]:
+        """Servers of one's own with a copy of the filled store, or empty ones; they and their folder are gone afterwards."""
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="copy-") as name:
-            for file in image.glob("*.rdb"):
-                shutil.copy(file, name)
+            if kind != "empty":
+                for file in (self._plain_image if kind == "plain" else self._image).glob("*.rdb"):
+                    shutil.copy(file, name)
             with _running(Path(name), save=False) as stores:
                 yield stores
 
-    def ids(self, schedule: Schedule) -> Path:
-        """A file of what a trainer without a schedule reads: each lookup's row as table base + id, int64 [steps, 2,048 * 26]."""
+    def ids(self, schedule: Schedule, most: int | None = None) -> Path:
+        """A file of what a trainer without a schedule reads: each lookup's row as table base + id, int64 [steps, 2,048 * 26].
+
+        most: steps, where the schedule's first ones are enough.
+        """
         path = schedule.path.with_name(schedule.path.name + "-ids.npy")
         if not path.exists():
             tell(f"writing the ids of {schedule.path.name}")
             header = schedule.header
-            steps = header.training_samples // BATCH
+            steps = min(header.training_samples // BATCH, most or header.training_samples)
             shape = (steps, BATCH * len(header.features.features))
             temporary = path.with_suffix(".tmp.npy")
             out = np.lib.format.open_memmap(temporary, "w+", np.int64, shape)

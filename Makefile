@@ -31,8 +31,9 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Less than an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works.
 bench: venv
-	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+	$(BIN)/python benchmarks/run_all.py $(if $(QUICK),--quick --docs build/docs)
 
 clean:
 	rm -rf build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

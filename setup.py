@@ -12,7 +12,7 @@ TEST = [
     "hypothesis>=6.100",
     "cryptography>=42",
 ]
-BENCH = ["hiredis>=3"]
+BENCH = ["hiredis>=3", "matplotlib>=3.8"]
 LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
 
 setup(

@@ -2,22 +2,21 @@
 
 The row table's mapped pages stand apart: they are the page cache's, and the kernel takes them back when it needs them.
 
-    python benchmarks/bench_memory.py [--quick] [--json FILE] [--only prepare|train]
+    python benchmarks/bench_memory.py [--quick] [--out DIR]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from comparison import Cell, Claim, Results, Table, arguments, save, tell
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.2
@@ -122,34 +121,37 @@ def train(folder: Path, table_rows: int, rows: int) -> Peak:
     return measure(["trainer.cli", "train", schedule, *options], "trainer.worker")
 
 
-def _tell(what: str, peaks: dict[str, Peak]) -> None:
-    parts = [f"{name}: {peak.held / 2**20:.0f} MiB (row table {peak.row_table / 2**20:.0f})" for name, peak in peaks.items()]
-    small, large = peaks.values()
-    print(f"{what}: {'; '.join(parts)}; {large.held / small.held:.3f} x", flush=True)
+def compare(what: str, unit: str, peaks: dict[int, Peak], most: float) -> tuple[Claim, list[Cell]]:
+    """The claim that the larger of two peaks is hardly above the smaller, and a row that shows them."""
+    (few, small), (many, large) = peaks.items()
+    growth = large.held / small.held
+    tell(f"{what}: {small.held / 2**20:.0f} and {large.held / 2**20:.0f} MiB")
+    claim = Claim(f"peak memory, {what}, {many:,} {unit}", f"itself, {few:,} {unit}", f"<= {most:g}", growth, most=most)
+    cells: list[Cell] = [what, f"{few:,} and {many:,} {unit}"]
+    cells += [f"{peak.held / 2**20:.0f}" for peak in (small, large)]
+    return claim, [*cells, f"{growth:.3f}", f"{large.row_table / 2**20:.0f}"]
 
 
 def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the rows")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", choices=("prepare", "train"))
-    given = parser.parse_args()
-    scale = 8 if given.quick else 1
-    results: dict[str, object] = {"machine": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    """Measure and save."""
+    given = arguments(__doc__)
+    scale = 40 if given.quick else 1
+    claims, rows = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if given.only != "train":
-            for slots in ("200000", None):
-                peaks = {rows: prepare(folder, rows // scale, slots) for rows in (2_000_000, 8_000_000)}
-                _tell(f"prepare, {slots or 'default'} slots", {f"{rows // scale:,} rows": peak for rows, peak in peaks.items()})
-                results[f"prepare {slots or 'default'}"] = {rows: asdict(peak) for rows, peak in peaks.items()}
-        if given.only != "prepare":
-            peaks = {rows: train(folder, rows, 400_000 // scale) for rows in (10**5, 10**8)}
-            _tell("trainer", {f"tables of {rows:,} rows": peak for rows, peak in peaks.items()})
-            results["train"] = {rows: asdict(peak) for rows, peak in peaks.items()}
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
+        for slots in ["200000"] if given.quick else ["200000", None]:
+            peaks = {count: prepare(folder, count, slots) for count in (2_000_000 // scale, 8_000_000 // scale)}
+            slots_in_words = "default slots" if slots is None else f"{int(slots):,} slots"
+            claim, row = compare(f"`prepare`, {slots_in_words}", "samples", peaks, 1.15)
+            claims.append(claim)
+            rows.append(row)
+        peaks = {count: train(folder, count, 400_000 // scale) for count in (10**5, 10**8)}
+        claim, row = compare("a trainer", "rows a table", peaks, 1.05)
+    columns = ["what", "from and to", "MiB", "MiB", "ratio", "the row table's mapped pages at the larger, MiB"]
+    note = "Peaks of what is held; the row table's mapped pages, which the kernel takes back when it needs them, stand apart."
+    table = Table("Peak memory", columns, [*rows, row], note)
+    settings = {"batch": 2048, "trainer's samples": 400_000 // scale, "trainer's slots": 50_000, "quick": given.quick}
+    save(Results("memory", "Memory", [*claims, claim], [table], settings=settings), given.out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def arguments(description: str | None, extra: Callable[[argparse.ArgumentParser]
     if given.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {given.pairs}")
     given.out.mkdir(parents=True, exist_ok=True)
+    # Ended from outside, a benchmark still ends the servers and the sides that it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return given
 
 

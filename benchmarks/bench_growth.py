@@ -1,0 +1,134 @@
+"""Step time as tables grow from 10^5 to 10^8 rows while the accesses stay the same.
+
+python benchmarks/bench_growth.py [--quick] [--out DIR] [--pairs N]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from bench_torchrec import free_port
+from cache.local import LocalStores
+from comparison import Cell, Claim, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
+from pipelines.schedule import Schedule
+from turns import Ranks
+from workload import BATCH, DIM, ROOT, SHARDS, SLOTS
+
+SIZES = {"10^5": 10**5, "10^6": 10**6, "10^7": 10**7, "10^8": 10**8}
+VALUES = 100_000
+MODEL = "small"
+DISCARDED = 20
+
+
+def prepare(out: Path, table_rows: int, samples: int) -> float:
+    """Two epochs over the same samples, whatever the tables' sizes; returns the seconds that it took."""
+    given = ["--format", "synthetic", "--rows", str(samples), "--values", str(VALUES), "--table-rows", str(table_rows)]
+    given += ["--batch-size", str(BATCH), "--epochs", "2", "--slots", str(SLOTS), "--out", str(out)]
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "pipelines.prepare", *given]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
+    return time.monotonic() - begun
+
+
+def start(schedule: Path, stores: LocalStores) -> Ranks:
+    """A trainer on stores that hold nothing yet."""
+    order = {"rank": 0, "ranks": 1, "port": free_port(), "schedule": str(schedule), "model": MODEL, "urls": list(stores.urls)}
+    command = [sys.executable, str(ROOT / "benchmarks" / "foreload_rank.py"), json.dumps(order)]
+    return Ranks(schedule.name, [command], {"PYTHONPATH": str(ROOT)})
+
+
+def turn(side: Ranks, steps: int) -> dict[str, float]:
+    """The median step of a turn, in ms, and the median time of it spent waiting for rows."""
+    (answer,) = side.turn(steps, DISCARDED)
+    waiting = statistics.median(answer["further"]["seconds_waiting"])
+    return {"ms": 1000 * statistics.median(answer["seconds"]), "waiting_ms": 1000 * waiting}
+
+
+def main() -> None:
+    """Measure and save."""
+    given = arguments(__doc__)
+    epoch = 100 if given.quick else 400
+    steps = epoch // given.pairs - DISCARDED
+    if steps < 5:
+        raise SystemExit(
+            f"--pairs: must leave 5 steps for each, of {epoch} in all; at most {epoch // (DISCARDED + 5)}, got {given.pairs}"
+        )
+    seconds, counts = {}, {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.out, prefix="growth-")))
+        sides = {}
+        for name, table_rows in SIZES.items():
+            tell(f"preparing tables of {name} rows")
+            schedule = folder / name
+            seconds[name] = prepare(schedule, table_rows, epoch * BATCH)
+            counts[name] = Schedule(schedule).manifest["counts"]
+            stores = stack.enter_context(LocalStores(SHARDS, folder / f"store-{name}"))
+            sides[name] = start(schedule, stores)
+            stack.callback(sides[name].close)
+        for name, side in sides.items():
+            tell(f"tables of {name} rows: training the first epoch")
+            side.turn(1, epoch - 1)
+        found = alternate({name: partial(turn, side, steps) for name, side in sides.items()}, given.pairs)
+    ms = {name: [of_turn["ms"] for of_turn in of] for name, of in found.items()}
+    base = ms["10^5"]
+    ratios: dict[str, Ratio] = {name: ratio(of, base) for name, of in ms.items()}
+    worst = max(ratios.values(), key=lambda of_size: abs(of_size.median - 1))
+    claim = Claim(
+        "step time as tables grow from 10^5 to 10^8 rows",
+        "itself at 10^5",
+        "flat within 5 %",
+        worst,
+        least=0.95,
+        most=1.05,
+        note="the size that is furthest from 1",
+    )
+    rows: list[list[Cell]] = [
+        [
+            name,
+            str(spread(of)),
+            str(ratios[name]),
+            statistics.median(of_turn["waiting_ms"] for of_turn in found[name]),
+            counts[name]["rows_used"],
+            counts[name]["arrivals"],
+            seconds[name],
+        ]
+        for name, of in ms.items()
+    ]
+    columns = [
+        "rows of a table",
+        "ms a step (spread)",
+        "ratio to 10^5",
+        "waiting for rows (ms)",
+        "rows used",
+        "arrivals",
+        "prepare (s)",
+    ]
+    table = Table("Step time as tables grow", columns, rows, note="26 tables each; prepare ran once for each, both epochs.")
+    plot = Series(
+        "Step time as tables grow",
+        "rows of a table",
+        "ms a step",
+        "bars",
+        {"step time": [(name, statistics.median(of)) for name, of in ms.items()]},
+    )
+    notes = [
+        f"26 synthetic tables, {VALUES:,} values a column, spread over the whole of its table: which sample uses which value, and so every "
+        f"move of the schedule, is the same for all sizes. One trainer, {SHARDS} shards, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, the "
+        f"small model, {SLOTS:,} slots. Timed in the second of two epochs, when rows are fetched from the store.",
+        "Trainers of all sizes live throughout, each with a store of its own, and train in turn.",
+    ]
+    settings = {"steps of a turn": steps, "untimed steps before": DISCARDED, "samples of an epoch": epoch * BATCH}
+    save(Results("growth", "Growing tables", [claim], [table], [plot], settings, notes), given.out)
+
+
+if __name__ == "__main__":
+    main()

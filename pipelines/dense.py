@@ -131,7 +131,7 @@ def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scal
 
 def rows_of(columns: Sequence[np.ndarray], rows: int, dtype: type) -> np.ndarray:
     """Columns [rows] side by side as [rows, columns], converted to dtype."""
-    out = np.empty((rows, len(columns)), dtype)
+    out: np.ndarray = np.empty((rows, len(columns)), dtype)
     for start in range(0, rows, _BLOCK_ROWS):  # so that what every column writes into stays in cache
         block = out[start : start + _BLOCK_ROWS]
         for place, column in enumerate(columns):

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pipelines.dense import Scale, rows_of, transform
 from pipelines.errors import FeatureError
 from pipelines.features import Feature, FeatureSpec
-from pipelines.mixing import hash_bytes
+from pipelines.mixing import hash_bytes, high_product, load_word, mix
 from pipelines.records import Records
 from pipelines.samples import Samples
 from pipelines.vocabulary import Vocabulary, text_buffers
@@ -70,17 +70,31 @@ def hashed_ids(texts: pa.Array, rows: int) -> np.ndarray:
     """1 + hash64(text) mod (rows - 1), 0 where missing. texts: string or large_string [n]; returns int64 [n]."""
     data, offsets = text_buffers(texts)
     ids = np.empty(len(texts), np.int64)
-    _hash_ids(data, offsets, np.uint64(rows - 1), ids)
-    if texts.null_count:
-        ids[np.asarray(texts.is_null())] = 0
+    known = texts.buffers()[0] if texts.null_count else None
+    bits = np.empty(0, np.uint8) if known is None else np.frombuffer(known, np.uint8)
+    _hash_ids(data, offsets, bits, texts.offset, np.uint64(rows - 1), ids)
     return ids
 
 
 @nb.njit(nogil=True, cache=True)
-def _hash_ids(data: np.ndarray, offsets: np.ndarray, others: np.uint64, out: np.ndarray) -> None:
+def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: int, others: np.uint64, out: np.ndarray) -> None:
+    """known: uint8, a bit a value from bit `first` on, 0 where it is missing; empty where none is."""
+    inverse = np.uint64(0xFFFFFFFFFFFFFFFF) // others
     for i in range(len(out)):
         start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
-        out[i] = 0 if start == end else 1 + np.int64(hash_bytes(data, start, end) % others)
+        if start == end or (len(known) and not known[(first + i) >> 3] >> ((first + i) & 7) & 1):
+            out[i] = 0
+            continue
+        # The remainder without a division: the quotient by the rounded-down inverse is at most 2 too small.
+        if end - start <= 8 and start + 8 <= len(data):
+            word = load_word(data, start) & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * (end - start)))
+            h = mix(mix(np.uint64(end - start)) ^ word)
+        else:
+            h = hash_bytes(data, start, end)
+        rest = h - high_product(h, inverse) * others
+        while rest >= others:
+            rest -= others
+        out[i] = 1 + np.int64(rest)
 
 
 def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:

@@ -67,6 +67,28 @@ def store_word(typing: Any, data: Any, place: Any, word: Any) -> Any:
     return nb.void(data, nb.int64, nb.uint64), generate
 
 
+@intrinsic
+def high_product(typing: Any, a: Any, b: Any) -> Any:
+    """The upper 64 bits of the product of two uint64. For use inside numba kernels."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(argument, wide) for argument in arguments))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+
+    return nb.uint64(nb.uint64, nb.uint64), generate
+
+
+@intrinsic
+def lowest_bit(typing: Any, word: Any) -> Any:
+    """The place of the lowest bit set in a uint64, 0 .. 63; 64 for 0. For use inside numba kernels."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return nb.int64(nb.uint64), generate
+
+
 @nb.njit(nogil=True, cache=True)
 def hash_bytes(data: np.ndarray, start: int, end: int) -> np.uint64:
     """hash64 of data[start:end], data uint8. For use inside numba kernels."""

@@ -11,12 +11,15 @@ import numba as nb
 import numpy as np
 import pyarrow as pa
 
-from pipelines.mixing import load_word, store_word
+from pipelines.mixing import load_word, lowest_bit, store_word
 
 _NEWLINE, _RETURN, _MINUS, _POINT, _ZERO = (np.uint8(ord(c)) for c in "\n\r-.0")
 _CHUNK_LINES = 512  # lines whose bytes and bounds stay in cache while one column after the other is taken from them
 _MOST_DIGITS = 15  # such an integer and such a power of ten are exact in float64, so that their quotient is rounded once
 _POWERS = 10.0 ** np.arange(_MOST_DIGITS + 1)
+_EVERY_BYTE, _LOW_BITS = np.uint64(0x0101010101010101), np.uint64(0x7F7F7F7F7F7F7F7F)
+_GATHER = np.uint64(0x0102040810204080)
+_ZEROS, _HIGH_HALVES, _SIX_EACH = np.uint64(0x30) * _EVERY_BYTE, np.uint64(0xF0) * _EVERY_BYTE, np.uint64(6) * _EVERY_BYTE
 _MOST_BYTES = (1 << 31) - 9
 
 
@@ -42,8 +45,13 @@ class Fields:
             return None
         lines = data.count(b"\n") + (not data.endswith(b"\n"))
         characters = np.frombuffer(data, np.uint8)
-        starts, ends = np.empty(lines, np.int32), np.empty((lines, columns), np.int32)
-        if not _find_fields(characters, np.uint8(ord(delimiter)), returns, starts, ends):
+        found = np.empty(lines * columns + 128, np.int32)
+        count = _find_ends(characters, np.uint8(ord(delimiter)), found)
+        if not data.endswith(b"\n") and count < len(found):
+            found[count] = len(data)
+            count += 1
+        starts, ends = np.empty(lines, np.int32), found[: lines * columns].reshape(lines, columns)
+        if count != lines * columns or not _begin_lines(characters, returns, ends, starts):
             return None
         return Fields(characters, starts, ends)
 
@@ -78,32 +86,60 @@ class Fields:
 
 
 @nb.njit(nogil=True, cache=True)
-def _find_fields(data: np.ndarray, delimiter: int, returns: bool, starts: np.ndarray, ends: np.ndarray) -> bool:
-    """Fill starts and ends; whether every line has as many fields as ends has columns, and a character."""
-    columns = ends.shape[1]
-    size = len(data)
-    start = row = column = 0
-    for at in range(size + 1):
-        if at < size:
-            character = data[at]
-            if character == delimiter:
-                if column == columns - 1:
-                    return False
-                ends[row, column] = at
-                column += 1
-                continue
-            if character != _NEWLINE:
-                continue
-        elif start == size:
-            break
-        end = at - 1 if returns and at > start and data[at - 1] == _RETURN else at
-        if column != columns - 1 or end == start:
+def _equal_bytes(word: np.uint64, repeated: np.uint64) -> np.uint64:
+    """A bit for every byte in which two words are equal, 8 in all."""
+    different = word ^ repeated
+    tops = ~(((different & _LOW_BITS) + _LOW_BITS) | different | _LOW_BITS)
+    return ((tops >> np.uint64(7)) * _GATHER) >> np.uint64(56)
+
+
+@nb.njit(nogil=True, cache=True)
+def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> int:
+    """Where delimiters and line breaks stand; returns how many there are, or more than ends has room for (but for 64)."""
+    delimiters, newlines = np.uint64(delimiter) * _EVERY_BYTE, np.uint64(_NEWLINE) * _EVERY_BYTE
+    count = np.int64(0)
+    for first in range(0, len(data), 64):
+        found = np.uint64(0)
+        if first + 64 <= len(data):
+            for k in range(8):
+                word = load_word(data, first + 8 * k)
+                found |= (_equal_bytes(word, delimiters) | _equal_bytes(word, newlines)) << np.uint64(8 * k)
+        else:
+            for at in range(first, len(data)):
+                if data[at] == delimiter or data[at] == _NEWLINE:
+                    found |= np.uint64(1) << np.uint64(at - first)
+        if count + 64 > len(ends):
+            return len(ends)
+        # Eight at a time, wanted or not: a loop that ends with the last bit ends at a place that no processor guesses.
+        kept = count
+        while found != np.uint64(0):
+            for k in range(8):
+                ends[kept + k] = first + lowest_bit(found)
+                count += found != np.uint64(0)
+                found &= found - np.uint64(1)
+            kept += 8
+    return count
+
+
+@nb.njit(nogil=True, cache=True)
+def _begin_lines(data: np.ndarray, returns: bool, ends: np.ndarray, starts: np.ndarray) -> bool:
+    """Fill starts from ends, and take line breaks of two characters for one; whether all lines are plain.
+
+    ends: all delimiters and line breaks, as many as fields; there are as many line breaks as lines.
+    """
+    start = np.int64(0)
+    for row in range(len(starts)):
+        end = np.int64(ends[row, -1])
+        if end < len(data) and data[end] != _NEWLINE:
             return False
         starts[row] = start
-        ends[row, column] = end
-        start = at + 1
-        row += 1
-        column = 0
+        next_start = end + 1
+        if returns and end > start and data[end - 1] == _RETURN:
+            end -= 1
+            ends[row, -1] = end
+        if end == start:
+            return False
+        start = next_start
     return True
 
 
@@ -119,37 +155,51 @@ def _parse_numbers(
             if not plain[k]:
                 continue
             for row in range(first, min(first + _CHUNK_LINES, lines)):
-                at = starts[row] if place == 0 else ends[row, place - 1] + 1
-                end = ends[row, place]
+                at = np.int64(starts[row]) if place == 0 else np.int64(ends[row, place - 1]) + 1
+                end = np.int64(ends[row, place])
                 if at == end:
                     values[k, row] = np.nan
                     continue
-                negative = data[at] == _MINUS
-                if negative:
-                    at += 1
-                mantissa = np.int64(0)
-                digits = behind = 0
-                point = False
-                good = at < end and data[end - 1] != _POINT and data[at] != _POINT
-                for i in range(at, end):
-                    digit = np.int64(data[i]) - np.int64(_ZERO)
-                    if 0 <= digit <= 9:
-                        mantissa = mantissa * 10 + digit
-                        digits += 1
-                        behind += point
-                        if digits > _MOST_DIGITS:
-                            good = False
-                            break
-                    elif data[i] == _POINT and not point:
-                        point = True
-                    else:
-                        good = False
-                        break
-                if not good:
+                if end - at <= 8 and at + 8 <= len(data):
+                    # The digits to the top of the word, zeros before them.
+                    shift = np.uint64(8 * (8 - (end - at)))
+                    word = (load_word(data, at) << shift) | (_ZEROS & ((np.uint64(1) << shift) - np.uint64(1)))
+                    if (word & _HIGH_HALVES) == _ZEROS and ((word + _SIX_EACH) & _HIGH_HALVES) == _ZEROS:
+                        word = ((word & np.uint64(0x0F0F0F0F0F0F0F0F)) * np.uint64(2561)) >> np.uint64(8)
+                        word = ((word & np.uint64(0x00FF00FF00FF00FF)) * np.uint64(6553601)) >> np.uint64(16)
+                        word = ((word & np.uint64(0x0000FFFF0000FFFF)) * np.uint64(42949672960001)) >> np.uint64(32)
+                        values[k, row] = np.int64(word)
+                        continue
+                values[k, row] = _decimal(data, at, end)
+                if np.isnan(values[k, row]):
                     plain[k] = False
                     break
-                value = np.float64(mantissa) / _POWERS[behind]
-                values[k, row] = -value if negative else value
+
+
+@nb.njit(nogil=True, cache=True)
+def _decimal(data: np.ndarray, at: int, end: int) -> float:
+    """data[at:end], not empty, as a number; NaN where it is no plain decimal of up to 15 digits."""
+    negative = data[at] == _MINUS
+    if negative:
+        at += 1
+    if at == end or data[at] == _POINT or data[end - 1] == _POINT:
+        return np.nan
+    mantissa = digits = behind = np.int64(0)
+    point = False
+    for i in range(at, end):
+        digit = np.int64(data[i]) - np.int64(_ZERO)
+        if 0 <= digit <= 9:
+            mantissa = mantissa * 10 + digit
+            digits += 1
+            behind += point
+        elif data[i] == _POINT and not point:
+            point = True
+        else:
+            return np.nan
+        if digits > _MOST_DIGITS:
+            return np.nan
+    value = np.float64(mantissa) / _POWERS[behind]
+    return -value if negative else value
 
 
 @nb.njit(nogil=True, cache=True)

@@ -24,6 +24,7 @@ SPLIT_BYTES = 16 << 20
 """Bytes of a split of an uncompressed file, and of a block of a compressed one."""
 
 _READ_BYTES = 1 << 20
+_PEEK_BYTES = 1 << 13
 _SHOWN_CHARACTERS = 80
 
 
@@ -120,24 +121,22 @@ class _Block:
 def _read_range(split: Split) -> tuple[bytes, int]:
     """The lines that start in start .. end - 1, whole, and where the first of them starts."""
     with reading(split.path), open_file(split.path) as file:
-        # The byte before `start` tells whether a line starts there; the first split starts behind the header.
-        begin = split.start - 1 if split.split_index else split.start
+        # The byte before a split tells whether a line starts there; the first split starts behind the header.
+        begin = _line_start(file, split.start - 1) if split.split_index else split.start
+        end = _line_start(file, split.end - 1)
         file.seek(begin)
-        data = _read_exactly(file, split.end - begin, split.path)
-        if split.split_index:
-            first = data.find(b"\n") + 1
-            if first == 0:
-                return b"", split.end
-            data, begin = data[first:], begin + first
-        if not data or data.endswith(b"\n"):
-            return data, begin
-        parts = [data]
-        while part := file.read(_READ_BYTES):
-            cut = part.find(b"\n") + 1
-            parts.append(part[:cut] if cut else part)
-            if cut:
-                break
-        return b"".join(parts), begin
+        return _read_exactly(file, end - begin, split.path), begin
+
+
+def _line_start(file: BinaryIO, place: int) -> int:
+    """Where the line after the first line break from `place` on starts; the end of the file if there is none."""
+    file.seek(place)
+    while part := file.read(_PEEK_BYTES):
+        cut = part.find(b"\n") + 1
+        if cut:
+            return place + cut
+        place += len(part)
+    return place
 
 
 def _read_exactly(file: BinaryIO, size: int, path: str) -> bytes:

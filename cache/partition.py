@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+import mmap
+
+import numba as nb
 import numpy as np
 import torch
 
 from cache.errors import CacheError
-from cache.staging import EndedRows, Rows, Staged, put_rows, take_rows
+from cache.staging import EndedRows, Rows, Staged, copies_of_rows, put_rows
 from pipelines.schedule_format import Arrivals
 
 FREE = -1
+_HUGE = 2 << 20
+
+
+@nb.njit(nogil=True, cache=True)
+def _admit(slots, bound, new, table, ordinal, row_id, tag, stored_tag):  # type: ignore[no-untyped-def]
+    """Note who takes which slot; new: their (table, ordinal, id, tag). Returns the place of the first training slot that is taken, or -1."""
+    for i in range(slots.size):
+        if slots[i] < bound and table[slots[i]] != FREE:
+            return i
+    for i in range(slots.size):
+        slot = slots[i]
+        table[slot] = new[0][i]
+        ordinal[slot] = new[1][i]
+        row_id[slot] = new[2][i]
+        tag[slot] = new[3][i]
+        stored_tag[slot] = new[3][i]
+    return -1
+
+
+@nb.njit(nogil=True, cache=True)
+def _leave(slots, table, ordinal, row_id, tag, stored_tag, left):  # type: ignore[no-untyped-def]
+    """Note who leaves, into `left` (table, ordinal, id, tag, stored tag), and free the slots. Returns the place of the first free one, or -1."""
+    for i in range(slots.size):
+        if table[slots[i]] == FREE:
+            return i
+    for i in range(slots.size):
+        slot = slots[i]
+        left[0][i] = table[slot]
+        left[1][i] = ordinal[slot]
+        left[2][i] = row_id[slot]
+        left[3][i] = tag[slot]
+        left[4][i] = stored_tag[slot]
+        table[slot] = FREE
+    return -1
+
+
+@nb.njit(nogil=True, cache=True)
+def _train(slots, tag, new_tag, table, tables):  # type: ignore[no-untyped-def]
+    for i in range(slots.size):
+        tag[slots[i]] = new_tag
+        tables[i] = table[slots[i]]
+
+
+def _zeros(count: int, width: int, device: torch.device) -> torch.Tensor:
+    """float32 [count, width]; on the CPU in huge pages where the kernel has them, since rows are touched at random."""
+    size = 4 * count * width
+    if device.type != "cpu" or size < _HUGE:
+        return torch.zeros((count, width), dtype=torch.float32, device=device)
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE
+    return torch.from_numpy(whole[start : start + size].view(np.float32).reshape(count, width))
 
 
 class Partition:
@@ -33,8 +89,8 @@ class Partition:
         self.evaluation_slots = evaluation_slots
         self.device = torch.device(device)
         count = slots + evaluation_slots
-        self.weights = torch.zeros((count, width), dtype=torch.float32, device=self.device)
-        self.state = torch.zeros((count, state_width), dtype=torch.float32, device=self.device)
+        self.weights = _zeros(count, width, self.device)
+        self.state = _zeros(count, state_width, self.device)
         self.table = np.full(count, FREE, np.int16)
         self.ordinal = np.zeros(count, np.int64)
         self.id = np.zeros(count, np.int64)
@@ -53,8 +109,11 @@ class Partition:
         if more <= 0:
             return
         self.evaluation_slots = count
-        self.weights = torch.cat([self.weights, self.weights.new_zeros((more, self.weights.shape[1]))])
-        self.state = torch.cat([self.state, self.state.new_zeros((more, self.state.shape[1]))])
+        for name in ("weights", "state"):
+            old = getattr(self, name)
+            grown = _zeros(old.shape[0] + more, old.shape[1], self.device)
+            grown[: old.shape[0]] = old
+            setattr(self, name, grown)
         self.table = np.concatenate([self.table, np.full(more, FREE, np.int16)])
         for name in ("ordinal", "id", "tag", "stored_tag"):
             array = getattr(self, name)
@@ -69,35 +128,34 @@ class Partition:
         slots = arrivals.slot
         if not len(slots):
             return
-        taken = slots[(slots < self.slots) & (self.table[slots] != FREE)]
-        if len(taken):
+        new = (arrivals.table, arrivals.ordinal, arrivals.id, arrivals.tag)
+        taken = _admit(slots, self.slots, new, self.table, self.ordinal, self.id, self.tag, self.stored_tag)
+        if taken >= 0:
+            slot = slots[taken]
             raise CacheError(
-                f"slot {taken[0]}: must be free when a row arrives, but table {self.table[taken[0]]} id {self.id[taken[0]]} sits there: "
+                f"slot {slot}: must be free when a row arrives, but table {self.table[slot]} id {self.id[slot]} sits there: "
                 "the schedule is damaged; prepare it again"
             )
         _put(self.weights, slots, staged.weights)
         _put(self.state, slots, staged.state)
-        self.table[slots] = arrivals.table
-        self.ordinal[slots] = arrivals.ordinal
-        self.id[slots] = arrivals.id
-        self.tag[slots] = arrivals.tag
-        self.stored_tag[slots] = arrivals.tag
 
     def end(self, slots: np.ndarray) -> EndedRows:
         """Copy out the rows in `slots` (integers [E], distinct) for their write-back, and free the slots. Raises CacheError for a free one."""
-        free = slots[self.table[slots] == FREE]
-        if len(free):
-            raise CacheError(f"slot {free[0]}: a residency ends there, but it is free: the schedule is damaged; prepare it again")
-        ended = EndedRows(
-            _take(self.weights, slots), _take(self.state, slots), self.table[slots], self.ordinal[slots], self.id[slots],
-            self.tag[slots], self.stored_tag[slots],
-        )  # fmt: skip
-        self.table[slots] = FREE
-        return ended
+        kinds = (np.int16, np.int64, np.int64, np.int32, np.int32)
+        who = tuple(np.empty(len(slots), kind) for kind in kinds)
+        left = (who[0], who[1], who[2], who[3], who[4])
+        free = _leave(slots, self.table, self.ordinal, self.id, self.tag, self.stored_tag, left)
+        if free >= 0:
+            raise CacheError(
+                f"slot {slots[free]}: a residency ends there, but it is free: the schedule is damaged; prepare it again"
+            )
+        return EndedRows(_take(self.weights, slots), _take(self.state, slots), *left)
 
-    def mark_trained(self, slots: np.ndarray, step: int) -> None:
-        """Note that training step `step` changed the rows in `slots`: their tag is step + 1."""
-        self.tag[slots] = step + 1
+    def mark_trained(self, slots: np.ndarray, step: int) -> np.ndarray:
+        """Note that training step `step` changes the rows in `slots`: their tag is step + 1. Returns their tables, int16."""
+        tables = np.empty(len(slots), np.int16)
+        _train(slots, self.tag, step + 1, self.table, tables)
+        return tables
 
     def occupied(self) -> np.ndarray:
         """The training slots that hold a row, ascending: int32."""
@@ -106,7 +164,7 @@ class Partition:
 
 def _take(source: torch.Tensor, slots: np.ndarray) -> np.ndarray:
     if source.device.type == "cpu":
-        return take_rows(source.numpy(), slots)
+        return copies_of_rows(source.numpy(), slots)
     return source.index_select(0, _index(slots, source.device)).cpu().numpy()
 
 

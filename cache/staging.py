@@ -15,34 +15,52 @@ from cache.errors import CacheError
 from cache.initial import initial_weights
 from cache.placement import Placement, fields
 from cache.rows import RowLayout, encode_rows
+from pipelines.prefetch import prefetch
 from pipelines.schedule_format import Arrivals
 
+_AHEAD = 16  # rows that are asked for early: they lie at random in a partition
+_LINE = 16  # 4-byte values in a cache line
 BATCH_ROWS = 2048  # of one write-back batch on one store shard: one atomic command
 
 
 @nb.njit(nogil=True, cache=True)
 def _take(source, places, out):  # type: ignore[no-untyped-def]
+    columns, last = out.shape[1], places.shape[0] - 1
     for i in range(places.shape[0]):
-        for j in range(out.shape[1]):
-            out[i, j] = source[places[i], j]
+        ahead = np.int64(places[min(i + _AHEAD, last)]) * source.shape[1]
+        for j in range(0, columns, _LINE):
+            prefetch(source, ahead + j)
+        place = np.int64(places[i])
+        for j in range(columns):
+            out[i, j] = source[place, j]
 
 
 @nb.njit(nogil=True, cache=True)
 def _put(rows, places, target):  # type: ignore[no-untyped-def]
+    columns, last = rows.shape[1], places.shape[0] - 1
     for i in range(places.shape[0]):
-        for j in range(rows.shape[1]):
-            target[places[i], j] = rows[i, j]
+        ahead = np.int64(places[min(i + _AHEAD, last)]) * target.shape[1]
+        for j in range(0, columns, _LINE):
+            prefetch(target, ahead + j)
+        place = np.int64(places[i])
+        for j in range(columns):
+            target[place, j] = rows[i, j]
 
 
-def take_rows(source: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Copies of rows: source float32 [m, W], places integers [n]. Returns float32 [n, W]. Bits are copied as they are."""
-    out = np.empty((len(places), source.shape[1]), np.float32)
+def take_rows(source: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+    """out[i] = source[places[i]]: source float32 [m, W], contiguous; places integers [n]; out float32 [n, W]. Bits are copied as they are."""
     _take(source.view(np.int32), places, out.view(np.int32))
+
+
+def copies_of_rows(source: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """source[places], float32 [n, W], in memory of its own."""
+    out = np.empty((len(places), source.shape[1]), np.float32)
+    take_rows(source, places, out)
     return out
 
 
 def put_rows(rows: np.ndarray, places: np.ndarray, target: np.ndarray) -> None:
-    """Copy rows float32 [n, w] to target[places, :w]; places integers [n], distinct; target float32 [m, >= w]."""
+    """Copy rows float32 [n, w] to target[places, :w]; places integers [n], distinct; target float32 [m, >= w], contiguous."""
     _put(rows.view(np.int32), places, target.view(np.int32))
 
 
@@ -203,7 +221,7 @@ class WriteBackStaging:
             rows = np.empty((end - start, self.shapes.row_bytes(shape)), np.uint8)
             # A place for the base belongs here, beside the new bytes, once there is parity.
             encode_rows(
-                take_rows(ended.weights, places), take_rows(ended.state, places), ended.id[places], ended.tag[places],
+                copies_of_rows(ended.weights, places), copies_of_rows(ended.state, places), ended.id[places], ended.tag[places],
                 width, state_width, rows,
             )  # fmt: skip
             self._queues.setdefault((shape, shard), deque()).append(_Chunk(boundary, names[places], rows))

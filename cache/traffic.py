@@ -174,7 +174,8 @@ class Traffic:
         A row that is as the store has it (tag = stored tag) is not written. beyond: these rows are written beyond the schedule, on a clean
         stop, and counted apart. Blocks while too many rows wait.
         """
-        changed = ended.select(ended.tag != ended.stored_tag)
+        mask = ended.tag != ended.stored_tag
+        changed = ended if mask.all() else ended.select(mask)
         with self._condition:
             state = self._lanes[lane]
             if boundary <= state.last_boundary:

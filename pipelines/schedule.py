@@ -229,9 +229,9 @@ class Schedule:
             offsets=samples.column("offsets", row) if samples.has("offsets") else None,
             numbers=samples.column("numbers", row),
             slots=moves.column("slots", row),
-            users=samples.column("users", row).astype(np.uint64),
-            early=moves.column("early", row).astype(bool),
-            next_users=moves.column("next_users", row).astype(np.uint64),
+            users=samples.column("users", row),
+            early=moves.column("early", row).view(bool),
+            next_users=moves.column("next_users", row),
             ends=moves.column("ends", row),
             arrivals=self.arrivals(event, lane),
         )

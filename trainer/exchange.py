@@ -157,6 +157,8 @@ class Exchange:
 
         gradients: hosted lane -> float32 [n, W] of its local rows. Returns hosted lane -> float32 [U, W] of the rows that it owns.
         """
+        if len(self._map) == 1:
+            return dict(gradients)
         parts = {lane: self._owner_parts(lists, lane, gradient) for lane, gradient in gradients.items()}
         outgoing = {
             peer: torch.cat([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]]) for peer in self._peers

@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 
 from cache.rows import ROW_OPTIMIZERS
+from cache.staging import put_rows, take_rows
+from pipelines.prefetch import prefetch
 from trainer.errors import JobError
 from trainer.layout import MEAN, BlockLayout, UpdateRules
+from trainer.vector import eight_sums_of_squares
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD = (ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad"))
 EPSILON = np.float32(1e-8)
 _ONE = np.uint64(1)
+_AHEAD = 16  # rows that are asked for early: they lie at random in a partition
+_LINE = 16  # float32 values in a cache line
 # Division by zero gives inf or nan as in torch, instead of an exception that also keeps LLVM from vectorising.
 _compile = nb.njit(nogil=True, cache=True, error_model="numpy")
 
@@ -65,19 +70,13 @@ class Kernels(Protocol):
 
 
 @_compile
-def _take(rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
-    for i in range(places.size):
-        source, target = rows[places[i]], out[i]
-        for j in range(target.size):
-            target[j] = source[j]
-
-
-@_compile
-def _put(rows: np.ndarray, places: np.ndarray, values: np.ndarray) -> None:
-    for i in range(places.size):
-        source, target = values[i], rows[places[i]]
-        for j in range(target.size):
-            target[j] = source[j]
+def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
+    """Where rows of all tables are equally wide: block float32 [lookups, W]."""
+    columns = block.shape[1]
+    for l in range(index.size):
+        place = np.int64(index[l])
+        for j in range(columns):
+            block[l, j] = rows[place, j]
 
 
 @_compile
@@ -120,10 +119,11 @@ def _gather_bags(
 @_compile
 def _scatter_single(gradient: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     out[:] = np.float32(-0.0)  # -0 + x = x for every x, so each sum starts from its first term
+    columns = out.shape[1]
     for l in range(index.size):
-        source, target = gradient[l], out[index[l]]
-        for j in range(target.size):
-            target[j] = target[j] + source[j]
+        place = np.int64(index[l])
+        for j in range(columns):
+            out[place, j] = out[place, j] + gradient[l, j]
 
 
 @_compile
@@ -146,43 +146,30 @@ def _scatter_bags(gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray, 
 
 @_compile
 def _add_part(total: np.ndarray, users: np.ndarray, lane: np.uint64, part: np.ndarray) -> None:
-    bit = _ONE << lane
+    bit, columns = _ONE << lane, total.shape[1]
     place = 0
     for i in range(users.size):
         if users[i] & bit:
-            target, source = total[i], part[place]
-            place += 1
             if users[i] & (bit - _ONE):
-                for j in range(target.size):
-                    target[j] = target[j] + source[j]
+                for j in range(columns):
+                    total[i, j] = total[i, j] + part[place, j]
             else:
-                for j in range(target.size):
-                    target[j] = source[j]
+                for j in range(columns):
+                    total[i, j] = part[place, j]
+            place += 1
 
 
 @_compile
-def _sum_of_squares(g: np.ndarray, start: int, end: int) -> np.float32:
-    """Q of docs/definitions.md over g[start:end]. Eight names instead of an array, so that they stay in one vector register."""
-    p0 = p1 = p2 = p3 = p4 = p5 = p6 = p7 = np.float32(0)
-    rest = (end - start) % 8
-    for c in range(start, end - rest, 8):
-        p0 = p0 + g[c] * g[c]
-        p1 = p1 + g[c + 1] * g[c + 1]
-        p2 = p2 + g[c + 2] * g[c + 2]
-        p3 = p3 + g[c + 3] * g[c + 3]
-        p4 = p4 + g[c + 4] * g[c + 4]
-        p5 = p5 + g[c + 5] * g[c + 5]
-        p6 = p6 + g[c + 6] * g[c + 6]
-        p7 = p7 + g[c + 7] * g[c + 7]
-    c = end - rest
-    p0 = p0 + g[c] * g[c] if rest > 0 else p0
-    p1 = p1 + g[c + 1] * g[c + 1] if rest > 1 else p1
-    p2 = p2 + g[c + 2] * g[c + 2] if rest > 2 else p2
-    p3 = p3 + g[c + 3] * g[c + 3] if rest > 3 else p3
-    p4 = p4 + g[c + 4] * g[c + 4] if rest > 4 else p4
-    p5 = p5 + g[c + 5] * g[c + 5] if rest > 5 else p5
-    p6 = p6 + g[c + 6] * g[c + 6] if rest > 6 else p6
-    return ((p0 + p4) + (p2 + p6)) + ((p1 + p5) + (p3 + p7))
+def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) -> np.float32:
+    """Q of docs/definitions.md over g[i, start:end]; p: float32 [8], scratch."""
+    blocks = (end - start) // 8
+    place = np.int64(i) * g.shape[1] + start
+    if (end - start) % 8 == 0:
+        return eight_sums_of_squares(g, place, blocks)
+    p[:] = np.float32(0)
+    for c in range(end - start):
+        p[c % 8] = p[c % 8] + g[i, start + c] * g[i, start + c]
+    return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]))
 
 
 @_compile
@@ -198,27 +185,42 @@ def _apply(
     parts: np.ndarray,
     part_offsets: np.ndarray,
 ) -> None:
+    columns, state_columns, last = weights.shape[1], state.shape[1], slots.size - 1
+    scratch = np.empty(8, np.float32)
+    # Whole arrays are indexed, not rows cut out of them: a view of a row would count references for every row.
     for i in range(slots.size):
-        k = tables[i]
-        kind, lr, width = kinds[k], rates[k], widths[k]
-        w, s, g = weights[slots[i]], state[slots[i]], gradient[i]
+        ahead = np.int64(slots[min(i + _AHEAD, last)])
+        for j in range(0, columns, _LINE):
+            prefetch(weights, ahead * columns + j)
+        for j in range(0, state_columns, _LINE):
+            prefetch(state, ahead * state_columns + j)
+        r, k = np.int64(slots[i]), tables[i]
+        kind, lr, width = kinds[k], rates[k], np.int64(widths[k])
         if kind == SGD:
             for j in range(width):
-                w[j] = w[j] - lr * g[j]
+                weights[r, j] = weights[r, j] - lr * gradient[i, j]
         elif kind == ADAGRAD:
             for j in range(width):
-                s[j] = s[j] + g[j] * g[j]
-                w[j] = w[j] - (lr * g[j]) / (np.sqrt(s[j]) + EPSILON)
+                g = gradient[i, j]
+                s = state[r, j] + g * g
+                state[r, j] = s
+                weights[r, j] = weights[r, j] - (lr * g) / (np.sqrt(s) + EPSILON)
+        elif part_offsets[k + 1] == part_offsets[k] + 1:
+            s = state[r, 0] + _sum_of_squares(gradient, i, 0, width, scratch) / np.float32(width)
+            state[r, 0] = s
+            root = np.sqrt(s) + EPSILON
+            for j in range(width):
+                weights[r, j] = weights[r, j] - (lr * gradient[i, j]) / root
         else:
             start = 0
             for p in range(part_offsets[k], part_offsets[k + 1]):
                 end = start + parts[p]
                 own = p - part_offsets[k]
-                q = _sum_of_squares(g, start, end) / np.float32(parts[p])
-                s[own] = s[own] + q
-                root = np.sqrt(s[own]) + EPSILON
+                s = state[r, own] + _sum_of_squares(gradient, i, start, end, scratch) / np.float32(parts[p])
+                state[r, own] = s
+                root = np.sqrt(s) + EPSILON
                 for j in range(start, end):
-                    w[j] = w[j] - (lr * g[j]) / root
+                    weights[r, j] = weights[r, j] - (lr * gradient[i, j]) / root
                 start = end
 
 
@@ -226,17 +228,19 @@ class CompiledKernels:
     """Kernels for rows in CPU memory, compiled by numba; they release the GIL."""
 
     def take_rows(self, rows: Tensor, places: np.ndarray, out: Tensor) -> None:
-        _take(rows.numpy(), places, out.numpy())
+        take_rows(rows.numpy(), places, out.numpy())
 
     def put_rows(self, rows: Tensor, places: np.ndarray, values: Tensor) -> None:
-        _put(rows.numpy(), places, values.numpy())
+        put_rows(values.numpy(), places, rows.numpy())
 
     def gather_block(
         self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor
     ) -> None:
         # detach: the block is usually a leaf that already requires its gradient
         values = block.detach().numpy()
-        if offsets is None:
+        if offsets is None and layout.equal:
+            _gather_equal(rows.numpy(), index, values.reshape(-1, layout.width))
+        elif offsets is None:
             _gather_single(rows.numpy(), index, layout.widths, values)
         else:
             _gather_bags(rows.numpy(), index, offsets, layout.widths, layout.pooling, values)

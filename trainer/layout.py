@@ -89,6 +89,11 @@ class BlockLayout:
             max((row.width for row in rows), default=0),
         )
 
+    @property
+    def equal(self) -> bool:
+        """Whether rows of all features are equally wide."""
+        return bool((self.widths == self.width).all())
+
     def embeddings(self, block: Tensor) -> Embeddings:
         """The block as the module receives it: views [b, D] per feature, [b, columns] per "<feature>.<column>"."""
         return Embeddings.split(block, self.names, self.parts)

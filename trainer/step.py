@@ -17,6 +17,7 @@ from pipelines.mixing import key
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Event, LaneEvent
 from trainer.exchange import Exchange, Lists
+from trainer.flat import FlatGradients
 from trainer.kernels import Kernels
 from trainer.layout import BlockLayout, UpdateRules
 from trainer.metrics import BinaryMetrics
@@ -111,7 +112,7 @@ class Trainer:
         self.part = part
         self.lanes = list(part.partitions)
         self._parameters = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
-        self._sizes = [parameter.numel() for parameter in self._parameters]
+        self._flat = FlatGradients(self._parameters, part.schedule.header.lanes)
         self._scratch = {lane: np.full(p.slots, -1, np.int32) for lane, p in part.partitions.items()}
         self._metrics: BinaryMetrics | None = None
 
@@ -208,16 +209,19 @@ class Trainer:
             gradients[lane], flat[lane] = self._learn(event, lane, lists)
         clock.lap("compute")
         totals = part.exchange.sum_row_gradients(lists, gradients)
-        summed = part.exchange.sum_dense(flat)
+        if len(lanes) == 1:
+            dense, losses = flat[0]
+        else:
+            summed = part.exchange.sum_dense({lane: self._flat.pack(*flat[lane], lane) for lane in self.lanes})
+            dense, losses = self._flat.gradients(summed), self._flat.losses(summed)
         clock.lap("exchange")
         for lane, partition in part.partitions.items():
-            moves = lanes[lane]
-            part.kernels.apply(
-                partition.weights, partition.state, moves.slots, partition.table[moves.slots], totals[lane], part.rules
-            )
-            partition.mark_trained(moves.slots, event.step)
-        self._step_dense(summed)
-        losses = summed[-len(lanes) :].double()
+            slots = lanes[lane].slots
+            tables = partition.mark_trained(slots, event.step)
+            part.kernels.apply(partition.weights, partition.state, slots, tables, totals[lane], part.rules)
+        for parameter, gradient in zip(self._parameters, dense, strict=True):
+            parameter.grad = gradient
+        part.optimizer.step()
         clock.lap("compute")
         mine = [lanes[lane] for lane in self.lanes]
         on_step(
@@ -225,7 +229,7 @@ class Trainer:
                 step=event.step,
                 epoch=event.epoch,
                 samples=event.samples,
-                loss=float(sum(losses.tolist())),
+                loss=float(sum(losses.reshape(-1).tolist())),
                 rows_used=sum(moves.slots.size for moves in mine),
                 rows_arrived=sum(len(moves.arrivals) for moves in mine),
                 rows_fetched=sum(int((moves.arrivals.tag != 0).sum()) for moves in mine),
@@ -250,38 +254,24 @@ class Trainer:
         dense, labels = (_aligned(view).to(part.device) for view in (moves.dense, moves.labels))
         return block, part.module(dense, part.block.embeddings(block)), labels
 
-    def _learn(self, event: Event, lane: int, lists: Lists) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a lane's slice: gradients of its local rows [n, W], and of the dense part with the lanes' losses at its end."""
+    def _learn(self, event: Event, lane: int, lists: Lists) -> tuple[Tensor, tuple[list[Tensor], Tensor]]:
+        """Forward and backward of a lane's slice: gradients of its local rows [n, W], and (those of the parameters, the loss)."""
         part, moves = self.part, lists.events[lane]
-        lanes = part.schedule.header.lanes
         width = part.block.width
-        losses = torch.zeros(lanes, device=part.device)
         count = sum(places.size for places in lists.local[lane])
         if not len(moves.labels):
-            return torch.empty((0, width), device=part.device), torch.zeros(sum(self._sizes) + lanes, device=part.device)
+            nothing = [torch.zeros_like(parameter) for parameter in self._parameters]
+            return torch.empty((0, width), device=part.device), (nothing, torch.zeros((), device=part.device))
         torch.manual_seed(key(part.seed, event.step, lane) >> 1)
         part.module.train()
         block, logits, labels = self._forward(lane, lists, requires_grad=True)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / event.samples
         found = torch.autograd.grad(loss, [block, *self._parameters], allow_unused=True)
-        losses[lane] = loss.detach()
-        dense = [
-            g.reshape(-1) if g is not None else torch.zeros(n, device=part.device)
-            for g, n in zip(found[1:], self._sizes, strict=True)
-        ]
+        dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(found[1:], self._parameters, strict=True)]
         gradient = found[0] if found[0] is not None else torch.zeros_like(block)
         out = torch.empty((count, width), device=part.device)
         part.kernels.row_gradients(gradient, moves.index, moves.offsets, part.block, out)
-        return out, torch.cat([*dense, losses])
-
-    def _step_dense(self, summed: Tensor) -> None:
-        """One step of the dense optimizer on the summed gradients, float32 [P and more]."""
-        start = 0
-        for parameter, size in zip(self._parameters, self._sizes, strict=True):
-            # A tensor of its own, so that its address is aligned like any other.
-            parameter.grad = summed[start : start + size].reshape(parameter.shape).clone()
-            start += size
-        self.part.optimizer.step()
+        return out, (dense, loss.detach())
 
     def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:
         part = self.part

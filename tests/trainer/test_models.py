@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.models import MODELS, build_model, key_values, load_model
-from trainer.models.dlrm import _PairwiseDots
+from trainer.models.pairwise import PairwiseDots, TorchPairwiseDots
 from trainer.models.spec import Embeddings, ModelSpec, further_columns
 
 OPTIONS: list[tuple[str, dict[str, object]]] = [
@@ -85,10 +85,31 @@ def test_building_leaves_the_random_state_and_the_threads() -> None:
 def test_pairwise_dots_have_the_gradient_of_their_formula() -> None:
     module = load_model("dlrm")(spec_of(features=4))
     vectors = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
-    dots = _PairwiseDots.apply(vectors, module.pairs, module.places)
+    dots = TorchPairwiseDots.apply(vectors, module.pairs, module.places)
     expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(5) for j in range(i)]
     assert torch.allclose(dots, torch.stack(expected, 1))
-    assert torch.autograd.gradcheck(lambda v: _PairwiseDots.apply(v, module.pairs, module.places), (vectors,))
+    assert torch.autograd.gradcheck(lambda v: TorchPairwiseDots.apply(v, module.pairs, module.places), (vectors,))
+
+
+@pytest.mark.parametrize("with_low", [True, False])
+@pytest.mark.parametrize(("count", "columns"), [(4, 41), (8, 8), (8, 16), (15, 13), (16, 32), (26, 32), (33, 64)])
+def test_compiled_pairwise_dots_have_the_bits_of_torchs(count: int, columns: int, with_low: bool) -> None:
+    generator = torch.Generator().manual_seed(count * columns)
+    low = torch.randn(9, columns if with_low else 0, generator=generator, requires_grad=True)
+    vectors = torch.randn(9, count, columns, generator=generator, requires_grad=True)
+    n = count + with_low
+    rows, cols = torch.tril_indices(n, n, -1)
+    places = torch.full((n, n), len(rows))
+    places[rows, cols] = places[cols, rows] = torch.arange(len(rows))
+    together = torch.cat([low.unsqueeze(1), vectors], 1) if with_low else vectors
+    wanted = torch.cat([low, TorchPairwiseDots.apply(together, rows * n + cols, places.flatten())], 1)
+    found = PairwiseDots.apply(low, vectors)
+    assert torch.equal(found, wanted)
+    gradient = torch.randn(wanted.shape, generator=generator)
+    for one, other in zip(
+        torch.autograd.grad(found, [low, vectors], gradient), torch.autograd.grad(wanted, [low, vectors], gradient), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 def test_deepfm_sums_the_dot_products_of_all_pairs() -> None:

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from trainer.errors import ModelError
+from trainer.models.pairwise import with_pairwise_dots
 from trainer.models.spec import ModelSpec, mlp, sizes, stacked
-
-
-class _PairwiseDots(torch.autograd.Function):
-    """The dot products of all pairs of vectors: [b, n, D] -> [b, n*(n-1)/2].
-
-    Its backward is one product with a symmetric matrix, where autograd would make two products and add column by column.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, vectors: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(vectors, places)
-        return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, pairs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        vectors, places = ctx.saved_tensors
-        b, n, _ = vectors.shape
-        # One column more, of zeros, for the diagonal.
-        symmetric = nn.functional.pad(gradient, (0, 1)).index_select(1, places).view(b, n, n)
-        return torch.bmm(symmetric, vectors), None, None
 
 
 class DLRM(nn.Module):
     """Options: bottom, sizes of the MLP on dense values (the last must be D; default 64-D); top, of the MLP on the dot products (ends in 1)."""
+
+    pairs: Tensor
+    places: Tensor
 
     def __init__(self, spec: ModelSpec, *, bottom: str | Sequence[int] = "", top: str | Sequence[int] = "64-32-1") -> None:
         super().__init__()
@@ -61,8 +42,5 @@ class DLRM(nn.Module):
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """dense [b, n]; embeddings: per feature [b, D]. Returns logits [b]."""
         vectors = stacked(embeddings, self.spec)
-        if self.bottom is None:
-            return self.top(_PairwiseDots.apply(vectors, self.pairs, self.places)).squeeze(1)
-        low = self.bottom(dense)
-        dots = _PairwiseDots.apply(torch.cat([low.unsqueeze(1), vectors], 1), self.pairs, self.places)
-        return self.top(torch.cat([low, dots], 1)).squeeze(1)
+        low = dense[:, :0] if self.bottom is None else self.bottom(dense)
+        return self.top(with_pairwise_dots(low, vectors, self.pairs, self.places)).squeeze(1)

@@ -187,8 +187,8 @@ class LaneEvent:
     """One lane's part of an event: read-only views of the schedule.
 
     Its slice: labels float32 [b], dense float32 [b, n], index int32 [lookups] (place among the lane's local rows), offsets int32 [b*F + 1]
-    or None, numbers int64 [b]. Its partition, rows in the order of first lookup: slots int32 [U], users uint64 [U] (bit v: lane v uses
-    it), early bool [U], next_users uint64 [U]; ends int32: slots whose residency ends at the boundary before the step; arrivals.
+    or None, numbers int64 [b]. Its partition, rows in the order of first lookup: slots int32 [U], users, unsigned, [U] (bit v: lane v uses
+    it), early bool [U], next_users likewise [U]; ends int32: slots whose residency ends at the boundary before the step; arrivals.
     """
 
     labels: np.ndarray

@@ -200,7 +200,7 @@ def main() -> None:
         "Bytes sent are those of the trainers' messages. On the sockets: what the kernel says each connection between two trainers sent, "
         "gloo's own headers, the agreement at the start and the barrier at the end included.",
     ]
-    settings = {"steps": steps, "model": MODEL, "slots": SLOTS}
+    settings: dict[str, str | int | float | bool] = {"steps": steps, "model": MODEL, "slots": SLOTS}
     save(Results("exchange", "Exchange between trainers", claims, [table], [plot], settings, notes), given.out)
 
 

@@ -105,9 +105,10 @@ def turn(side: Ranks, plan: Plan) -> dict[str, float]:
     return found
 
 
-def compare(work: LanesWorkload, python: Path, model: str, plan: Plan, pairs: int) -> tuple[Claim, list[Table], dict[str, float]]:
+def compare(
+    work: LanesWorkload, second: Schedule, python: Path, model: str, plan: Plan, pairs: int
+) -> tuple[Claim, list[Table], dict[str, float]]:
     """One model's claim, its tables, and shares of its arrivals."""
-    second = work.second()
     slices = work.slices(second)
     with ExitStack() as stack:
         stores = stack.enter_context(work.stores())
@@ -166,7 +167,9 @@ def main() -> None:
         save(Results("torchrec", title, claims), given.out)
         return
     work = LanesWorkload(given.out / "work", QUICK if given.quick else FULL, RANKS)
-    results = [compare(work, python, model, plan, min(given.pairs, plan.pairs)) for model, plan in plans.items()]
+    pairs = {model: min(given.pairs, plan.pairs) for model, plan in plans.items()}
+    second = work.second(steps=max(pairs[model] * (plan.steps + plan.discarded) for model, plan in plans.items()))
+    results = [compare(work, second, python, model, plan, pairs[model]) for model, plan in plans.items()]
     seen = results[0][2]
     notes = [
         describe(work).replace("one lane,", f"one lane a trainer, {SLOTS // RANKS:,} slots each,"),

@@ -2,7 +2,8 @@
 
     python benchmarks/torchrec_environment.py
 
-TorchRec asks for the GPU build of FBGEMM, so it is installed without its dependencies, and those that it needs on a CPU by name.
+TorchRec asks for the GPU build of FBGEMM, so it is installed without its dependencies, and those that it needs on a CPU by name. The dense
+module is this project's own, which needs numba.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ INSTALLED = (
     ("torch==2.13.0",),
     ("fbgemm-gpu-cpu==1.8.0",),
     ("--no-deps", "torchrec==1.8.0"),
-    ("numpy", "tensordict", "pyre-extensions", "torchmetrics==1.0.3", "iopath", "tqdm", "psutil"),
+    ("numba==0.68.1", "tensordict", "pyre-extensions", "torchmetrics==1.0.3", "iopath", "tqdm", "psutil"),
 )
 PROBE = "import torchrec; from torchrec.distributed.model_parallel import DistributedModelParallel; print(torchrec.__version__)"
 
@@ -33,8 +34,9 @@ def python() -> Path:
 
 
 def is_there() -> bool:
-    """Whether the environment has been made."""
-    return (FOLDER / "whole").exists()
+    """Whether the environment has been made, of these packages."""
+    made = FOLDER / "whole"
+    return made.exists() and made.read_text() == repr(INSTALLED)
 
 
 def make() -> Path:
@@ -48,7 +50,7 @@ def make() -> Path:
         tell(f"installing {' '.join(packages)}")
         _run([str(python()), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
     tell(f"torchrec {_run([str(python()), '-c', PROBE])} can be imported")
-    (FOLDER / "whole").touch()
+    (FOLDER / "whole").write_text(repr(INSTALLED))
     return python()
 
 

@@ -116,14 +116,14 @@ class Store:
         return sum(channel.bytes_received for channel in self._channels)
 
     def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
-        """Do all writes, then all reads of each shard, all shards at once; returns when every reply is in.
+        """Do all reads, then all writes of each shard, all shards at once; returns when every reply is in.
 
-        The arrays of a Write must stay as they are until then. Raises RowError for a stored value of another length; StoreFull, StoreAuth,
-        Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable or StoreTls for a connection that fails.
+        Reads go first so that a slow link is used both ways at once: rows come while others go. A read may see the writes all the same,
+        where a server was not ready at first. The arrays of a Write must stay as they are until the end. Raises RowError for a stored value
+        of another length; StoreFull, StoreAuth, Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable or
+        StoreTls for a connection that fails.
         """
         requests: dict[int, list[Request]] = {}
-        for write in writes:
-            requests.setdefault(write.shard, []).append(self._write_request(write))
         replies: list[tuple[Read, list[HmgetReply]]] = []
         for read in reads:
             _check_arrays(read)
@@ -135,6 +135,8 @@ class Store:
                 assert isinstance(request.reply, HmgetReply)
                 parts.append(request.reply)
             replies.append((read, parts))
+        for write in writes:
+            requests.setdefault(write.shard, []).append(self._write_request(write))
         self._perform(requests)
         for read, parts in replies:
             self._finish(read, parts)
@@ -232,7 +234,8 @@ class Store:
                 again = self._not_ready(requests)
                 if again and next(attempts, self) is self:
                     shard, some = next(iter(again.items()))
-                    raise reply_error(self.urls[shard], str(some[0].reply.error))
+                    error = next(request.reply.error for request in some if request.reply.error is not None)
+                    raise reply_error(self.urls[shard], error)
                 for request in (request for some in again.values() for request in some):
                     request.reply.restart()
                     self.retries += 1
@@ -245,16 +248,16 @@ class Store:
             raise
 
     def _not_ready(self, requests: dict[int, list[Request]]) -> dict[int, list[Request]]:
-        """Per shard, the requests from the first one on that must be sent again; order matters, and each may be repeated safely."""
+        """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes."""
         again: dict[int, list[Request]] = {}
         for shard, some in requests.items():
-            for place, request in enumerate(some):
+            for request in some:
                 error = request.reply.error
                 if error is None:
                     continue
                 if error.split(" ", 1)[0] not in RETRIED:
                     raise reply_error(self.urls[shard], error)
-                again.setdefault(shard, some[place:])
+                again[shard] = some
         return again
 
     def _begin(self, requests: dict[int, list[Request]]) -> None:

@@ -1,0 +1,300 @@
+"""Training through a slow link to the store, beside tables in memory.
+
+    python benchmarks/bench_links.py [--quick] [--out DIR] [--pairs N]
+
+Needs root: trainers and servers get a network namespace each, joined by a veth pair whose two ends are held to a rate by tc's token bucket
+filter. Both namespaces end with the script, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cache.store import Store
+from comparison import Claim, Results, Series, Table, alternate, arguments, ratio, save, show, spread, tell
+from sides import Order, Side
+from workload import BATCH, FULL, QUICK, SHARDS, SLOTS, Workload, describe, shares
+
+NEAR, FAR = "10.213.7.1", "10.213.7.2"
+PORT = 7000
+BURST_KB = 128  # what the filter lets pass at once after a pause: 1 ms of 1 Gbit/s
+CLONE_NEWNET = 0x40000000
+IN_MEMORY = "in memory"
+RATES = (1000, 500, 200, 100, 50, 25)
+QUICK_RATES = (1000, 100)
+STEPS = 800  # of the schedule with more slots; those of the other are what other benchmarks use
+
+
+Figures = Mapping[str, float]
+Sweeps = dict[int, dict[str, Figures]]  # by slots and Mbit/s
+
+
+class Unavailable(Exception):
+    """There can be no such link here; the message says why."""
+
+
+def _libc(name: str, *given: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*given) != 0:
+        raise Unavailable(
+            f"{name}: {os.strerror(ctypes.get_errno())}; links need root, outside of a container without CAP_SYS_ADMIN"
+        )
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+class Link:
+    """Two network namespaces joined by a veth pair: this thread moves to the near one; `far` is where the servers go.
+
+    Nothing outside the two is touched, and no name is registered: they vanish with the last process and file that holds them.
+    """
+
+    def __init__(self) -> None:
+        missing = [word for word in ("ip", "tc") if shutil.which(word) is None]
+        if missing or os.geteuid() != 0:
+            raise Unavailable(f"links need {' and '.join(missing) + ' (iproute2)' if missing else 'root'}")
+        self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        _libc("unshare", CLONE_NEWNET)
+        self._near = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        _libc("unshare", CLONE_NEWNET)
+        self._far = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        try:
+            _run(
+                "ip",
+                "link",
+                "add",
+                "far",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "near",
+                "netns",
+                f"/proc/{os.getpid()}/fd/{self._near}",
+            )
+            for place, address in (("far", FAR), ("near", NEAR)):
+                _libc("setns", self._far if place == "far" else self._near, CLONE_NEWNET)
+                _run("ip", "address", "add", f"{address}/30", "dev", place)
+                _run("ip", "link", "set", place, "up")
+                _run("ip", "link", "set", "lo", "up")
+        except Unavailable:
+            self.close()
+            raise
+
+    @contextmanager
+    def far(self) -> Iterator[None]:
+        """What is started in here is at the other end."""
+        _libc("setns", self._far, CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            _libc("setns", self._near, CLONE_NEWNET)
+
+    def limit(self, megabits: int) -> None:
+        """Hold both directions to so many Mbit/s each."""
+        shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", f"{BURST_KB}kb", "latency", "100ms")
+        _run("tc", "qdisc", "replace", "dev", "near", *shape)
+        with self.far():
+            _run("tc", "qdisc", "replace", "dev", "far", *shape)
+
+    def bytes_passed(self) -> tuple[int, int]:
+        """Bytes that came from the servers and that went to them so far, all headers included."""
+        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+            name, _, figures = line.partition(":")
+            if name.strip() == "near":
+                return int(figures.split()[0]), int(figures.split()[8])
+        raise Unavailable("the link has gone")
+
+    def close(self) -> None:
+        """Go back to where this thread came from."""
+        _libc("setns", self._home, CLONE_NEWNET)
+        for end in (self._home, self._near, self._far):
+            os.close(end)
+
+
+def listen(servers: Sequence[str], first_port: int) -> tuple[str, ...]:
+    """Make servers, reached by their Unix sockets, listen at the far address, at a port each; their new URLs."""
+    urls = []
+    with Store(servers) as store:
+        for shard in range(store.shards):
+            store.command(shard, "CONFIG", "SET", "protected-mode", "no")  # nobody else reaches this address
+            store.command(shard, "CONFIG", "SET", "bind", FAR)
+            store.command(shard, "CONFIG", "SET", "port", first_port + shard)
+            urls.append(f"redis://{FAR}:{first_port + shard}")
+    return tuple(urls)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the sides run: steps before the first turn; of a turn, those left out and those counted."""
+
+    warm_up: int
+    discarded: int
+    steps: int
+
+
+FULL_PACE, QUICK_PACE = Pace(50, 20, 30), Pace(20, 10, 12)
+
+
+class Through:
+    """A Foreload side at the near end of the link."""
+
+    def __init__(self, link: Link, side: Side, pace: Pace) -> None:
+        self.link, self.side, self.pace = link, side, pace
+
+    def turn(self, megabits: int) -> Figures:
+        """A turn at a link speed: ms a step, ms of it waiting for rows, and the share of each direction's capacity that was used.
+
+        The share is over all steps of the turn: rows fetched ahead and write-backs that wait would show as shares of one.
+        """
+        self.link.limit(megabits)
+        self.side.turn(1, self.pace.discarded - 1)
+        before = self.link.bytes_passed()
+        answer = self.side.turn(self.pace.steps, 0)
+        passed = [after - earlier for after, earlier in zip(self.link.bytes_passed(), before, strict=True)]
+        seconds = sum(answer.ms) / 1000
+        return {
+            "ms": answer.mean_ms,
+            "waiting": answer.parts["waiting for rows"],
+            "KB down": passed[0] / self.pace.steps / 1000,
+            "KB up": passed[1] / self.pace.steps / 1000,
+            "used down": passed[0] * 8 / (seconds * megabits * 1e6),
+            "used up": passed[1] * 8 / (seconds * megabits * 1e6),
+        }
+
+
+def main() -> None:
+    """Measure, print, save."""
+    given = arguments(__doc__)
+    try:
+        link = Link()
+    except Unavailable as error:
+        tell(f"skipped: {error}")
+        note = f"not measured: {error}"
+        claims = [
+            Claim(name, IN_MEMORY, f">= {bar}", None, least=bar, note=note)
+            for name, bar in (
+                ("samples/s through 1 Gbit/s", 0.95),
+                ("samples/s through 100 Mbit/s, 1 % of the rows as slots", 0.9),
+            )
+        ]
+        save(Results("links", "Slow links to the store", claims, notes=[note]), given.out)
+        return
+    try:
+        measure(given.out, given.quick, given.pairs, link)
+    finally:
+        link.close()
+
+
+def measure(out: Path, quick: bool, pairs: int, link: Link) -> None:
+    """Both claims, and throughput against link speed."""
+    work = Workload(out / "work", QUICK if quick else FULL)
+    pace, rates = (QUICK_PACE, QUICK_RATES) if quick else (FULL_PACE, RATES)
+    few = work.second()
+    percent = int(work.bases[-1]) // 100
+    many = work.second(percent, min(work.size.steps, STEPS))
+    names = {SLOTS: f"{SLOTS:,} slots", percent: f"{percent:,} slots (1 % of the rows)"}
+    with ExitStack() as stack:
+        throughs = {}
+        for slots, schedule in ((SLOTS, few), (percent, many)):
+            with link.far():
+                servers = stack.enter_context(work.stores()).urls
+            order = Order("foreload", str(schedule.path), "small", urls=listen(servers, PORT + SHARDS * len(throughs)))
+            throughs[slots] = Through(link, stack.enter_context(Side(order)), pace)
+        memory = stack.enter_context(Side(Order("one table", str(few.path), "small", str(work.ids(few)))))
+        link.limit(1000)
+        for side in (memory, *(through.side for through in throughs.values())):
+            side.turn(1, pace.warm_up - 1)
+
+        def in_memory() -> Figures:
+            return {"ms": memory.turn(pace.steps, pace.discarded).mean_ms}
+
+        fast, slow = "1 Gbit/s", "100 Mbit/s, 1 % of the rows as slots"
+        sides: dict[str, Callable[[], Figures]] = {
+            IN_MEMORY: in_memory,
+            fast: partial(throughs[SLOTS].turn, 1000),
+            slow: partial(throughs[percent].turn, 100),
+        }
+        found = alternate(sides, pairs)
+        sweeps: Sweeps = {}
+        for slots, through in throughs.items():
+            turns: dict[str, Callable[[], Figures]] = {str(rate): partial(through.turn, rate) for rate in rates}
+            sweeps[slots] = {rate: of for rate, (of,) in alternate(turns, 1).items()}
+        seen = {slots: shares(few if slots == SLOTS else many, 0, through.side.steps) for slots, through in throughs.items()}
+    milliseconds = {name: [float(result["ms"]) for result in results] for name, results in found.items()}
+    claims = [
+        Claim(f"samples/s through {name}", IN_MEMORY, f">= {bar}", ratio(milliseconds[IN_MEMORY], milliseconds[name]), least=bar)
+        for name, bar in ((fast, 0.95), (slow, 0.9))
+    ]
+    save(
+        Results(
+            "links",
+            "Slow links to the store",
+            claims,
+            [_compared(milliseconds), _swept(names, sweeps)],
+            [_plot(names, sweeps, spread(milliseconds[IN_MEMORY]).median)],
+            settings={"pairs": pairs, "steps": pace.steps, "discarded": pace.discarded, "burst_kb": BURST_KB},
+            notes=[
+                describe(work),
+                "The servers' and the trainers' network namespaces are joined by a veth pair; a token bucket filter (tc tbf) holds each "
+                "direction to the rate. There is no other delay. What is used of a direction is counted on the link, TCP's and IP's "
+                "headers included. "
+                + "; ".join(
+                    f"{names[slots]}: {of['arrivals']:,.0f} arrivals a step, {of['fetched_share']:.1%} of them fetched"
+                    for slots, of in seen.items()
+                )
+                + ".",
+            ],
+        ),
+        out,
+    )
+
+
+def _compared(milliseconds: dict[str, list[float]]) -> Table:
+    rows = [[name, str(spread(of)), show(BATCH * 1000 / spread(of).median)] for name, of in milliseconds.items()]
+    return Table("Small model, one trainer, three store shards", ["side", "ms a step", "samples/s"], rows)
+
+
+def _swept(names: dict[int, str], sweeps: Sweeps) -> Table:
+    columns = ["slots", "Mbit/s", "ms a step", "of it waiting for rows", "KB a step down", "up", "of the capacity down", "up "]
+    rows = [
+        [
+            names[slots],
+            rate,
+            f"{of['ms']:.1f}",
+            f"{of['waiting']:.1f}",
+            f"{of['KB down']:.0f}",
+            f"{of['KB up']:.0f}",
+            f"{of['used down']:.0%}",
+            f"{of['used up']:.0%}",
+        ]
+        for slots, sweep in sweeps.items()
+        for rate, of in sweep.items()
+    ]
+    return Table("Throughput against link speed", columns, rows, "One turn each.")
+
+
+def _plot(names: dict[int, str], sweeps: Sweeps, memory_ms: float) -> Series:
+    lines: dict[str, list[tuple[str | float, float]]] = {
+        names[slots]: sorted((float(rate), BATCH * 1000 / of["ms"]) for rate, of in sweep.items())
+        for slots, sweep in sweeps.items()
+    }
+    ends = [point[0] for point in next(iter(lines.values()))]
+    lines[IN_MEMORY] = [(rate, BATCH * 1000 / memory_ms) for rate in (ends[0], ends[-1])]
+    return Series("Throughput against link speed", "Mbit/s to the store, each way", "samples/s", "lines", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Peak memory of `foreload prepare` as the data grow, and of a trainer as the tables grow.
 
-The row table's mapped pages stand apart: they are the page cache's, and the kernel takes them back when it needs them.
+The row table's pages stand apart: they follow the rows of the tables, and where it is a mapped file the kernel takes them back when it
+needs them.
 
     python benchmarks/bench_memory.py [--quick] [--out DIR]
 """
@@ -50,11 +51,13 @@ def _sample(pid: int, peak: Peak, command: str) -> None:
             lines = Path(f"/proc/{process}/smaps").read_text().splitlines()
         except OSError:
             continue
-        of_row_table = False
+        size, of_row_table = 0, False
         for line in lines:
             if line.startswith("Rss:"):
                 size = int(line.split()[1]) * 1024
-                if of_row_table:
+            elif line.startswith("VmFlags:"):  # the last line of a mapping
+                # Where it is memory of the process, the row table alone is left out of core dumps (pipelines/row_table.py).
+                if of_row_table or "dd" in line.split():
                     row_table += size
                 else:
                     held += size

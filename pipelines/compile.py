@@ -288,6 +288,7 @@ class Compiler:
         self.writer.evaluate({**self._evaluation[k], **place}, [buffer.take() for buffer in buffers], slots)
 
     def _finish(self) -> dict[str, Any]:
+        oracle.end_residencies(self.serial.table.rows, self.oracle.parts)
         lanes = self.oracle.lanes
         totals = {name: sum(planner.totals[name] for planner in lanes) for name in lanes[0].totals}
         occupied = [self.oracle.occupied(lane) for lane in range(len(lanes))]

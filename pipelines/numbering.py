@@ -13,7 +13,7 @@ import numpy as np
 
 from pipelines.mixing import mix
 from pipelines.prefetch import prefetch
-from pipelines.row_table import ACCESS_BITS, AHEAD, FIELDS, ORDINAL, OWNER, TAG, Rows, find_hashed, home, named
+from pipelines.row_table import ACCESS_BITS, ACCESS_MASK, AHEAD, FIELDS, ORDINAL, OWNER, TAG, Rows, find_hashed, home, named
 
 _HASH_BITS = 64
 
@@ -21,11 +21,13 @@ _HASH_BITS = 64
 class Scratch(NamedTuple):
     """Working space of the serial pass, grown to the largest step."""
 
-    places: np.ndarray  # uint64 [power of two]: the pass that filled a place of the step's hash table << 32 | distinct row
+    places: np.ndarray  # uint32 [power of two]: the step's hash table: distinct row + 1, 0 free
     table: np.ndarray  # int16 [distinct]
     id: np.ndarray  # int64 [distinct]
     record: np.ndarray  # int64 [distinct]: -1 for a row that was never trained, in evaluation
     lane: np.ndarray  # int32 [distinct]: owner, -1 before it is known
+    last: np.ndarray  # int32 [distinct]: the low bits of the number of the row's last access
+    given: np.ndarray  # int32 [distinct]: 1 + the ordinal that a row gets in this step, 0 where it has one
     users: np.ndarray  # uint64 [distinct]: bit v: the slice of lane v uses the row
     order: np.ndarray  # int32 [distinct]: distinct rows by owner lane, then by number
     inverse: np.ndarray  # int32 [lookups]: distinct row of a lookup
@@ -38,10 +40,12 @@ def scratch(lookups: int, lanes: int) -> Scratch:
     while 4 * size < 5 * lookups:
         size *= 2
     return Scratch(
-        np.zeros(size, np.uint64),
+        np.zeros(size, np.uint32),
         np.zeros(lookups, np.int16),
         np.zeros(lookups, np.int64),
         np.zeros(lookups, np.int64),
+        np.zeros(lookups, np.int32),
+        np.zeros(lookups, np.int32),
         np.zeros(lookups, np.int32),
         np.zeros(lookups, np.uint64),
         np.zeros(lookups, np.int32),
@@ -51,12 +55,11 @@ def scratch(lookups: int, lanes: int) -> Scratch:
 
 
 @nb.njit(nogil=True, cache=True)
-def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s: Scratch) -> int:
+def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> int:
     """Number the distinct rows of a step by first lookup.
 
     ids int64 [lookups]; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has one value of
-    each; stamp: different for every call on this scratch. Fills s.table, s.id and s.inverse; returns how many. Of the row table nothing is
-    read, but what will be is asked for.
+    each. Fills s.table, s.id and s.inverse; returns how many. Of the row table nothing is read, but what will be is asked for.
     """
     places, distinct_table, distinct_id, inverse = s.places, s.table, s.id, s.inverse
     records, bases, index = rows.records, rows.bases, rows.index
@@ -65,8 +68,7 @@ def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s
         bits += 1
     shift = np.uint64(_HASH_BITS - bits)
     last = np.uint64(places.size - 1)
-    high = np.uint64(stamp) << np.uint64(32)
-    low = np.uint64(0xFFFFFFFF)
+    places[:] = 0
     per_feature = tables.size
     per_lookup = per_feature == ids.size
     count = 0
@@ -83,8 +85,8 @@ def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s
         place = ((np.uint64(row) ^ (np.uint64(table) << np.uint64(52))) * np.uint64(0x9E3779B97F4A7C15)) >> shift
         while True:
             entry = places[place]
-            if entry & ~low != high:
-                places[place] = high | np.uint64(count)
+            if entry == 0:
+                places[place] = count + 1
                 distinct_table[count] = table
                 distinct_id[count] = row
                 inverse[i] = count
@@ -95,7 +97,7 @@ def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s
                 else:
                     prefetch(index, home(index, table, row))
                 break
-            d = entry & low
+            d = entry - 1
             if distinct_id[d] == row and distinct_table[d] == table:
                 inverse[i] = d
                 break
@@ -104,13 +106,16 @@ def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, stamp: int, s
 
 
 @nb.njit(nogil=True, cache=True)
-def known_lanes(rows: Rows, count: int, train: bool, s: Scratch) -> None:
+def known_lanes(rows: Rows, count: int, train: bool, access: int, s: Scratch) -> None:
     """The record and the lane of each distinct row as trained so far; lane -1 where it was never trained.
 
-    train: rows without a record get one. Fills s.record and s.lane; the lanes of records change in `settle`.
+    train: rows without a record get one, and the others' last access becomes this one, numbered from `access` on. Fills s.record, s.lane and
+    s.last; lanes and ordinals of new rows are entered by `remember`.
     """
     records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.index, rows.keys, rows.hashed, rows.direct
     distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
+    last = s.last
+    low = np.int64(ACCESS_MASK)
     any_hashed = direct < len(records)
     for d in range(count):
         if any_hashed:
@@ -132,7 +137,11 @@ def known_lanes(rows: Rows, count: int, train: bool, s: Scratch) -> None:
             distinct_lane[d] = -1
         else:
             distinct_record[d] = record
-            distinct_lane[d] = np.uint32(records[record, OWNER]) >> np.uint32(ACCESS_BITS)
+            owner = np.uint32(records[record, OWNER])
+            distinct_lane[d] = owner >> np.uint32(ACCESS_BITS)
+            last[d] = owner & np.uint32(low)
+            if train:
+                records[record, OWNER] = np.int32((owner & ~np.uint32(low)) | np.uint32((access + d) & low))
 
 
 @nb.njit(nogil=True, cache=True)
@@ -173,14 +182,13 @@ def owner_by_hash(table: int, row: int, users: int) -> int:
 
 
 @nb.njit(nogil=True, cache=True)
-def settle(rows: Rows, count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Scratch) -> int:
-    """Give a lane to each distinct row that has none, and in training an ordinal and the lane for good; sort the rows by lane.
+def settle(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Scratch) -> int:
+    """Give a lane to each distinct row that has none, and in training an ordinal; sort the rows by lane.
 
-    counts int64 [V, tables]: the ordinals given so far; owned int64 [V]: filled with the rows of each lane. Fills s.lane and s.order.
+    counts int64 [V, tables]: the ordinals given so far; owned int64 [V]: filled with the rows of each lane. Fills s.lane, s.given and s.order.
     Returns the number of rows seen for the first time, or -1 where a table's ordinals no longer fit.
     """
-    records = rows.records
-    distinct_table, distinct_id, distinct_lane, distinct_record, users, order = s.table, s.id, s.lane, s.record, s.users, s.order
+    distinct_table, distinct_id, distinct_lane, users, order, given = s.table, s.id, s.lane, s.users, s.order, s.given
     fresh = 0
     owned[:] = 0
     for d in range(count):
@@ -195,9 +203,9 @@ def settle(rows: Rows, count: int, counts: np.ndarray, train: bool, owned: np.nd
                 if ordinal >= 2**31 - 2:
                     return -1
                 counts[lane, table] = ordinal + 1
-                record = distinct_record[d]
-                records[record, ORDINAL] = ordinal + 1
-                records[record, OWNER] = np.int32(np.uint32(lane) << np.uint32(ACCESS_BITS))
+                given[d] = ordinal + 1
+        else:
+            given[d] = 0
         owned[lane] += 1
     if owned.size == 1:
         for d in range(count):
@@ -211,6 +219,17 @@ def settle(rows: Rows, count: int, counts: np.ndarray, train: bool, owned: np.nd
         order[ends[lane]] = d
         ends[lane] += 1
     return fresh
+
+
+@nb.njit(nogil=True, cache=True)
+def remember(rows: Rows, count: int, access: int, s: Scratch) -> None:
+    """Enter lanes and ordinals that were given into the row table; access: the number of the first row's access."""
+    records, distinct_record, lane, given = rows.records, s.record, s.lane, s.given
+    for d in range(count):
+        if given[d] != 0:
+            low = np.uint32((access + d) & np.int64(ACCESS_MASK))
+            records[distinct_record[d], ORDINAL] = given[d]
+            records[distinct_record[d], OWNER] = np.int32(np.uint32(lane[d]) << np.uint32(ACCESS_BITS) | low)
 
 
 @nb.njit(nogil=True, cache=True)

@@ -2,8 +2,9 @@
 
 Pure kernels over arrays. The serial pass appends the accesses of a step, lane by lane, to a ring (`link`), which tells every pending access
 its row's next use; `plan_steps` then takes one lane's part of the oldest steps and decides. Rows of one step all sit in slots; among the
-others the one whose next use is furthest leaves (Belady 1966), one with no known next use first, oldest first. Slots stand in linked lists,
-one per step of next use, so a decision costs O(1) and nothing is sorted.
+others the one whose next use is furthest leaves (Belady 1966), one with no known next use first, oldest first. Slots stand in stacks, one
+per step of next use, so a decision costs O(1) and nothing is sorted. A stack says for which access each slot waits, so the row table is
+looked at for rows that arrive or leave, and not for those that stay.
 """
 
 from __future__ import annotations
@@ -15,34 +16,45 @@ import numpy as np
 
 from pipelines.numbering import Scratch
 from pipelines.prefetch import prefetch
-from pipelines.row_table import ACCESS_BITS, ACCESS_MASK, AHEAD, FIELDS, ORDINAL, OWNER, PLACE, TAG, Rows, table_of
+from pipelines.row_table import ACCESS_MASK, AHEAD, FIELDS, ORDINAL, PLACE, TAG, Rows, table_of
 
-UNKNOWN = np.int32(2**31 - 1)
+UNKNOWN = np.int64(-1)
 FRONT, TAIL = range(2)  # places in Window.scalars
 RECORD, NEXT = range(2)  # columns of Window.accesses
 USED, FAR, UNKNOWN_HEAD, UNKNOWN_TAIL = range(4)  # columns of Partitions.scalars
 BEHIND, BEFORE = range(2)  # columns of Partitions.links
+_HIGH = np.int64(32)
+_LOW = np.int64(0xFFFFFFFF)
 
 
 class Window(NamedTuple):
-    """The accesses between the serial pass and the oracle. Access numbers count up from 0; number c is at c modulo the ring's size."""
+    """The accesses between the serial pass and the oracle, by step and first lookup.
+
+    Access numbers count up from 0; number c is at c modulo the ring's size. Lists of a step's accesses lane by lane lie in the same places.
+    """
 
     scalars: np.ndarray  # int64 [2]
-    accesses: np.ndarray  # int64 [ring, 2]: record, and step of the row's next use or UNKNOWN
+    accesses: (
+        np.ndarray
+    )  # int64 [ring, 2]: record, and its next access: step << 32 | place among its lane's of that step, or UNKNOWN
     tables: np.ndarray  # int16 [ring]
+    recent: np.ndarray  # uint8 [ring]: 1: the step before changes the row
     next_users: np.ndarray  # unsigned [ring]: the lanes of the next use, where that is the step after
-    starts: np.ndarray  # int64 [steps ring, V + 1]: each lane's first access in a step, and the first one after the step
+    mine: np.ndarray  # int32 [ring], lane by lane: the lane's accesses in a step, counted from the step's first one
+    stacks: np.ndarray  # int64 [ring], lane by lane: the slots that a step uses: slot | place among the lane's accesses << 32
+    starts: np.ndarray  # int64 [steps ring, V + 1]: where each lane's lists for a step begin, and where the last one ends
 
 
 class Partitions(NamedTuple):
     """The slots of all lanes, those of lane v from firsts[v] on; slots are numbered within their lane."""
 
     scalars: np.ndarray  # int64 [V, 4]
-    heads: np.ndarray  # int32 [V, steps ring]: first slot used next in a step, -1
+    heights: np.ndarray  # int32 [V, steps ring]: slots in the stack of a step
     firsts: np.ndarray  # int64 [V + 1]
     record: np.ndarray  # int64 [slots]: -1 free
+    tag: np.ndarray  # int32 [slots]: 1 + step of the occupant's last use
     stored: np.ndarray  # int32 [slots]: tag of the version in the store, 0 never written
-    links: np.ndarray  # int32 [slots, 2]: neighbours in the list; BEFORE only in the list of unknown next uses
+    links: np.ndarray  # int32 [slots, 2]: neighbours in the list of slots with no known next use
     trained: np.ndarray  # int64 [V, tables]: ordinals that the oracle has passed
 
 
@@ -70,7 +82,10 @@ def empty_window(ring: int, steps: int, lanes: int, mask: np.dtype) -> Window:
         np.zeros(2, np.int64),
         np.full((ring, 2), -1, np.int64),
         np.full(ring, -1, np.int16),
+        np.full(ring, 0, np.uint8),
         np.full(ring, 0, mask),
+        np.full(ring, -1, np.int32),
+        np.full(ring, -1, np.int64),
         np.zeros((steps, lanes + 1), np.int64),
     )
 
@@ -83,9 +98,10 @@ def empty_partitions(slots: list[int], steps: int, tables: int) -> Partitions:
     np.cumsum(slots, out=firsts[1:])
     return Partitions(
         scalars,
-        np.full((len(slots), steps), -1, np.int32),
+        np.zeros((len(slots), steps), np.int32),
         firsts,
         np.full(firsts[-1], -1, np.int64),
+        np.full(firsts[-1], 0, np.int32),
         np.full(firsts[-1], 0, np.int32),
         np.full((firsts[-1], 2), -1, np.int32),
         np.zeros((len(slots), tables), np.int64),
@@ -97,7 +113,7 @@ def with_ring(window: Window, ring: int) -> Window:
     numbers = np.arange(window.scalars[TAIL], window.scalars[FRONT])
     old, new = numbers & (len(window.tables) - 1), numbers & (ring - 1)
     grown = {}
-    for name in ("accesses", "tables", "next_users"):
+    for name in ("accesses", "tables", "recent", "next_users", "mine", "stacks"):
         source = getattr(window, name)
         grown[name] = np.zeros((ring, *source.shape[1:]), source.dtype)
         grown[name][new] = source[old]
@@ -109,30 +125,10 @@ def with_steps(window: Window, parts: Partitions, steps: int, first: int, last: 
     numbers = np.arange(max(first, 0), last)
     old, new = numbers & (len(window.starts) - 1), numbers & (steps - 1)
     starts = np.zeros((steps, window.starts.shape[1]), np.int64)
-    heads = np.full((len(parts.heads), steps), -1, np.int32)
+    heights = np.zeros((len(parts.heights), steps), np.int32)
     starts[new] = window.starts[old]
-    heads[:, new] = parts.heads[:, old]
-    return window._replace(starts=starts), parts._replace(heads=heads)
-
-
-@nb.njit(nogil=True, cache=True)
-def _push(scalars: np.ndarray, heads: np.ndarray, links: np.ndarray, slot: int, step: int) -> None:
-    """Put a slot into the list of a step: at the end where that is UNKNOWN, else at the head."""
-    if step == UNKNOWN:
-        tail = scalars[UNKNOWN_TAIL]
-        links[slot, BEFORE] = tail
-        links[slot, BEHIND] = -1
-        if tail >= 0:
-            links[tail, BEHIND] = slot
-        else:
-            scalars[UNKNOWN_HEAD] = slot
-        scalars[UNKNOWN_TAIL] = slot
-        return
-    place = step & (heads.size - 1)
-    links[slot, BEHIND] = heads[place]
-    heads[place] = slot
-    if step > scalars[FAR]:
-        scalars[FAR] = step
+    heights[:, new] = parts.heights[:, old]
+    return window._replace(starts=starts), parts._replace(heights=heights)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -154,14 +150,9 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
 
     step: the training step's number; count, owned and s: its distinct rows, settled.
     """
-    accesses, tables, next_users, starts, numbers = (
-        window.accesses,
-        window.tables,
-        window.next_users,
-        window.starts,
-        window.scalars,
-    )
-    records, order, record_of, table_of_row, users = rows.records, s.order, s.record, s.table, s.users
+    accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
+    mine, stacks, starts, numbers = window.mine, window.stacks, window.starts, window.scalars
+    records, order, record_of, table_of_row, users, last_of = rows.records, s.order, s.record, s.table, s.users, s.last
     ring = tables.size - 1
     steps = len(starts) - 1
     front, tail = numbers[FRONT], numbers[TAIL]
@@ -170,31 +161,39 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
     start = 0
     for lane in range(owned.size):
         starts[step & steps, lane] = front + start
-        scalars, heads = parts.scalars[lane], parts.heads[lane]
+        scalars = parts.scalars[lane]
         links = parts.links[parts.firsts[lane] : parts.firsts[lane + 1]]
-        owner = np.uint32(lane) << np.uint32(ACCESS_BITS)
+        height = 0
         for k in range(start, start + owned[lane]):
-            prefetch(records, record_of[order[min(k + 2 * AHEAD, count - 1)]] * FIELDS)
-            near = records[record_of[order[min(k + AHEAD, count - 1)]], OWNER]
+            near = last_of[order[min(k + AHEAD, count - 1)]]
             prefetch(accesses, 2 * ((front - 1 - ((front - 1 - near) & low)) & ring))
             d = order[k]
+            c = (front + d) & ring
             record = record_of[d]
-            # The record keeps the low bits of the row's last access number; the ring entry there is the row's own only if it is pending.
-            last = front - 1 - ((front - 1 - np.int64(records[record, OWNER])) & low)
+            # The ring entry where the row's last access would be is the row's own only if that is pending.
+            last = front - 1 - ((front - 1 - last_of[d]) & low)
+            changed = False
             if last >= tail and accesses[last & ring, RECORD] == record:
-                accesses[last & ring, NEXT] = step
+                accesses[last & ring, NEXT] = np.int64(step) << _HIGH | (k - start)
                 if last >= previous:
                     next_users[last & ring] = users[d]
-            elif records[record, TAG] != 0 and records[record, PLACE] >= 0:
-                slot = records[record, PLACE]
-                _remove_unknown(scalars, links, slot)
-                _push(scalars, heads, links, slot, step)
-            c = front + k
-            records[record, OWNER] = np.int32(owner | np.uint32(c & low))
-            accesses[c & ring, RECORD] = record
-            accesses[c & ring, NEXT] = UNKNOWN
-            tables[c & ring] = table_of_row[d]
-            next_users[c & ring] = 0
+                    changed = True
+            else:
+                tag = records[record, TAG]
+                changed = tag == step and tag != 0  # by the last step of the schedule that this one continues
+                if tag != 0 and records[record, PLACE] >= 0:
+                    slot = records[record, PLACE]
+                    _remove_unknown(scalars, links, slot)
+                    stacks[(front + start + height) & ring] = np.int64(slot) | (k - start) << _HIGH
+                    height += 1
+            accesses[c, RECORD] = record
+            accesses[c, NEXT] = UNKNOWN
+            tables[c] = table_of_row[d]
+            recent[c] = changed
+            next_users[c] = 0
+            mine[(front + k) & ring] = d
+        parts.heights[lane, step & steps] = height
+        scalars[FAR] = step if height else scalars[FAR]
         start += owned[lane]
     starts[step & steps, owned.size] = front + start
     numbers[FRONT] = front + start
@@ -211,7 +210,8 @@ def plan_steps(
     residencies ended, arrivals, and initial ones. Returns 0, or the rows that a step needs where the slots do not suffice.
     """
     records, keys, bases, direct = rows.records, rows.keys, rows.bases, rows.direct
-    accesses, tables, next_users, starts = window.accesses, window.tables, window.next_users, window.starts
+    accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
+    members, stacks, starts = window.mine, window.stacks, window.starts
     slots, early_rows, next_users_rows, end_slots = moves.slots, moves.early, moves.next_users, moves.ends
     slot_in, table_in, ordinal_in = moves.slot, moves.table, moves.ordinal
     id_in, tag_in, after_in = moves.id, moves.tag, moves.after
@@ -219,8 +219,9 @@ def plan_steps(
     steps = len(starts) - 1
     base = parts.firsts[lane]
     size = parts.firsts[lane + 1] - base
-    scalars, heads, trained = parts.scalars[lane], parts.heads[lane], parts.trained[lane]
-    links, held, stored = parts.links[base : base + size], parts.record[base : base + size], parts.stored[base : base + size]
+    scalars, heights, trained = parts.scalars[lane], parts.heights[lane], parts.trained[lane]
+    held, tags = parts.record[base : base + size], parts.tag[base : base + size]
+    stored, links = parts.stored[base : base + size], parts.links[base : base + size]
     for k in range(len(counts)):
         step = first + k
         start, end = starts[step & steps, lane], starts[step & steps, lane + 1]
@@ -229,18 +230,21 @@ def plan_steps(
             return used
         row0, end0, arrival0 = fill[0], fill[1], fill[2]
         ends, arrivals, initial = end0, arrival0, 0
-        # The rows in slots that this step uses are exactly those in its list: taken out, they cannot leave.
-        heads[step & steps] = -1
+        front = starts[step & steps, 0]
+        mine = slots[row0 : row0 + used]
+        mine[:] = -1
+        # The rows in slots that this step uses are exactly those in its stack: taken out, they cannot leave.
+        for i in range(heights[step & steps]):
+            entry = stacks[(start + i) & ring]
+            mine[entry >> _HIGH] = entry & _LOW
+        heights[step & steps] = 0
         for i in range(used):
-            ahead = min(start + i + 2 * AHEAD, end - 1) & ring
-            prefetch(records, accesses[ahead, RECORD] * FIELDS)
-            near = records[accesses[min(start + i + AHEAD, end - 1) & ring, RECORD], PLACE]
-            prefetch(links, 2 * max(near, 0))
-            c = (start + i) & ring
-            record = accesses[c, RECORD]
-            tag, place = records[record, TAG], records[record, PLACE]
-            early = tag == 0 or tag != step
-            if tag == 0 or place < 0:
+            if mine[min(i + AHEAD, used - 1)] < 0:
+                ahead = front + members[min(start + i + AHEAD, end - 1) & ring]
+                prefetch(records, accesses[ahead & ring, RECORD] * FIELDS)
+            c = (front + members[(start + i) & ring]) & ring
+            early = recent[c] == 0
+            if mine[i] < 0:
                 # A slot: an unused one, or that of the row whose next use is furthest.
                 if scalars[USED] < size:
                     slot = np.int32(scalars[USED])
@@ -248,18 +252,34 @@ def plan_steps(
                 else:
                     slot = np.int32(scalars[UNKNOWN_HEAD])
                     if slot >= 0:
-                        _remove_unknown(scalars, links, slot)
+                        behind = links[slot, BEHIND]
+                        scalars[UNKNOWN_HEAD] = behind
+                        if behind >= 0:
+                            links[behind, BEFORE] = -1
+                            prefetch(held, behind)
+                            prefetch(tags, behind)
+                        else:
+                            scalars[UNKNOWN_TAIL] = -1
                     else:
-                        while scalars[FAR] > step and heads[scalars[FAR] & steps] < 0:
+                        while scalars[FAR] > step and heights[scalars[FAR] & steps] == 0:
                             scalars[FAR] -= 1
+                        far = scalars[FAR] & steps
                         if scalars[FAR] <= step:
                             return used  # every slot is needed by this step
-                        far = scalars[FAR] & steps
-                        slot = heads[far]
-                        heads[far] = links[slot, BEHIND]
-                    records[held[slot], PLACE] = -(step + 2)
+                        top = heights[far] - 1
+                        heights[far] = top
+                        bottom = starts[far, lane]
+                        slot = np.int32(stacks[(bottom + top) & ring] & _LOW)
+                        near = stacks[(bottom + max(top - 2, 0)) & ring] & _LOW
+                        prefetch(held, near)
+                        prefetch(tags, near)
+                    left = held[slot]
+                    records[left, PLACE] = -(step + 2)
+                    records[left, TAG] = tags[slot]
                     end_slots[ends] = slot
                     ends += 1
+                record = accesses[c, RECORD]
+                tag, place = records[record, TAG], records[record, PLACE]
                 table = tables[c]
                 after = np.int32(-1) if tag == 0 else np.int32(-place - 2)
                 slot_in[arrivals] = slot
@@ -275,17 +295,33 @@ def plan_steps(
                 held[slot] = record
                 stored[slot] = tag
                 records[record, PLACE] = slot
+                records[record, TAG] = step + 1  # what it is while the row has the slot, the slot says
                 # A row that left at the boundary before the previous step is written back only once that step's gradients are in.
                 if tag != 0 and after == step - 1:
                     early = False
-                place = slot
-            records[record, TAG] = step + 1
-            slots[row0 + i] = place
+                mine[i] = slot
             early_rows[row0 + i] = early
         for i in range(used):
-            c = (start + i) & ring
+            c = (front + members[(start + i) & ring]) & ring
             next_users_rows[row0 + i] = next_users[c]
-            _push(scalars, heads, links, slots[row0 + i], accesses[c, NEXT])
+            slot = mine[i]
+            tags[slot] = step + 1
+            access = accesses[c, NEXT]
+            if access >= 0:
+                following = access >> _HIGH
+                far = following & steps
+                stacks[(starts[far, lane] + heights[far]) & ring] = np.int64(slot) | (access & _LOW) << _HIGH
+                heights[far] += 1
+                scalars[FAR] = max(scalars[FAR], following)
+            else:
+                tail = scalars[UNKNOWN_TAIL]
+                links[slot, BEFORE] = tail
+                links[slot, BEHIND] = -1
+                if tail >= 0:
+                    links[tail, BEHIND] = slot
+                else:
+                    scalars[UNKNOWN_HEAD] = slot
+                scalars[UNKNOWN_TAIL] = slot
         fill[0], fill[1], fill[2] = row0 + used, ends, arrivals
         counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = used, ends - end0, arrivals - arrival0, initial
     return 0
@@ -342,5 +378,14 @@ def occupants(
         table[slot] = table_of(rows, record)
         ordinal[slot] = rows.records[record, ORDINAL] - 1
         row_id[slot] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table[slot]]
-        tag[slot] = rows.records[record, TAG]
+        tag[slot] = parts.tag[base + slot]
         stored[slot] = parts.stored[base + slot]
+
+
+@nb.njit(nogil=True, cache=True)
+def end_residencies(rows: Rows, parts: Partitions) -> None:
+    """Enter into the row table the tags of the rows that still sit in slots."""
+    records = rows.records
+    for slot in range(parts.record.size):
+        if parts.record[slot] >= 0:
+            records[parts.record[slot], TAG] = parts.tag[slot]

@@ -46,10 +46,10 @@ class SerialPass:
         self.counts = np.zeros((lanes, len(features.tables)), np.int64)
         self.owned = np.zeros(lanes, np.int64)  # rows that each lane owns of the step at hand
         self.most = np.zeros(lanes, np.int64)
+        self.accesses = 0  # distinct rows of all training steps so far
         self.scratch = numbering.scratch(1024, lanes)
         self._assign = assign if lanes > 1 else None
         self._tables = np.array([f.table for f in features.features], np.int16)
-        self._stamp = 0
 
     def train(self, samples: Samples, order: np.ndarray | None = None) -> Step:
         """A training step; rows that have no lane and no ordinal get them.
@@ -71,26 +71,24 @@ class SerialPass:
 
     def _step(self, samples: Samples, train: bool, order: np.ndarray | None) -> Step:
         count = self._distinct(samples)
-        numbering.known_lanes(self.table.rows, count, train, self.scratch)
+        numbering.known_lanes(self.table.rows, count, train, self.accesses, self.scratch)
         step = self._sliced(samples, count, train, order)
         numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
-        if numbering.settle(self.table.rows, count, self.counts, train, self.owned, self.scratch) < 0:
+        if numbering.settle(count, self.counts, train, self.owned, self.scratch) < 0:
             raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
+        if train:
+            numbering.remember(self.table.rows, count, self.accesses, self.scratch)
+            self.accesses += count
         return step
 
     def _distinct(self, samples: Samples) -> int:
         lookups = len(samples.ids)
         if lookups > self.scratch.inverse.size:
             self.scratch = numbering.scratch(max(lookups, 3 * self.scratch.inverse.size // 2), self.lanes)
-            self._stamp = 0
-        self._stamp += 1
-        if self._stamp >> 32:
-            self.scratch.places[:] = 0
-            self._stamp = 1
         tables = self._tables
         if samples.offsets is not None:
             tables = np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
-        return int(numbering.distinct_rows(self.table.rows, samples.ids, tables, self._stamp, self.scratch))
+        return int(numbering.distinct_rows(self.table.rows, samples.ids, tables, self.scratch))
 
     def _sliced(self, samples: Samples, count: int, train: bool, order: np.ndarray | None) -> Step:
         """The slices of a step: consecutive samples, those of `order`, or those that `assign` chooses."""

@@ -1,0 +1,204 @@
+"""The oracle alone: lookups per second and core, and arrivals beside Belady's minimum and an LRU cache.
+
+Ids are in memory and the schedule's arrays are made in full; reading samples and writing files are left aside.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from caches import lru_arrivals, minimum_arrivals
+from comparison import Claim, Results, Series, Table, alternate, arguments, save, spread, tell
+from pipelines.features import KAGGLE_ROWS, Feature, FeatureSpec
+from pipelines.features import Table as FeatureTable
+from pipelines.lane_oracle import Oracle
+from pipelines.row_table import DIRECT_ROWS, RowTable
+from pipelines.samples import Samples
+from pipelines.schedule_format import mask_dtype
+from pipelines.serial_pass import SerialPass
+from pipelines.sources.synthetic import Generator
+
+BATCH = 2048
+SLOTS = 200_000
+SEED = 0
+CHUNK_STEPS = 16  # steps planned at once, as prepare does
+SEGMENT_STEPS = 150  # about what a segment of prepare holds
+WINDOW = 4 << 20  # most accesses that the lookahead may hold, prepare's bound
+PIECE = 65_536
+MANY = 30  # tables of so many times Kaggle's rows have 10^9 ids
+
+
+@dataclass(frozen=True, slots=True)
+class Accesses:
+    """ids int64 [steps, lookups], by sample and feature, of tables with `rows` ids."""
+
+    ids: np.ndarray
+    rows: tuple[int, ...]
+
+    @property
+    def spec(self) -> FeatureSpec:
+        """Features that look the tables up by id."""
+        tables = tuple(FeatureTable(f"C{k}", rows) for k, rows in enumerate(self.rows))
+        return FeatureSpec("label", (), tuple(Feature(t.name, k, t.name, "id") for k, t in enumerate(tables)), tables)
+
+
+def accesses(steps: int, rows: tuple[int, ...]) -> Accesses:
+    """Synthetic Criteo-shaped steps."""
+    generator = Generator(SEED, rows)
+    ids = np.empty((steps * BATCH, len(rows)), np.int64)
+    for start in range(0, len(ids), PIECE):
+        end = min(start + PIECE, len(ids))
+        ids[start:end] = generator.rows(start, end)[2].T
+    return Accesses(ids.reshape(steps, -1), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run of the oracle found. cover: the least lookahead of a decision, in units of slots / arrivals per step."""
+
+    seconds: float
+    arrivals: int
+    cover: float
+
+
+def run(what: Accesses, lanes: int, slots: int, direct_rows: int) -> Outcome:
+    """Compile the accesses in one thread, all but the files: slots, ordinals, tags, marks, masks, ends and every lane's index."""
+    steps, lookups = what.ids.shape
+    labels, dense = np.zeros(BATCH, np.float32), np.zeros((BATCH, 0), np.float32)
+    index = np.empty(lookups, np.int32)
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        serial = SerialPass(what.spec, lanes, RowTable(what.spec, Path(folder), direct_rows))
+        oracle = Oracle([slots // lanes] * lanes, serial.counts, WINDOW, mask_dtype(lanes), 0)
+        taken = 0
+        while oracle.step < steps:
+            wanted = min(CHUNK_STEPS, steps - oracle.step)
+            while oracle.front < steps and oracle.front - oracle.step < wanted + oracle.lookahead():
+                if oracle.front - oracle.step >= 2 and oracle.pending() + serial.most.sum() > WINDOW:
+                    break
+                step = serial.train(Samples(labels, dense, what.ids[oracle.front]))
+                oracle.link(serial, step)
+                serial.local_index(step, index)
+            ahead = oracle.front - oracle.step
+            count = min(wanted, ahead if oracle.front == steps else ahead - 1)
+            for lane in range(lanes):
+                oracle.plan(serial.table.rows, lane, count, oracle.front == steps)
+            oracle.advance(count)
+            if oracle.step - taken >= SEGMENT_STEPS:
+                taken = oracle.step
+                for planner in oracle.lanes:
+                    planner.buffer.take()
+        seconds = time.perf_counter() - begun
+    return Outcome(seconds, sum(p.totals["arrivals"] for p in oracle.lanes), min(p.cover for p in oracle.lanes))
+
+
+def deduplicate(what: Accesses) -> None:
+    """What any oracle must do first, by NumPy: the distinct rows of each step and every lookup's place among them."""
+    firsts = np.cumsum([0, *what.rows[:-1]])
+    for ids in what.ids:
+        np.unique(ids.reshape(-1, len(what.rows)) + firsts, return_inverse=True)
+
+
+def _millions(what: Accesses, work: Callable[[], Outcome | None]) -> float:
+    begun = time.perf_counter()
+    found = work()
+    seconds = time.perf_counter() - begun if found is None else found.seconds
+    return what.ids.size / seconds / 1e6
+
+
+def _speed(near: Accesses, far: Accesses, pairs: int) -> tuple[list[Claim], Table]:
+    few = Accesses(near.ids[: len(near.ids) // 10], near.rows)
+    sides = {
+        "1 lane": partial(_millions, near, partial(run, near, 1, SLOTS, DIRECT_ROWS)),
+        "4 lanes": partial(_millions, near, partial(run, near, 4, SLOTS, DIRECT_ROWS)),
+        "4 lanes, hashed": partial(_millions, near, partial(run, near, 4, SLOTS, 0)),
+        "4 lanes, hashed, 10^9 ids": partial(_millions, far, partial(run, far, 4, SLOTS, 0)),
+        "np.unique alone": partial(_millions, few, partial(deduplicate, few)),
+    }
+    for what, lanes, direct in ((near, 1, DIRECT_ROWS), (near, 4, DIRECT_ROWS), (far, 4, 0)):
+        run(Accesses(what.ids[:8], what.rows), lanes, SLOTS, direct)  # compiles
+    found = alternate(sides, pairs)
+    rows = [
+        [
+            side,
+            *(f"{figure:.1f}" for figure in (spread(values).median, min(values), max(values))),
+            f"{_milliseconds(near, values):.2f}",
+        ]
+        for side, values in found.items()
+    ]
+    table = Table(
+        "The oracle alone, one core",
+        ["", "million lookups/s, median", "least", "most", "ms a step"],
+        rows,
+        f"Steps of {near.ids.shape[1]:,} lookups, {SLOTS:,} slots in all; from an empty row table, its first pages included.",
+    )
+    claims = [
+        Claim("lookups/s of the oracle, 4 lanes", "absolute", ">= 40 million", spread(found["4 lanes"]), least=40),
+        Claim(
+            "lookups/s by hashing, 10^9 ids, 4 lanes",
+            "absolute",
+            ">= 25 million",
+            spread(found["4 lanes, hashed, 10^9 ids"]),
+            least=25,
+        ),
+    ]
+    return claims, table
+
+
+def _milliseconds(what: Accesses, millions: Sequence[float]) -> float:
+    return what.ids.shape[1] / spread(millions).median / 1e3
+
+
+def _arrivals(what: Accesses, slots: Sequence[int]) -> tuple[list[Claim], Table, Series]:
+    firsts = np.tile(np.cumsum([0, *what.rows[:-1]]), what.ids.shape[1] // len(what.rows))
+    numbers = what.ids + firsts
+    claims, rows = [], []
+    lines: dict[str, list[tuple[str | float, float]]] = {"Foreload": [], "Belady's minimum": [], "LRU": []}
+    for count in slots:
+        tell(f"arrivals with {count:,} slots")
+        own = run(what, 1, count, DIRECT_ROWS)
+        least, lru = (work(numbers, count, sum(what.rows)) for work in (minimum_arrivals, lru_arrivals))
+        over = own.arrivals / least
+        cover = f"{own.cover:.2f}" if own.cover < float("inf") else "all"
+        rows.append([count, own.arrivals, least, lru, f"{over:.4f}", f"{lru / own.arrivals:.3f}", cover])
+        for name, value in zip(lines, (own.arrivals, least, lru), strict=True):
+            lines[name].append((float(count), float(value)))
+        claims.append(
+            Claim(f"arrivals over {len(what.ids):,} steps, {count:,} slots", "Belady's minimum", "<= 1.001", over, most=1.001)
+        )
+    title = f"Arrivals of the first {len(what.ids):,} steps"
+    columns = ["slots", "Foreload", "minimum", "LRU", "x the minimum", "LRU x ours", "lookahead, slots / arrivals per step"]
+    return claims, Table(title, columns, rows, "From an empty cache."), Series(title, "slots", "arrivals", "lines", lines)
+
+
+def main() -> None:
+    """Measure, print, save."""
+    given = arguments(__doc__)
+    steps = 120 if given.quick else 800
+    tell("making ids")
+    near = accesses(steps, tuple(KAGGLE_ROWS))
+    far = accesses(steps, tuple(MANY * rows for rows in KAGGLE_ROWS))
+    claims, speed = _speed(near, far, given.pairs)
+    del far
+    slots = (50_000, 200_000) if given.quick else (25_000, 50_000, 100_000, 200_000, 400_000)
+    arrival_claims, arrivals, plot = _arrivals(Accesses(near.ids[: min(steps, 600)], near.rows), slots)
+    notes = [
+        "Ids of the reference workload lie in memory. Measured is all that compiling does with them in one thread: distinct rows, lanes, ordinals, "
+        "the window, slots, arrivals with table, ordinal, id, tag and the boundary to follow, ends, early marks, masks of using lanes now and "
+        "next, and every lane's local index. Reading samples and writing files are not in it (see `prepare`).",
+        f"With {MANY} times the rows there are {MANY * sum(KAGGLE_ROWS):,} ids, all tables by hash index. The lookahead is bounded by {WINDOW:,} "
+        "accesses.",
+    ]
+    settings = {"steps": steps, "batch": BATCH, "slots": SLOTS, "pairs": given.pairs, "window_accesses": WINDOW}
+    save(Results("oracle", "The oracle", [*claims, *arrival_claims], [speed, arrivals], [plot], settings, notes), given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""`foreload prepare` end to end: beside a script written by hand, with two workers, and from text beside PyArrow's own parser."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from click_logs import write_criteo, write_features, write_parquet
+from comparison import Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
+from pipelines.compile import CompileSettings, compile_schedule
+from pipelines.encode import Encoder
+from pipelines.features import FeatureSpec
+from pipelines.ordering import PieceOrder, PieceSource
+from pipelines.prepare import PROVENANCE
+from pipelines.samples import write_piece
+from pipelines.sources import Format, Source, plan_splits, read_records
+
+FOLDER = Path(__file__).resolve().parent
+BATCH, SLOTS = 2048, 200_000
+TWO_WORKERS = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
+
+
+def seconds(command: list[str], schedule: Path | None) -> float:
+    """What a Python process takes from its start to its end. schedule: the folder that it writes, removed before."""
+    if schedule is not None:
+        shutil.rmtree(schedule, ignore_errors=True)
+    os.sync()  # nobody pays for what another has written
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    begun = time.monotonic()
+    subprocess.run([sys.executable, *command], env=environment, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - begun
+
+
+def check_equal(mine: Path, theirs: Path) -> int:
+    """The bytes of two schedules, which must be the same; AssertionError where they are not."""
+    names = sorted(path.name for path in theirs.iterdir())
+    assert sorted(path.name for path in mine.iterdir() if path.name != PROVENANCE) == names, "the schedules have other files"
+    _, different, failed = filecmp.cmpfiles(mine, theirs, names, shallow=False)
+    assert not different + failed, f"the schedules differ: {different + failed}"
+    return sum((theirs / name).stat().st_size for name in names)
+
+
+class Sides:
+    """The commands that are timed, on files in a folder."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.features = work / "features.toml"
+        self.mine, self.theirs, self.of_text = work / "by-prepare", work / "by-hand", work / "from-text"
+
+    def prepare(self, source: Path, *flags: str) -> float:
+        """`foreload prepare` from Parquet."""
+        command = ["-m", "trainer.cli", "prepare", str(source), "--format", "parquet", *self._settings(), "--out", str(self.mine)]
+        return seconds([*command, *flags], self.mine)
+
+    def by_hand(self, source: Path) -> float:
+        """The script written by hand."""
+        command = [str(FOLDER / "prepare_by_hand.py"), str(source), *self._settings(), "--out", str(self.theirs)]
+        return seconds(command, self.theirs)
+
+    def prepare_text(self, source: Path, *flags: str) -> float:
+        """`foreload prepare` from a Criteo file."""
+        settings = ["--slots", str(SLOTS), "--batch-size", str(BATCH), "--out", str(self.of_text)]
+        return seconds(["-m", "trainer.cli", "prepare", str(source), "--format", "criteo", *settings, *flags], self.of_text)
+
+    def parse(self, source: Path, threads: int) -> float:
+        """PyArrow parsing a Criteo file, its strings hashed."""
+        return seconds([str(FOLDER / "parse_and_hash.py"), str(source), "--threads", str(threads)], None)
+
+    def _settings(self) -> list[str]:
+        return ["--features", str(self.features), "--slots", str(SLOTS), "--batch-size", str(BATCH)]
+
+
+def stages(kind: Format, source: Path, spec: FeatureSpec, work: Path) -> dict[str, float]:
+    """Seconds of each stage of `prepare` by itself, one thread, in this process."""
+    spent = dict.fromkeys(("read", "encode", "write pieces", "compile"), 0.0)
+    encoder = Encoder(spec)
+    pieces = []
+    folders = [work / name for name in ("pieces", "schedule", "scratch")]
+    for folder in folders:
+        folder.mkdir()
+    for split in plan_splits(Source(kind, (str(source),)), spec):
+        reader = read_records(split, spec)
+        while True:
+            begun = time.monotonic()
+            records = next(reader, None)
+            read = time.monotonic()
+            spent["read"] += read - begun
+            if records is None:
+                break
+            samples = encoder.encode(records)
+            encoded = time.monotonic()
+            name = f"{len(pieces):08d}"
+            write_piece(folders[0] / name, samples, None, {})
+            spent["encode"] += encoded - read
+            spent["write pieces"] += time.monotonic() - encoded
+            pieces.append((name, len(samples)))
+    order = PieceSource(folders[0], PieceOrder.whole(pieces), PieceOrder.whole([]))
+    begun = time.monotonic()
+    compile_schedule(order, CompileSettings(spec, BATCH, 1, SLOTS), folders[1], folders[2])
+    spent["compile"] = time.monotonic() - begun
+    return spent
+
+
+def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, work: Path) -> Table:
+    """Stages side by side, in microseconds a row, after a run that is not counted (it compiles the kernels and fills caches)."""
+    found = {}
+    for name, (kind, path, spec) in files.items():
+        for _ in range(2):
+            with tempfile.TemporaryDirectory(dir=work) as folder:
+                found[name] = stages(kind, path, spec, Path(folder))
+    names = list(files)
+    table = [[stage, *(found[name][stage] / rows * 1e6 for name in names)] for stage in found[names[0]]]
+    return Table(
+        "Stages of prepare, microseconds a row",
+        ["stage", *names],
+        table,
+        f"{rows:,} rows, one thread, no Beam, after a warm run.",
+    )
+
+
+def main() -> None:
+    """Make the files, run the sides, save."""
+    given = arguments(__doc__)
+    rows, text_rows, stage_rows = (500_000, 200_000, 100_000) if given.quick else (8_000_000, 2_000_000, 500_000)
+    pairs = 1 if given.quick else min(given.pairs, 2)  # a round of three sides takes minutes
+    base = given.out / "work"
+    base.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="prepare-", dir=base) as folder:
+        results = measure(Path(folder).absolute(), rows, text_rows, stage_rows, pairs)
+    save(results, given.out)
+
+
+def measure(work: Path, rows: int, text_rows: int, stage_rows: int, pairs: int) -> Results:
+    """All figures."""
+    sides = Sides(work)
+    write_features(sides.features)
+    files = {name: work / f"{name}.parquet" for name in ("all", "part", "one")}
+    texts = {name: work / f"{name}.tsv" for name in ("all", "part", "one")}
+    begun = time.monotonic()
+    for name, size, text_size in (("all", rows, text_rows), ("part", stage_rows, stage_rows), ("one", BATCH, BATCH)):
+        write_parquet(files[name], size)
+        write_criteo(texts[name], text_size)
+    tell(f"made {rows:,} rows of Parquet and {text_rows:,} of text in {time.monotonic() - begun:.0f} s")
+    specs = FeatureSpec.load(sides.features), FeatureSpec.criteo()
+    by_stage = stage_table(
+        {"Parquet": ("parquet", files["part"], specs[0]), "Criteo": ("criteo", texts["part"], specs[1])}, stage_rows, work
+    )
+    starts: dict[str, Callable[[], float]] = {
+        "by hand": lambda: sides.by_hand(files["one"]),
+        "prepare": lambda: sides.prepare(files["one"]),
+        "PyArrow, text": lambda: sides.parse(texts["one"], 1),
+        "prepare, text": lambda: sides.prepare_text(texts["one"]),
+    }
+    start = {name: spread(found).median for name, found in alternate(starts, 2).items()}
+    found = alternate(
+        {
+            "by hand": lambda: sides.by_hand(files["all"]),
+            "prepare": lambda: sides.prepare(files["all"]),
+            "prepare, 2 workers": lambda: sides.prepare(files["all"], *TWO_WORKERS),
+        },
+        pairs,
+    )
+    size = check_equal(sides.mine, sides.theirs)
+    for folder in (sides.mine, sides.theirs):
+        shutil.rmtree(folder)
+    text = alternate(
+        {
+            "PyArrow, text": lambda: sides.parse(texts["all"], 1),
+            "prepare, text": lambda: sides.prepare_text(texts["all"]),
+            "PyArrow, text, 2 threads": lambda: sides.parse(texts["all"], 2),
+            "prepare, text, 2 workers": lambda: sides.prepare_text(texts["all"], *TWO_WORKERS),
+        },
+        pairs,
+    )
+    table = []
+    for name, count, taken in [(n, rows, t) for n, t in found.items()] + [(n, text_rows, t) for n, t in text.items()]:
+        whole = spread([float(value) for value in taken])
+        first = start[name.removesuffix(", 2 workers").removesuffix(", 2 threads")]
+        table.append([name, count, whole.median, first, count / whole.median, count / (whole.median - first)])
+    columns = ["side", "rows", "seconds", "of them process start", "rows/s", "rows/s without the start"]
+    return Results(
+        script="prepare",
+        title="prepare end to end",
+        claims=[
+            Claim(
+                "prepare from Parquet, rows/s",
+                "a script by hand: PyArrow, NumPy, the same kernels, no Beam",
+                ">= 0.7",
+                ratio(found["by hand"], found["prepare"]),
+                least=0.7,
+            ),
+            Claim(
+                "prepare with two workers, rows/s",
+                "one worker",
+                ">= 1.15",
+                ratio(found["prepare"], found["prepare, 2 workers"]),
+                least=1.15,
+            ),
+            Claim(
+                "prepare from Criteo TSV, rows/s",
+                "PyArrow parsing and hashing the same file, one thread each",
+                ">= 0.5",
+                ratio(text["PyArrow, text"], text["prepare, text"]),
+                least=0.5,
+            ),
+            Claim(
+                "prepare from Criteo TSV, two workers, rows/s",
+                "the same, two threads each",
+                ">= 0.5",
+                ratio(text["PyArrow, text, 2 threads"], text["prepare, text, 2 workers"]),
+                least=0.5,
+            ),
+        ],
+        tables=[Table("prepare beside others", columns, table, "Process start: the same command on one batch."), by_stage],
+        settings={"rows": rows, "text_rows": text_rows, "batch_size": BATCH, "slots": SLOTS, "lanes": 1, "pairs": pairs},
+        notes=[
+            "Processes as a user starts them, from start to end; files are made before and lie in the page cache. The script by hand streams "
+            f"the Parquet file into the compiler; its schedule and prepare's ({size / 1e6:,.0f} MB) are the same, byte for byte, which is "
+            "checked. PyArrow's side parses and hashes and then drops everything; prepare's writes the schedule."
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -207,13 +207,19 @@ def measure(out: Path, quick: bool, pairs: int, link: Link) -> None:
     many = work.second(percent, min(work.size.steps, STEPS))
     names = {SLOTS: f"{SLOTS:,} slots", percent: f"{percent:,} slots (1 % of the rows)"}
     with ExitStack() as stack:
-        throughs = {}
+        throughs: dict[int, Through] = {}
+
+        def start(order: Order) -> Side:
+            side = Side(order)
+            stack.callback(side.close)
+            return side
+
         for slots, schedule in ((SLOTS, few), (percent, many)):
             with link.far():
                 servers = stack.enter_context(work.stores()).urls
             order = Order("foreload", str(schedule.path), "small", urls=listen(servers, PORT + SHARDS * len(throughs)))
-            throughs[slots] = Through(link, stack.enter_context(Side(order)), pace)
-        memory = stack.enter_context(Side(Order("one table", str(few.path), "small", str(work.ids(few)))))
+            throughs[slots] = Through(link, start(order), pace)
+        memory = start(Order("one table", str(few.path), "small", str(work.ids(few))))
         link.limit(1000)
         for side in (memory, *(through.side for through in throughs.values())):
             side.turn(1, pace.warm_up - 1)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from click_logs import write_criteo, write_features, write_parquet
-from comparison import Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
+from comparison import Cell, Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
 from pipelines.compile import CompileSettings, compile_schedule
 from pipelines.encode import Encoder
 from pipelines.features import FeatureSpec
@@ -82,7 +82,7 @@ def stages(kind: Format, source: Path, spec: FeatureSpec, work: Path) -> dict[st
     """Seconds of each stage of `prepare` by itself, one thread, in this process."""
     spent = dict.fromkeys(("read", "encode", "write pieces", "compile"), 0.0)
     encoder = Encoder(spec)
-    pieces = []
+    pieces: list[tuple[str, int]] = []
     folders = [work / name for name in ("pieces", "schedule", "scratch")]
     for folder in folders:
         folder.mkdir()
@@ -117,7 +117,7 @@ def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, w
             with tempfile.TemporaryDirectory(dir=work) as folder:
                 found[name] = stages(kind, path, spec, Path(folder))
     names = list(files)
-    table = [[stage, *(found[name][stage] / rows * 1e6 for name in names)] for stage in found[names[0]]]
+    table: list[list[Cell]] = [[stage, *(found[name][stage] / rows * 1e6 for name in names)] for stage in found[names[0]]]
     return Table(
         "Stages of prepare, microseconds a row",
         ["stage", *names],
@@ -180,7 +180,7 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, pairs: int) 
         },
         pairs,
     )
-    table = []
+    table: list[list[Cell]] = []
     for name, count, taken in [(n, rows, t) for n, t in found.items()] + [(n, text_rows, t) for n, t in text.items()]:
         whole = spread([float(value) for value in taken])
         first = start[name.removesuffix(", 2 workers").removesuffix(", 2 threads")]

@@ -94,7 +94,7 @@ def _equal_bytes(word: np.uint64, repeated: np.uint64) -> np.uint64:
 
 
 @nb.njit(nogil=True, cache=True)
-def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> int:
+def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> np.int64:
     """Where delimiters and line breaks stand; returns how many there are, or more than ends has room for (but for 64)."""
     delimiters, newlines = np.uint64(delimiter) * _EVERY_BYTE, np.uint64(_NEWLINE) * _EVERY_BYTE
     count = np.int64(0)

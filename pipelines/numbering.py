@@ -267,12 +267,15 @@ def placed_lookups(order: np.ndarray, inverse: np.ndarray, starts: np.ndarray, p
     order int64 [samples]; inverse int32 [lookups]: distinct row of each lookup in the batch's own order; starts int64 [samples + 1]: first
     lookup of each sample there. Fills placed int32 [lookups] and bounds int64 [samples + 1], likewise in the new order.
     """
-    k = 0
+    k = np.uint64(0)
     for n in range(order.size):
         bounds[n] = k
-        for i in range(starts[order[n]], starts[order[n] + 1]):
-            placed[k] = inverse[i]
-            k += 1
+        sample = np.uint64(order[n])
+        first = np.uint64(starts[sample])
+        size = np.uint64(starts[sample + np.uint64(1)]) - first
+        for i in range(size):
+            placed[k + np.uint64(i)] = inverse[first + np.uint64(i)]
+        k += size
     bounds[order.size] = k
 
 

@@ -1,4 +1,4 @@
-"""The store client: arrays of rows to and from all store shards at once, pipelined, in one selector loop."""
+"""The store client: arrays of rows to and from all store shards at once, pipelined, in one loop."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ def _check_arrays(request: Read | Write) -> None:
     fields, rows = request.fields, request.rows
     if rows.ndim != 2 or rows.dtype != np.uint8 or (rows.size and rows.strides[1] != 1):
         raise ValueError(f"rows: must be uint8 [n, row_bytes], the last axis contiguous; got {rows.dtype} {rows.shape}")
+    if isinstance(request, Read) and not rows.flags.writeable:
+        raise ValueError("rows: must be writeable, for a Read fills them")
     if fields.dtype != np.uint64 or fields.shape != rows.shape[:1]:
         raise ValueError(f"fields: must be uint64 [{len(rows)}], one a row; got {fields.dtype} {fields.shape}")
 

@@ -93,6 +93,10 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_sent(store: Store
     ]:
         with pytest.raises(ValueError):
             store.exchange([], [Write(0, b"k", fields, values), wrong])
+    got = np.zeros_like(values)
+    got.flags.writeable = False
+    with pytest.raises(ValueError):
+        store.exchange([Read(0, b"k", fields, got)], [Write(0, b"k", fields, values)])
     assert store.command(0, "EXISTS", "k") == 0
 
 

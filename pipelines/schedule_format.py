@@ -184,7 +184,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class LaneEvent:
-    """One lane's part of an event: read-only views of the schedule.
+    """One lane's part of an event: views of the schedule, not to be written to.
 
     Its slice: labels float32 [b], dense float32 [b, n], index int32 [lookups] (place among the lane's local rows), offsets int32 [b*F + 1]
     or None, numbers int64 [b]. Its partition, rows in the order of first lookup: slots int32 [U], users, unsigned, [U] (bit v: lane v uses

@@ -24,6 +24,15 @@ ENVIRONMENT = {
 }
 """What is set where the user's environment says nothing else: pinned and not detected, or hosts of two kinds could never join one run."""
 
+# Tensors of a step are of the same sizes in every step: glibc is told to keep their memory, in huge pages, instead of giving it back and
+# faulting it in again. Read when a process starts, so it is in force in what the launcher starts. Other C libraries ignore it.
+_KEEP_MEMORY = {
+    "hugetlb": 1,
+    "mmap_threshold": 32 << 20,
+    "trim_threshold": 1 << 30,
+    "top_pad": 64 << 20,
+}
+
 _REMEDY = {
     "threads": "give the run's number with --threads",
     "mkl_cbwr": "set MKL_CBWR alike on all hosts",
@@ -43,7 +52,8 @@ _CBWR_BRANCH, _CBWR_ALL, _CBWR_STRICT = 1, -1, 0x10000
 
 def set_environment() -> None:
     """Set the variables in ENVIRONMENT that are not set yet, for this process and those that it starts."""
-    for name, value in ENVIRONMENT.items():
+    keep = ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items())
+    for name, value in (ENVIRONMENT | {"GLIBC_TUNABLES": keep}).items():
         os.environ.setdefault(name, value)
 
 

@@ -90,7 +90,9 @@ def counted(schedule: Schedule) -> Counted:
             owned.append(len(users))
         used += sum(owned)
         uneven.append(max(owned) * lanes / sum(owned))
-    rows = sum(np.bincount(batch["lane"], minlength=lanes) for batch in schedule.rows())
+    rows = np.zeros(lanes, np.int64)
+    for batch in schedule.rows():
+        rows += np.bincount(batch["lane"], minlength=lanes)
     return Counted(tuple(sent), len(uneven) // EPOCHS, used // EPOCHS, float(rows.max() / rows.mean()), float(np.mean(uneven)))
 
 
@@ -121,11 +123,8 @@ def exchanged(folder: Path, sets: Sequence[Data], shuffles: Sequence[bool]) -> t
                 words = f"{data.name}{', shuffled' if shuffle else ''}"
                 tell(f"{words}, {lanes} lanes: {', '.join(f'{r:.3f}' for r in ratios)}")
                 per_step = [sum(side.sent) / (EPOCHS * order.steps) for side in (order, locality)]
-                rows.append(
-                    [words, str(lanes), *per_step, locality.used / order.steps, *(f"{r:.3f}" for r in ratios)]
-                    + [f"{side.table:.3f}" for side in (order, locality)]
-                    + [f"{side.step:.3f}" for side in (order, locality)]
-                )
+                shown = [f"{r:.3f}" for r in (*ratios, order.table, locality.table, order.step, locality.step)]
+                rows.append([words, str(lanes), *per_step, locality.used / order.steps, *shown])
                 if data.claimed and not shuffle:
                     claims.append(claim(ratios[0]))
     columns = ["data", "lanes", "sent a step, order", "locality", "rows used", "epoch 1: ratio", "epoch 2"]

@@ -22,7 +22,7 @@ class KeptSlices:
             raise ValueError("step: must have an order of its samples to keep")
         lane = np.empty(len(step.order), np.uint8)
         lane[step.order] = np.repeat(np.arange(len(step.firsts) - 1, dtype=np.uint8), np.diff(step.firsts))
-        self._file.write(lane)
+        self._file.write(lane.data)
 
     def order(self, first: int, samples: int) -> np.ndarray:
         """Samples `first` .. `first` + `samples` - 1 of the epoch, a batch, slice by slice: int64 [samples], places in the batch."""

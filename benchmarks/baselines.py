@@ -6,6 +6,7 @@ from ids as a user's data have them; none gets the index that the schedule has c
 
 from __future__ import annotations
 
+import mmap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -31,13 +32,15 @@ from workload import BATCH, DIM, LR, NAMESPACE, SEED, SHARDS, events_of
 
 EPSILON = 1e-8
 _KEYS_A_COMMAND = 2048
+_HUGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a baseline is made from: the schedule of its steps, the one that filled the store, the store's URLs, slots of a cache."""
+    """What a baseline is made from: the schedule of its steps and their ids, the one that filled the store, its URLs, slots of a cache."""
 
     schedule: Schedule
+    ids: np.ndarray
     first: Schedule
     urls: Sequence[str]
     slots: int
@@ -67,11 +70,11 @@ class Rows(ABC):
         """Update the rows by the gradients of `leaves`."""
 
 
-def steps(schedule: Schedule, dense: DensePart, rows: Rows, ids: str, skipped: int) -> Iterator[tuple[float, dict[str, float]]]:
+def steps(setting: Setting, dense: DensePart, rows: Rows, skipped: int) -> Iterator[tuple[float, dict[str, float]]]:
     """Train the schedule's steps after the first `skipped`: each one's loss, and what its access to rows took."""
+    schedule, lookups = setting.schedule, setting.ids
     names = [feature.name for feature in schedule.header.features.features]
     parts = [(("weights", DIM),)] * len(names)
-    lookups = np.load(ids, mmap_mode="r")
     parameters = list(dense.module.parameters())
     for place, event in enumerate(events_of(schedule)):
         if place < skipped:
@@ -120,11 +123,32 @@ class Floor(Rows):
         pass
 
 
-def _initial_tables(sizes: Sequence[int]) -> Tensor:
-    """The initial weights of all tables, one after the other: [rows, D]."""
-    whole = torch.empty(sum(sizes), DIM)
-    for number, table in enumerate(whole.split(list(sizes))):
-        initial_weights(SEED, number, np.arange(len(table)), np.float32(1 / np.sqrt(len(table))), table.numpy(), DIM)
+def _huge_zeros(count: int) -> Tensor:
+    """float32 [count] in huge pages where the kernel has them, as a partition's slots are: rows are touched at random."""
+    memory = mmap.mmap(-1, 4 * count + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE_BYTES
+    return torch.from_numpy(whole[start : start + 4 * count].view(np.float32))
+
+
+def _initial_tables(setting: Setting) -> Tensor:
+    """The initial weights of all tables, one after the other: [rows, D].
+
+    Rows that no step of the schedule uses stay zeros that were never touched: nothing reads them, and it takes half a minute less.
+    """
+    sizes = setting.sizes
+    whole = _huge_zeros(sum(sizes) * DIM).view(-1, DIM)
+    used = np.zeros(len(whole), np.bool_)
+    for lookups in setting.ids:
+        used[lookups] = True
+    base = 0
+    for number, size in enumerate(sizes):
+        ids = np.flatnonzero(used[base : base + size])
+        weights = np.empty((len(ids), DIM), np.float32)
+        initial_weights(SEED, number, ids, np.float32(1 / np.sqrt(size)), weights, DIM)
+        whole.numpy()[base + ids] = weights
+        base += size
     return whole
 
 
@@ -136,8 +160,8 @@ class OneTable(Rows):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self._embedding = nn.Embedding.from_pretrained(_initial_tables(setting.sizes), freeze=False)
-        self._state = torch.zeros(len(self._embedding.weight))
+        self._embedding = nn.Embedding.from_pretrained(_initial_tables(setting), freeze=False)
+        self._state = _huge_zeros(len(self._embedding.weight))
         self._each = torch.arange(BATCH * len(setting.sizes))
         self._lookups = self._each
 
@@ -165,12 +189,12 @@ class Bags(Rows):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        whole = _initial_tables(setting.sizes)
+        whole = _initial_tables(setting)
         self._bases = torch.tensor(np.cumsum([0, *setting.sizes[:-1]]))
         self._bags = [
             nn.EmbeddingBag.from_pretrained(table, freeze=False, mode="sum", sparse=True) for table in whole.split(setting.sizes)
         ]
-        self._states = [torch.zeros(size) for size in setting.sizes]
+        self._states = list(_huge_zeros(sum(setting.sizes)).split(setting.sizes))
         self._each = torch.arange(BATCH)
 
     def take(self, lookups: np.ndarray) -> Tensor:
@@ -193,18 +217,16 @@ class Bags(Rows):
 
 
 class OnDemand(Rows):
-    """Rows in Redis, fetched and written each step: one key a row, MGET and MSET by redis-py and hiredis, pipelined over all shards.
+    """Rows in Redis, fetched and written each step: one key a row, MGET and MSET by redis-py and hiredis.
 
-    A row is 132 bytes: weights and state.
+    Commands are pipelined over all shards at once, for which redis-py's connections are used as they are. A row is 132 bytes: weights and
+    state.
     """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self._connections = []
-        for url in setting.urls:
-            connection = redis.UnixDomainSocketConnection(path=url.removeprefix("unix://"))
-            connection.connect()
-            self._connections.append(connection)
+        self._paths = [url.removeprefix("unix://") for url in setting.urls]
+        self._connections = [redis.UnixDomainSocketConnection(path=path) for path in self._paths]
         self._keys: list[list[bytes]] = []
         self._order = np.empty(0, np.int64)
         self._rows = torch.empty(0)
@@ -221,14 +243,7 @@ class OnDemand(Rows):
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             self._keys.append([names[place : place + 8] for place in range(8 * start, 8 * end, 8)])
         asked = time.perf_counter()
-        for connection, keys in zip(self._connections, self._keys, strict=True):
-            for start in range(0, len(keys), _KEYS_A_COMMAND):
-                connection.send_command("MGET", *keys[start : start + _KEYS_A_COMMAND])
-        values: list[bytes] = []
-        for connection, keys in zip(self._connections, self._keys, strict=True):
-            for _ in range(0, len(keys), _KEYS_A_COMMAND):
-                values += connection.read_response(disable_decoding=True)
-        fetched = np.frombuffer(b"".join(values), np.float32).reshape(-1, DIM + 1)
+        fetched = np.frombuffer(b"".join(self._mget()), np.float32).reshape(-1, DIM + 1)
         answered = time.perf_counter()
         rows = np.empty_like(fetched)
         rows[self._order] = fetched
@@ -251,20 +266,58 @@ class OnDemand(Rows):
         updated = time.perf_counter()
         width = 4 * (DIM + 1)
         values = self._rows.numpy()[self._order].tobytes()
-        place = 0
-        for connection, keys in zip(self._connections, self._keys, strict=True):
-            for start in range(0, len(keys), _KEYS_A_COMMAND):
-                words: list[bytes] = []
-                for key in keys[start : start + _KEYS_A_COMMAND]:
-                    words += (key, values[place : place + width])
-                    place += width
-                connection.send_command("MSET", *words)
-        for connection, keys in zip(self._connections, self._keys, strict=True):
-            for _ in range(0, len(keys), _KEYS_A_COMMAND):
-                connection.read_response()
+        self._mset(iter([values[place : place + width] for place in range(0, len(values), width)]))
         self.parts["gradient by row"] = summed - begun
         self.parts["row update"] = updated - summed
         self.parts["waiting for rows"] += time.perf_counter() - updated
+
+    def _commands(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Shard and keys of every command."""
+        for shard, keys in enumerate(self._keys):
+            for start in range(0, len(keys), _KEYS_A_COMMAND):
+                yield shard, keys[start : start + _KEYS_A_COMMAND]
+
+    def _mget(self) -> list[bytes]:
+        for shard, keys in self._commands():
+            self._connections[shard].send_command("MGET", *keys)
+        values: list[bytes] = []
+        for shard, _ in self._commands():
+            values += self._connections[shard].read_response(disable_decoding=True)
+        return values
+
+    def _mset(self, values: Iterator[bytes]) -> None:
+        for shard, keys in self._commands():
+            words = [word for key in keys for word in (key, next(values))]
+            self._connections[shard].send_command("MSET", *words)
+        for shard, _ in self._commands():
+            self._connections[shard].read_response()
+
+
+class OnDemandInTurn(OnDemand):
+    """The same with redis-py's clients as its documentation has them: a pipeline a shard, one shard after the other."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._clients = [redis.Redis(unix_socket_path=path) for path in self._paths]
+
+    def _mget(self) -> list[bytes]:
+        values: list[bytes] = []
+        for shard, client in enumerate(self._clients):
+            pipeline = client.pipeline(transaction=False)
+            for of, keys in self._commands():
+                if of == shard:
+                    pipeline.mget(keys)
+            for some in pipeline.execute():
+                values += some
+        return values
+
+    def _mset(self, values: Iterator[bytes]) -> None:
+        for shard, client in enumerate(self._clients):
+            pipeline = client.pipeline(transaction=False)
+            for of, keys in self._commands():
+                if of == shard:
+                    pipeline.mset({key: next(values) for key in keys})
+            pipeline.execute()
 
 
 class Lru(Rows):

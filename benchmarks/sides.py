@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from trainer import numerics
 
 # Before torch is imported, as in every trainer.
 numerics.set_environment()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import baselines  # noqa: E402
@@ -85,10 +85,8 @@ class Side:
         parts = {name: 1000 * sum(of) / len(of) for name, of in answer["further"].items()}
         return Answer(tuple(1000 * seconds for seconds in answer["seconds"]), parts, answer["loss"])
 
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._ranks.close()
 
 
@@ -114,12 +112,14 @@ def run_baseline(order: Order, schedule: Schedule, dense: DensePart, turns: Turn
         "one table": baselines.OneTable,
         "26 bags": baselines.Bags,
         "on demand": baselines.OnDemand,
+        "on demand, shards in turn": baselines.OnDemandInTurn,
         "LRU": baselines.Lru,
     }
     first = Schedule(order.first) if order.first else schedule
-    rows = make[order.side](baselines.Setting(schedule, first, order.urls, order.slots))
+    setting = baselines.Setting(schedule, np.load(order.ids, mmap_mode="r"), first, order.urls, order.slots)
+    rows = make[order.side](setting)
     turns.begin()
-    for loss, parts in baselines.steps(schedule, dense, rows, order.ids, order.skipped):
+    for loss, parts in baselines.steps(setting, dense, rows, order.skipped):
         turns.step(loss, parts)
 
 

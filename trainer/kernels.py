@@ -20,7 +20,7 @@ from cache.staging import put_rows, take_rows
 from pipelines.prefetch import prefetch
 from trainer.errors import JobError
 from trainer.layout import MEAN, BlockLayout, UpdateRules
-from trainer.vector import eight_sums_of_squares
+from trainer.vector import COLUMNS, add, copy, descend, eight_sums_of_squares
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD = (ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad"))
 EPSILON = np.float32(1e-8)
@@ -73,10 +73,13 @@ class Kernels(Protocol):
 def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
     """Where rows of all tables are equally wide: block float32 [lookups, W]."""
     columns = block.shape[1]
+    vectors = columns // COLUMNS * COLUMNS
     for l in range(index.size):
         place = np.int64(index[l])
-        for j in range(columns):
-            block[l, j] = rows[place, j]
+        for j in range(0, vectors, COLUMNS):
+            copy(rows, place * columns + j, block, l * columns + j)
+        for j in range(vectors, columns):
+            block[l, np.uint64(j)] = rows[place, np.uint64(j)]
 
 
 @_compile
@@ -120,10 +123,14 @@ def _gather_bags(
 def _scatter_single(gradient: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     out[:] = np.float32(-0.0)  # -0 + x = x for every x, so each sum starts from its first term
     columns = out.shape[1]
+    vectors = columns // COLUMNS * COLUMNS
     for l in range(index.size):
         place = np.int64(index[l])
-        for j in range(columns):
-            out[place, j] = out[place, j] + gradient[l, j]
+        for j in range(0, vectors, COLUMNS):
+            add(gradient, l * columns + j, out, place * columns + j)
+        for j in range(vectors, columns):
+            c = np.uint64(j)
+            out[place, c] = out[place, c] + gradient[l, c]
 
 
 @_compile
@@ -209,8 +216,12 @@ def _apply(
             s = state[r, 0] + _sum_of_squares(gradient, i, 0, width, scratch) / np.float32(width)
             state[r, 0] = s
             root = np.sqrt(s) + EPSILON
-            for j in range(width):
-                weights[r, j] = weights[r, j] - (lr * gradient[i, j]) / root
+            vectors = width // COLUMNS * COLUMNS
+            for j in range(0, vectors, COLUMNS):
+                descend(gradient, i * columns + j, lr, root, weights, r * columns + j)
+            for j in range(vectors, width):
+                c = np.uint64(j)
+                weights[r, c] = weights[r, c] - (lr * gradient[i, c]) / root
         else:
             start = 0
             for p in range(part_offsets[k], part_offsets[k + 1]):
@@ -222,6 +233,28 @@ def _apply(
                 for j in range(start, end):
                     weights[r, j] = weights[r, j] - (lr * gradient[i, j]) / root
                 start = end
+
+
+@_compile
+def _apply_rowwise(
+    weights: np.ndarray, state: np.ndarray, slots: np.ndarray, tables: np.ndarray, gradient: np.ndarray, rates: np.ndarray
+) -> None:
+    """`_apply` where every table has rows of one part, as wide as the partition and a multiple of COLUMNS, under row-wise Adagrad.
+
+    Without the other cases in its way it takes less than half the time.
+    """
+    columns, last = weights.shape[1], slots.size - 1
+    for i in range(slots.size):
+        ahead = np.int64(slots[min(i + _AHEAD, last)])
+        for j in range(0, columns, _LINE):
+            prefetch(weights, ahead * columns + j)
+        prefetch(state, ahead)
+        r = np.int64(slots[i])
+        s = state[r, 0] + eight_sums_of_squares(gradient, i * columns, columns // 8) / np.float32(columns)
+        state[r, 0] = s
+        root = np.sqrt(s) + EPSILON
+        for j in range(0, columns, COLUMNS):
+            descend(gradient, i * columns + j, rates[tables[i]], root, weights, r * columns + j)
 
 
 class CompiledKernels:
@@ -260,6 +293,9 @@ class CompiledKernels:
     def apply(
         self, weights: Tensor, state: Tensor, slots: np.ndarray, tables: np.ndarray, gradient: Tensor, rules: UpdateRules
     ) -> None:
+        if rules.rowwise and rules.width % COLUMNS == 0:
+            _apply_rowwise(weights.numpy(), state.numpy(), slots, tables, gradient.numpy(), rules.rates)
+            return
         _apply(
             weights.numpy(),
             state.numpy(),

@@ -104,7 +104,8 @@ class UpdateRules:
     """The row optimizers of all tables as arrays, for the kernels.
 
     kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables]; widths: int32 [tables]; parts: int32, columns of the parts of
-    table k at part_offsets[k] .. part_offsets[k+1]; width, state_width: the largest of all tables, the columns of a partition.
+    table k at part_offsets[k] .. part_offsets[k+1]; width, state_width: the largest of all tables, the columns of a partition; rowwise: whether
+    all tables have rows of one part, of one width, under row-wise Adagrad.
     """
 
     kinds: np.ndarray
@@ -114,6 +115,7 @@ class UpdateRules:
     part_offsets: np.ndarray
     width: int
     state_width: int
+    rowwise: bool
 
     @classmethod
     def of(cls, rows: Sequence[RowLayout]) -> UpdateRules:
@@ -126,4 +128,7 @@ class UpdateRules:
             np.cumsum([0, *(len(row.parts) for row in rows)]).astype(np.int32),
             max((row.width for row in rows), default=0),
             max((row.state_width for row in rows), default=0),
+            bool(rows)
+            and len(rows[0].parts) == 1
+            and all((row.optimizer, row.parts) == ("rowwise_adagrad", rows[0].parts) for row in rows),
         )

@@ -1,4 +1,4 @@
-"""Vector instructions inside numba kernels where its loops become none: sums whose order is given as eight running sums."""
+"""Vector instructions inside numba kernels, where a loop over a row would become none, or check for every row how long it is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,60 @@ from numba.extending import intrinsic
 
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)
+COLUMNS = 16  # float32 values that `copy` and `add` take at once
+
+
+def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, width: int) -> Any:
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [place]), ir.PointerType(ir.VectorType(_FLOAT, width)))
+
+
+@intrinsic
+def copy(typing_context: Any, source: Any, place: Any, target: Any, to: Any) -> Any:
+    """Copy COLUMNS values between contiguous float32 arrays, counted flat."""
+    signature = types.void(source, types.int64, target, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = builder.load(_at(context, builder, signature.args[0], arguments[0], arguments[1], COLUMNS), align=4)
+        builder.store(value, _at(context, builder, signature.args[2], arguments[2], arguments[3], COLUMNS), align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def add(typing_context: Any, source: Any, place: Any, target: Any, to: Any) -> Any:
+    """Add COLUMNS values to those of another contiguous float32 array, counted flat."""
+    signature = types.void(source, types.int64, target, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = builder.load(_at(context, builder, signature.args[0], arguments[0], arguments[1], COLUMNS), align=4)
+        target = _at(context, builder, signature.args[2], arguments[2], arguments[3], COLUMNS)
+        builder.store(builder.fadd(builder.load(target, align=4), value), target, align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def descend(typing_context: Any, gradient: Any, place: Any, rate: Any, root: Any, weights: Any, to: Any) -> Any:
+    """weights = weights - (rate * gradient) / root for COLUMNS values of contiguous float32 arrays, counted flat."""
+    signature = types.void(gradient, types.int64, types.float32, types.float32, weights, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def spread(value: Any) -> Any:
+            one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+            everywhere = ir.Constant(ir.VectorType(ir.IntType(32), COLUMNS), [0] * COLUMNS)
+            return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), everywhere)
+
+        kind = ir.VectorType(_FLOAT, COLUMNS)
+        g = builder.load(_at(context, builder, signature.args[0], arguments[0], arguments[1], COLUMNS), align=4)
+        change = builder.fdiv(builder.fmul(spread(arguments[2]), g), spread(arguments[3]))
+        target = _at(context, builder, signature.args[4], arguments[4], arguments[5], COLUMNS)
+        builder.store(builder.fsub(builder.load(target, align=4), change), target, align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @intrinsic

@@ -37,7 +37,7 @@ def slices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, 
     """rows, index, offsets, layout, samples."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     samples, features, n = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(1, 12))
-    widths = [draw(st.integers(1, 19)) for _ in range(features)]
+    widths = [draw(st.integers(1, 35))] * features if draw(st.booleans()) else [draw(st.integers(1, 19)) for _ in range(features)]
     bags = draw(st.booleans())
     pooling = [draw(st.integers(0, 2)) if bags else SINGLE for _ in range(features)]
     lengths = np.array([1 if kind == SINGLE else rng.integers(1, 6) for _ in range(samples) for kind in pooling])
@@ -174,22 +174,28 @@ def expected_update(row: RowLayout, w: np.ndarray, s: np.ndarray, g: np.ndarray)
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32))
-def test_updates_are_those_of_each_tables_optimizer(seed: int) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([0, 16, 32, 24]))
+def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> None:
+    """alike: all tables have rows of one part of this width, under row-wise Adagrad; 0: they differ."""
     rng = np.random.default_rng(seed)
     names = ["sgd", "adagrad", "rowwise_adagrad"]
-    tables = [
-        RowLayout(
-            k,
-            f"t{k}",
-            9,
-            (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2],
-            names[int(rng.integers(3))],
-            0.1 * k,
-        )
-        for k in range(4)
-    ]
+    tables = (
+        [RowLayout(k, f"t{k}", 9, (("weights", alike),), "rowwise_adagrad", 0.1 * k) for k in range(4)]
+        if alike
+        else [
+            RowLayout(
+                k,
+                f"t{k}",
+                9,
+                (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2],
+                names[int(rng.integers(3))],
+                0.1 * k,
+            )
+            for k in range(4)
+        ]
+    )
     rules = UpdateRules.of(tables)
+    assert rules.rowwise or not alike
     count = 30
     weights = rng.standard_normal((50, rules.width)).astype(f32)
     state = rng.random((50, rules.state_width)).astype(f32)

@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.vector import copy
+
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)
 
@@ -80,21 +82,6 @@ def _block(
         for r, row in enumerate(sums):
             for c, s in enumerate(row):
                 builder.store(builder.load(s), eight(out, builder.add(place, number(_COLUMNS * r + 8 * c))), align=4)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def _copy(typing_context: Any, source: Any, place: Any, target: Any, to: Any) -> Any:
-    """Copy 16 values between contiguous float32 arrays, counted flat."""
-    signature = types.void(source, types.int64, target, types.int64)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = (context.make_array(signature.args[k])(context, builder, arguments[k]).data for k in (0, 2))
-        kind = ir.PointerType(ir.VectorType(_FLOAT, 16))
-        value = builder.load(builder.bitcast(builder.gep(source, [arguments[1]]), kind), align=4)
-        builder.store(value, builder.bitcast(builder.gep(target, [arguments[3]]), kind), align=4)
         return context.get_dummy_value()
 
     return signature, generate
@@ -171,7 +158,7 @@ def _forward(low, vectors, out, width):  # type: ignore[no-untyped-def]
                 _block(own, i * padded, padded, turned, chunk * _COLUMNS, stride, columns, dots, chunk * size)
             for r in range(min(_ROWS, n - i)):
                 for chunk in range(_padded(i + r, _COLUMNS) // _COLUMNS):
-                    _copy(dots, chunk * size + r * _COLUMNS, out, place + chunk * _COLUMNS)
+                    copy(dots, chunk * size + r * _COLUMNS, out, place + chunk * _COLUMNS)
                 place += i + r
 
 

@@ -80,7 +80,9 @@ def further_columns(model: type[nn.Module]) -> tuple[tuple[str, int], ...]:
 def stacked(embeddings: Mapping[str, Tensor], spec: ModelSpec) -> Tensor:
     """Embeddings of one dimension side by side: contiguous, [b, F, D]."""
     if isinstance(embeddings, Embeddings):
-        return embeddings.block.narrow(2, 0, spec.features[0][1]).contiguous()
+        block, dimension = embeddings.block, spec.features[0][1]
+        # The whole block as it is, where it is: a part's gradient would be copied into a block of zeros.
+        return block if block.shape[2] == dimension else block.narrow(2, 0, dimension).contiguous()
     return torch.stack([embeddings[name] for name in spec.names], dim=1)
 
 

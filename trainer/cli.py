@@ -221,7 +221,10 @@ def _summary_text(summary: dict[str, Any]) -> str:
         f"normalised entropy {shown(summary['normalized_entropy'], '.4f')}",
         f"rows: {summary['rows_used']:,} used, {summary['rows_arrived']:,} arrived, {summary['rows_fetched']:,} of them fetched, "
         f"{summary['rows_written_back']:,} written back, {summary['rows_flushed']:,} more at the end",
-        f"cache hits {shown(summary['cache_hit_rate'], '.1%')}, waiting for rows {shown(summary['wait_fraction'], '.1%')} of the time",
+        f"cache hits {shown(summary['cache_hit_rate'], '.1%')}",
+        f"a step {shown(summary['ms_step'], '.2f')} ms: compute {shown(summary['ms_compute'], '.2f')}, exchange "
+        f"{shown(summary['ms_exchange'], '.2f')}, waiting for rows {shown(summary['ms_waiting'], '.2f')} "
+        f"({shown(summary['wait_fraction'], '.2%')} of the time)",
     ]
     if summary.get("digest"):
         lines.append(f"digest {summary['digest']}")

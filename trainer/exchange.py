@@ -135,8 +135,13 @@ class Exchange:
             lists.held.clear()
         critical.wait()
 
-    def local_rows(self, lists: Lists, lane: int, weights: Mapping[int, Tensor]) -> Tensor:
-        """The local rows of a hosted lane: float32 [n, W], by owner lane and then by first lookup in the step."""
+    def local_rows(self, lists: Lists, lane: int, weights: Mapping[int, Tensor]) -> tuple[Tensor, np.ndarray | None]:
+        """The local rows of a hosted lane, by owner lane and then by first lookup in the step: (rows float32 [n, W], None).
+
+        Of a single lane, (its partition, the slots int32 [n] of the rows).
+        """
+        if len(self._map) == 1:
+            return weights[lane], lists.events[lane].slots
         parts = lists.local[lane]
         rows = self._empty(sum(part.size for part in parts))
         start = 0
@@ -147,7 +152,7 @@ class Exchange:
             else:
                 self._kernels.take_rows(lists.buffers[self._map[owner]], lists.at[owner][part], out)
             start += part.size
-        return rows
+        return rows, None
 
     def _owner_parts(self, lists: Lists, lane: int, gradients: Tensor) -> list[Tensor]:
         return list(gradients.split([part.size for part in lists.local[lane]]))

@@ -41,11 +41,18 @@ class Kernels(Protocol):
         """rows[places[i]] = values[i]; places int32 [m] without repetition."""
 
     def gather_block(
-        self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor
+        self,
+        rows: Tensor,
+        index: np.ndarray,
+        offsets: np.ndarray | None,
+        layout: BlockLayout,
+        block: Tensor,
+        places: np.ndarray | None = None,
     ) -> None:
-        """Fill the embedding block [b, F, W] from local rows [n, W].
+        """Fill the embedding block [b, F, W] from local rows: those in rows float32 [n, W], or of them the ones at `places`.
 
-        index: int32 [lookups], places among the rows; offsets: int32 [b*F + 1] into index, or None where every feature has one value.
+        index: int32 [lookups], local rows; offsets: int32 [b*F + 1] into index, or None where every feature has one value; places: int32
+        [local rows] into rows, or None where rows are the local rows themselves.
         """
 
     def row_gradients(
@@ -76,6 +83,22 @@ def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> Non
     vectors = columns // COLUMNS * COLUMNS
     for l in range(index.size):
         place = np.int64(index[l])
+        for j in range(0, vectors, COLUMNS):
+            copy(rows, place * columns + j, block, l * columns + j)
+        for j in range(vectors, columns):
+            block[l, np.uint64(j)] = rows[place, np.uint64(j)]
+
+
+@_compile
+def _gather_through(rows: np.ndarray, places: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
+    """`_gather_equal` of rows[places], which lie at random."""
+    columns, last = block.shape[1], index.size - 1
+    vectors = columns // COLUMNS * COLUMNS
+    for l in range(index.size):
+        ahead = np.int64(places[index[min(l + _AHEAD, last)]]) * columns
+        for j in range(0, columns, _LINE):
+            prefetch(rows, ahead + j)
+        place = np.int64(places[index[l]])
         for j in range(0, vectors, COLUMNS):
             copy(rows, place * columns + j, block, l * columns + j)
         for j in range(vectors, columns):
@@ -267,10 +290,21 @@ class CompiledKernels:
         put_rows(values.numpy(), places, rows.numpy())
 
     def gather_block(
-        self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor
+        self,
+        rows: Tensor,
+        index: np.ndarray,
+        offsets: np.ndarray | None,
+        layout: BlockLayout,
+        block: Tensor,
+        places: np.ndarray | None = None,
     ) -> None:
         # detach: the block is usually a leaf that already requires its gradient
         values = block.detach().numpy()
+        if offsets is None and layout.equal and places is not None:
+            _gather_through(rows.numpy(), places, index, values.reshape(-1, layout.width))
+            return
+        if places is not None:
+            index = places[index]
         if offsets is None and layout.equal:
             _gather_equal(rows.numpy(), index, values.reshape(-1, layout.width))
         elif offsets is None:
@@ -333,8 +367,16 @@ class TorchKernels:
         rows.index_copy_(0, self._long(places), values)
 
     def gather_block(
-        self, rows: Tensor, index: np.ndarray, offsets: np.ndarray | None, layout: BlockLayout, block: Tensor
+        self,
+        rows: Tensor,
+        index: np.ndarray,
+        offsets: np.ndarray | None,
+        layout: BlockLayout,
+        block: Tensor,
+        places: np.ndarray | None = None,
     ) -> None:
+        if places is not None:
+            index = places[index]
         b, features, width = block.shape
         looked_up = rows.index_select(0, self._long(index))
         if offsets is not None:

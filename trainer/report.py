@@ -36,6 +36,8 @@ class Totals:
     rows_flushed: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
+    seconds_compute: float = 0.0
+    seconds_exchange: float = 0.0
     seconds_waiting: float = 0.0
 
     @property
@@ -47,6 +49,11 @@ class Totals:
     def wait_fraction(self) -> float:
         """The part of step time spent waiting for rows; nan before the first step."""
         return self.seconds_waiting / self.seconds if self.seconds else math.nan
+
+    def ms_a_step(self) -> dict[str, float]:
+        """Where a step's time goes, milliseconds on average: ms_step in all, of it ms_compute, ms_exchange, ms_waiting (nan before the first)."""
+        names = {"ms_step": "seconds", **{f"ms_{part}": f"seconds_{part}" for part in ("compute", "exchange", "waiting")}}
+        return {name: 1000 * getattr(self, of) / self.steps if self.steps else math.nan for name, of in names.items()}
 
     @property
     def samples_per_second(self) -> float:
@@ -112,7 +119,8 @@ class RunReport:
         for name in (*_ROWS, "bytes_sent"):
             setattr(totals, name, getattr(totals, name) + line[name])
         totals.seconds += line["ms"] / 1000
-        totals.seconds_waiting += line["ms_waiting"] / 1000
+        for name in ("compute", "exchange", "waiting"):
+            setattr(totals, f"seconds_{name}", getattr(totals, f"seconds_{name}") + line[f"ms_{name}"] / 1000)
         self.last_step = line["step"]
         self._show(line)
 
@@ -141,6 +149,7 @@ class RunReport:
             **{name: getattr(totals, name) for name in (*_ROWS, "rows_flushed", "bytes_sent")},
             "cache_hit_rate": totals.cache_hit_rate,
             "wait_fraction": totals.wait_fraction,
+            **totals.ms_a_step(),
             "seconds": totals.seconds,
             "last_step": self.last_step,
             **further,

@@ -246,11 +246,11 @@ class Trainer:
     def _forward(self, lane: int, lists: Lists, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
         """(block, logits, labels) of a lane's slice, which has samples."""
         part, moves = self.part, lists.events[lane]
-        rows = part.exchange.local_rows(lists, lane, self._weights())
+        rows, places = part.exchange.local_rows(lists, lane, self._weights())
         block = torch.empty(
             (len(moves.labels), len(part.block.names), part.block.width), device=part.device, requires_grad=requires_grad
         )
-        part.kernels.gather_block(rows, moves.index, moves.offsets, part.block, block)
+        part.kernels.gather_block(rows, moves.index, moves.offsets, part.block, block, places)
         dense, labels = (_aligned(view).to(part.device) for view in (moves.dense, moves.labels))
         return block, part.module(dense, part.block.embeddings(block)), labels
 

@@ -95,6 +95,10 @@ def test_block_and_gradients_follow_the_order_of_lookups(
         out = torch.full(block.shape, torch.nan).requires_grad_()
         kernels.gather_block(torch.from_numpy(rows), index, offsets, layout, out)
         assert bits(out.detach()) == bits(block), type(kernels).__name__
+        spread_out = np.concatenate([np.full_like(rows, np.nan), rows[::-1]])
+        places = np.arange(len(spread_out) - 1, len(rows) - 1, -1, dtype=np.int32)
+        kernels.gather_block(torch.from_numpy(spread_out), index, offsets, layout, out, places)
+        assert bits(out.detach()) == bits(block), type(kernels).__name__
         summed = torch.full(rows.shape, torch.nan)
         kernels.row_gradients(torch.from_numpy(gradient), index, offsets, layout, summed)
         assert bits(summed) == bits(sums), type(kernels).__name__

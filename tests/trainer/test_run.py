@@ -153,6 +153,7 @@ def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None
     assert summary["samples_per_second"] == 200 / 1.5
     assert summary["cache_hit_rate"] == 1 - 30 / 160
     assert summary["wait_fraction"] == 0.625 / 1.5
+    assert [summary[f"ms_{name}"] for name in ("step", "compute", "exchange", "waiting")] == [750, 250, 125, 312.5]
     assert summary["auc"] == 0.7
 
 

@@ -10,10 +10,12 @@ import torch
 
 from cache.errors import CacheError
 from cache.staging import EndedRows, Rows, Staged, copies_of_rows, put_rows
+from pipelines.prefetch import prefetch
 from pipelines.schedule_format import Arrivals
 
 FREE = -1
 _HUGE = 2 << 20
+_AHEAD = 32  # slots that are asked for early
 
 
 @nb.njit(nogil=True, cache=True)
@@ -51,7 +53,11 @@ def _leave(slots, table, ordinal, row_id, tag, stored_tag, left):  # type: ignor
 
 @nb.njit(nogil=True, cache=True)
 def _train(slots, tag, new_tag, table, tables):  # type: ignore[no-untyped-def]
+    last = slots.size - 1
     for i in range(slots.size):
+        ahead = slots[min(i + _AHEAD, last)]
+        prefetch(tag, ahead)
+        prefetch(table, ahead)
         tag[slots[i]] = new_tag
         tables[i] = table[slots[i]]
 

@@ -7,6 +7,8 @@ an earlier round; so no read can pass the write that it depends on.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -23,6 +25,7 @@ from cache.staging import EndedRows, EventStaging, Staged, WriteBackBatch, Write
 from cache.store import Write
 from pipelines.schedule_format import Arrivals
 
+NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)
 
 Plan = Iterator[tuple[int, Arrivals] | None]
@@ -262,6 +265,9 @@ class Traffic:
     # The thread's side.
 
     def _serve(self) -> None:
+        if sys.platform == "linux":
+            # Woken by the training thread, it would otherwise now and then take that thread's core from it for some milliseconds.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         seen = 0
         try:
             while True:

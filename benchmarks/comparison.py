@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from trainer.numerics import keep_memory
+
 Side = TypeVar("Side", float, Mapping[str, float])
 Cell = str | int | float | None
 Point = tuple[str | float, float]
@@ -47,6 +49,7 @@ def arguments(description: str | None, extra: Callable[[argparse.ArgumentParser]
     if given.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {given.pairs}")
     given.out.mkdir(parents=True, exist_ok=True)
+    keep_memory()  # for all sides alike
     # Ended from outside, a benchmark still ends the servers and the sides that it has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return given

@@ -38,7 +38,11 @@ class LanesWorkload(Workload):
         temporary.mkdir()
         header, events = schedule.header, events_of(schedule)
         features, samples = len(header.features.features), BATCH // self.lanes
-        shapes = {"ids": (features * samples,), "dense": (samples, model_spec(header.features, DIM).dense_width), "labels": (samples,)}
+        shapes = {
+            "ids": (features * samples,),
+            "dense": (samples, model_spec(header.features, DIM).dense_width),
+            "labels": (samples,),
+        }
         out = {
             (name, lane): np.lib.format.open_memmap(
                 temporary / f"{name}-{lane}.npy", "w+", np.int64 if name == "ids" else np.float32, (len(events), *shape)

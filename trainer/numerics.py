@@ -50,10 +50,15 @@ _CBWR_BRANCHES = {
 _CBWR_BRANCH, _CBWR_ALL, _CBWR_STRICT = 1, -1, 0x10000
 
 
+def keep_memory() -> None:
+    """Have the processes started from here on keep the memory that they free, unless GLIBC_TUNABLES is set already."""
+    os.environ.setdefault("GLIBC_TUNABLES", ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items()))
+
+
 def set_environment() -> None:
-    """Set the variables in ENVIRONMENT that are not set yet, for this process and those that it starts."""
-    keep = ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items())
-    for name, value in (ENVIRONMENT | {"GLIBC_TUNABLES": keep}).items():
+    """Set the variables in ENVIRONMENT that are not set yet, for this process and those that it starts; those keep memory."""
+    keep_memory()
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 

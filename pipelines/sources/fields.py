@@ -109,7 +109,7 @@ def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> np.int64:
                 if data[at] == delimiter or data[at] == _NEWLINE:
                     found |= np.uint64(1) << np.uint64(at - first)
         if count + 64 > len(ends):
-            return len(ends)
+            return np.int64(len(ends))
         # Eight at a time, wanted or not: a loop that ends with the last bit ends at a place that no processor guesses.
         kept = count
         while found != np.uint64(0):

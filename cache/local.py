@@ -22,6 +22,7 @@ import redis
 from cache.channel import pauses
 from cache.errors import StoreError, StoreFull, StoreUnavailable
 from cache.url import StoreUrl, parse_url
+from pipelines.files import replacing
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
 _SERVERS = "servers.json"
@@ -245,9 +246,8 @@ class LocalStores:
         self.stop(save=False)
 
     def _record(self) -> None:
-        temporary = self.directory / (_SERVERS + ".tmp")
-        temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
-        os.replace(temporary, self.directory / _SERVERS)
+        with replacing(self.directory / _SERVERS) as temporary:
+            temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
 
     def _launch(self, server: _Server, executable: str) -> None:
         server.socket.unlink(missing_ok=True)

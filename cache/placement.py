@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numba as nb
 import numpy as np
 
 from cache.errors import CacheError
+from pipelines.files import replacing
 from pipelines.mixing import key, mix
 
 GROUPS = 4096
@@ -87,12 +87,8 @@ class Placement:
     def save(self, path: Path) -> None:
         """Write the placement as JSON, whole or not at all."""
         stored = {"format": FORMAT, "shards": self.shard_count, "k": self.k, "r": self.r, "members": self.members.tolist()}
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
+        with replacing(path, durable=True) as temporary, open(temporary, "w", encoding="utf-8") as file:
             json.dump(stored, file, separators=(",", ":"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     def shards(self, lane: int, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
         """The store shard of each row of a lane. table: int16 [n]; ordinal: int64 [n], not negative. Returns int32 [n]."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numba as nb
 import numpy as np
 
 from pipelines.features import Dense
@@ -131,9 +132,18 @@ def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scal
 
 def rows_of(columns: Sequence[np.ndarray], rows: int, dtype: type) -> np.ndarray:
     """Columns [rows] side by side as [rows, columns], converted to dtype."""
+    staged: np.ndarray = np.empty((len(columns), rows), dtype)
+    for place, column in enumerate(columns):
+        staged[place] = column
     out: np.ndarray = np.empty((rows, len(columns)), dtype)
-    for start in range(0, rows, _BLOCK_ROWS):  # so that what every column writes into stays in cache
-        block = out[start : start + _BLOCK_ROWS]
-        for place, column in enumerate(columns):
-            block[:, place] = column[start : start + _BLOCK_ROWS]
+    # In one call that leaves Python alone: workers in threads would hand its lock to and fro at every small one.
+    _transpose(staged, out)
     return out
+
+
+@nb.njit(nogil=True, cache=True)
+def _transpose(source: np.ndarray, out: np.ndarray) -> None:
+    for first in range(0, len(out), _BLOCK_ROWS):  # so that what every column writes into stays in cache
+        for place in range(len(source)):
+            for row in range(first, min(first + _BLOCK_ROWS, len(out))):
+                out[row, place] = source[place, row]

@@ -5,25 +5,43 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SEAL = "sha256"
 
 
-def write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
-    """Write a file under a temporary name and rename it: it is there whole, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+@contextmanager
+def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
+    """A temporary name beside path, for a file or folder that is renamed to it at the end: it is there whole, or not at all.
+
+    The name is of this attempt alone, so that others may write the same file at the same time. durable: a file is forced to disk first.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
+        yield temporary
+        if durable:
+            with open(temporary, "rb") as written:
+                os.fsync(written.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
+    """Write a file whole, or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def _canonical(value: object) -> bytes:

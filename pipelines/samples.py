@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.errors import ScheduleError
+from pipelines.files import replacing
 
 _FORMAT = "foreload piece 1"
 
@@ -126,15 +125,8 @@ def write_piece(path: str | Path, samples: Samples, keys: np.ndarray | pa.Array 
     header = {"dense_width": samples.dense.shape[1], "meta": dict(meta)}
     batch = pa.record_batch(columns).replace_schema_metadata({"format": _FORMAT, "header": json.dumps(header, sort_keys=True)})
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-            writer.write_batch(batch)
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would lock out workers of another user
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as temporary, pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
 
 
 def read_piece(path: str | Path) -> tuple[Samples, pa.Array | None, dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import pyarrow as pa
 
 from pipelines.errors import ScheduleError
 from pipelines.features import FeatureSpec
+from pipelines.files import replacing
 
 FORMAT_VERSION = 1
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
@@ -44,21 +43,15 @@ def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -
     """
     arrays = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for offsets, values in columns.values()]
     batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     crc32 = 0
-    try:
-        # Straight to the file: an entry state is as large as the slots, and is not held twice.
-        with open(temporary, "w+b") as file:
-            with pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
-            size = file.tell()
-            file.seek(0)
-            while chunk := file.read(1 << 20):
-                crc32 = zlib.crc32(chunk, crc32)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    # Straight to the file: an entry state is as large as the slots, and is not held twice.
+    with replacing(path) as temporary, open(temporary, "w+b") as file:
+        with pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+        size = file.tell()
+        file.seek(0)
+        while chunk := file.read(1 << 20):
+            crc32 = zlib.crc32(chunk, crc32)
     return {"name": path.name, "bytes": size, "crc32": crc32}
 
 

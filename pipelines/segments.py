@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.files import write_sealed
+from pipelines.files import replacing, write_sealed
 from pipelines.lane_oracle import Columns, Oracle
 from pipelines.row_table import Rows, RowTable
 from pipelines.samples import Samples
@@ -195,17 +193,12 @@ def write_row_table(out: Path, table: RowTable) -> dict[str, Any]:
         [("table", pa.int16()), ("id", pa.int64()), ("lane", pa.uint8()), ("ordinal", pa.int64()), ("tag", pa.int32())]
     )
     path = out / ROW_TABLE
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     count = 0
-    try:
+    with replacing(path) as temporary:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in table.trained():
                 writer.write_batch(pa.RecordBatch.from_arrays([pa.array(batch[name]) for name in schema.names], schema=schema))
                 count += len(batch["id"])
         with pa.memory_map(str(temporary)) as file:
             entry = {"name": path.name, "rows": count, "bytes": file.size(), "crc32": zlib.crc32(file.read_buffer())}
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return entry

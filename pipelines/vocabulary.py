@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pyarrow.compute as pc
 
 from pipelines.errors import FeatureError
 from pipelines.features import FeatureSpec
+from pipelines.files import replacing
 from pipelines.mixing import hash_strings
 from pipelines.records import Records
 
@@ -83,16 +82,9 @@ class Vocabulary:
     def save(self, path: str | Path) -> None:
         """Write the values as an Arrow IPC file, by temporary name and rename."""
         path = Path(path)
-        handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
-        try:
-            batch = pa.record_batch([self._values], ["value"]).replace_schema_metadata({"format": _FORMAT})
-            with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
-            os.chmod(temporary, 0o644)  # mkstemp's 0600 would lock out workers of another user
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        batch = pa.record_batch([self._values], ["value"]).replace_schema_metadata({"format": _FORMAT})
+        with replacing(path) as temporary, pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
 
     @staticmethod
     def load(path: str | Path) -> Vocabulary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from pipelines.files import replacing
 from trainer.dense_optimizers import load_optimizer_state, optimizer_state
 from trainer.errors import RunError
 
@@ -20,14 +20,10 @@ def save_dense(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, 
     """Write parameters and optimizer state after training step `step`, by temporary file and rename. Raises RunError."""
     tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
     tensors |= {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        save_file(tensors, temporary, metadata={_STEP: str(step)})
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, path)
+        with replacing(path, durable=True) as temporary:
+            save_file(tensors, temporary, metadata={_STEP: str(step)})
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written ({error}); free the disk and train again") from error
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipelines.errors import SourceError
 from pipelines.features import FeatureSpec
 from pipelines.records import Records, convert
-from pipelines.sources.files import File, open_file, reading
+from pipelines.sources.files import File, open_arrow, reading
 from pipelines.sources.splits import PIECE_ROWS, Split
 
 
@@ -55,7 +55,7 @@ def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBa
 
 @contextmanager
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
-    with reading(path), open_file(path) as file:
+    with reading(path), open_arrow(path) as file:
         try:
             yield pq.ParquetFile(file)
         except pa.ArrowException as error:

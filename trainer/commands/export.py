@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,7 +12,7 @@ import pyarrow.parquet as pq
 from safetensors.torch import save_file
 
 from cache.rows import RowLayout
-from pipelines.files import write_json
+from pipelines.files import replacing, write_json
 from trainer.commands.resting import RestingRun, open_resting
 from trainer.errors import RunError
 from trainer.trained import TrainedRows
@@ -31,19 +28,13 @@ def run(path: str, store: str | None, out: str) -> dict[str, Any]:
     with open_resting(path, store) as resting:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        except OSError as error:
-            raise RunError(f"--out: cannot write to {target.parent}: {error.strerror}") from error
-        try:
-            about = _write(resting, temporary)
-            temporary.chmod(0o755)
-            os.replace(temporary, target)
+            with replacing(target) as temporary:
+                temporary.mkdir()
+                about = _write(resting, temporary)
         except OSError as error:
             raise RunError(
                 f"--out: cannot write {out}: {error.strerror or error}; free the disk or choose another folder"
             ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     return about
 
 

@@ -1,7 +1,8 @@
 """The serial pass: distinct rows of a step, their lanes and ordinals, each lane's local numbering (docs/definitions.md, Ownership).
 
-Pure kernels over arrays. A step's distinct rows are found in a small hash table that stays in cache, so the row table is touched once per
-distinct row rather than once per lookup, and asked for ahead.
+Pure kernels over arrays. In training the row table itself tells a step's distinct rows: every record has the number of the row's last access,
+and an access of this step is a place among its distinct rows. So each row's record is fetched once a step, and asked for ahead; what later
+kernels need of it is copied. Evaluation, which changes nothing, finds distinct rows in a hash table of the step's.
 """
 
 from __future__ import annotations
@@ -13,20 +14,36 @@ import numpy as np
 
 from pipelines.mixing import mix
 from pipelines.prefetch import prefetch
-from pipelines.row_table import ACCESS_BITS, ACCESS_MASK, AHEAD, FIELDS, ORDINAL, OWNER, TAG, Rows, find_hashed, home, named
+from pipelines.row_table import (
+    ACCESS_BITS,
+    ACCESS_MASK,
+    AHEAD,
+    FIELDS,
+    ORDINAL,
+    OWNER,
+    TAG,
+    Rows,
+    find_all_hashed,
+    find_hashed,
+    home,
+    row_hash,
+)
 
 _HASH_BITS = 64
+_FAR = 64  # lookups between asking for a record, or for what tells which it is, and using it
 
 
 class Scratch(NamedTuple):
     """Working space of the serial pass, grown to the largest step."""
 
-    places: np.ndarray  # uint32 [power of two]: the step's hash table: distinct row + 1, 0 free
+    records: np.ndarray  # int64 [lookups and _FAR more]: the record of each lookup, in training
+    words: np.ndarray  # uint64 [lookups and _FAR more]: the hash of each lookup, where any table is hashed
+    places: np.ndarray  # uint32 [power of two]: a step's hash table in evaluation: distinct row + 1, 0 free
     table: np.ndarray  # int16 [distinct]
     id: np.ndarray  # int64 [distinct]
     record: np.ndarray  # int64 [distinct]: -1 for a row that was never trained, in evaluation
+    state: np.ndarray  # int32 [distinct, FIELDS]: the row's record before the step, in training
     lane: np.ndarray  # int32 [distinct]: owner, -1 before it is known
-    last: np.ndarray  # int32 [distinct]: the low bits of the number of the row's last access
     given: np.ndarray  # int32 [distinct]: 1 + the ordinal that a row gets in this step, 0 where it has one
     users: np.ndarray  # uint64 [distinct]: bit v: the slice of lane v uses the row
     order: np.ndarray  # int32 [distinct]: distinct rows by owner lane, then by number
@@ -40,11 +57,13 @@ def scratch(lookups: int, lanes: int) -> Scratch:
     while 4 * size < 5 * lookups:
         size *= 2
     return Scratch(
+        np.zeros(lookups + _FAR, np.int64),
+        np.zeros(lookups + _FAR, np.uint64),
         np.zeros(size, np.uint32),
         np.zeros(lookups, np.int16),
         np.zeros(lookups, np.int64),
-        np.zeros(lookups, np.int64),
-        np.zeros(lookups, np.int32),
+        np.full(lookups, -1, np.int64),
+        np.zeros((lookups, FIELDS), np.int32),
         np.zeros(lookups, np.int32),
         np.zeros(lookups, np.int32),
         np.zeros(lookups, np.uint64),
@@ -55,14 +74,68 @@ def scratch(lookups: int, lanes: int) -> Scratch:
 
 
 @nb.njit(nogil=True, cache=True)
-def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> int:
-    """Number the distinct rows of a step by first lookup.
+def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> None:
+    """The record of every lookup into s.records, and some more of the last; rows without one get it. See trained_rows."""
+    bases, found, words = rows.bases, s.records, s.words
+    width = tables.size
+    for begin in range(0, ids.size, width):
+        for f in range(width):
+            found[np.uint64(begin + f)] = bases[np.uint64(tables[f])] + ids[np.uint64(begin + f)]
+    if rows.direct < len(rows.records):
+        for begin in range(0, ids.size, width):
+            for f in range(width):
+                words[np.uint64(begin + f)] = row_hash(tables[f], ids[np.uint64(begin + f)])
+        words[ids.size : ids.size + _FAR] = words[ids.size - 1]
+        find_all_hashed(rows, ids, tables, words, found, _FAR)
+    found[ids.size : ids.size + _FAR] = found[ids.size - 1]
 
-    ids int64 [lookups]; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has one value of
-    each. Fills s.table, s.id and s.inverse; returns how many. Of the row table nothing is read, but what will be is asked for.
+
+@nb.njit(nogil=True, cache=True)
+def trained_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s: Scratch) -> int:
+    """Number the distinct rows of a training step by first lookup, and note in their records that they are accessed.
+
+    ids int64 [lookups], at least one; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has
+    one value of each; access: the number of the first distinct row's access. Fills s.table, s.id, s.record, s.state, s.lane (-1 where the row
+    was never trained) and s.inverse; returns how many. Lanes and ordinals of new rows are entered by `remember`.
     """
+    _find_records(rows, ids, tables, s)
+    records, found, distinct_record, state = rows.records, s.records, s.record, s.state
+    distinct_table, distinct_id, distinct_lane, inverse = s.table, s.id, s.lane, s.inverse
+    low = np.uint32(ACCESS_MASK)
+    begun = np.uint32(access & np.int64(ACCESS_MASK))
+    width = tables.size
+    count = np.uint32(0)
+    for begin in range(0, ids.size, width):
+        for f in range(width):
+            i = np.uint64(begin + f)
+            prefetch(records, found[i + np.uint64(_FAR)] * FIELDS)
+            record = found[i]
+            r = np.uint64(record)
+            owner = np.uint32(records[r, OWNER])
+            # The row's number in this step, if it has one.
+            d = (owner - begun) & low
+            if d < count and distinct_record[np.uint64(d)] == record:
+                inverse[i] = d
+                continue
+            at = np.uint64(count)
+            for k in range(FIELDS):
+                state[at, k] = records[r, k]
+            distinct_record[at] = record
+            distinct_table[at] = tables[f]
+            distinct_id[at] = ids[i]
+            inverse[i] = count
+            records[r, OWNER] = np.int32((owner & ~low) | ((begun + count) & low))
+            count = np.uint32(count + np.uint32(1))
+    for i in range(count):
+        owner = np.uint32(state[i, OWNER])
+        distinct_lane[i] = np.int32(owner >> np.uint32(ACCESS_BITS)) if state[i, ORDINAL] != 0 else np.int32(-1)
+    return int(count)
+
+
+@nb.njit(nogil=True, cache=True)
+def seen_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> int:
+    """Number the distinct rows of an evaluation step; see trained_rows. s.record is -1 where a row was never trained."""
     places, distinct_table, distinct_id, inverse = s.places, s.table, s.id, s.inverse
-    records, bases, index = rows.records, rows.bases, rows.index
     bits = 0
     while 1 << bits < places.size:
         bits += 1
@@ -91,57 +164,42 @@ def distinct_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -
                 distinct_id[count] = row
                 inverse[i] = count
                 count += 1
-                base = bases[table]
-                if base >= 0:
-                    prefetch(records, (base + row) * FIELDS)
-                else:
-                    prefetch(index, home(index, table, row))
                 break
             d = entry - 1
             if distinct_id[d] == row and distinct_table[d] == table:
                 inverse[i] = d
                 break
             place = (place + np.uint64(1)) & last
+    _known_lanes(rows, count, s)
     return count
 
 
 @nb.njit(nogil=True, cache=True)
-def known_lanes(rows: Rows, count: int, train: bool, access: int, s: Scratch) -> None:
-    """The record and the lane of each distinct row as trained so far; lane -1 where it was never trained.
-
-    train: rows without a record get one, and the others' last access becomes this one, numbered from `access` on. Fills s.record, s.lane and
-    s.last; lanes and ordinals of new rows are entered by `remember`.
-    """
+def _known_lanes(rows: Rows, count: int, s: Scratch) -> None:
+    """The record and the lane of each distinct row as the oracle has come to know it; -1 where it was never trained."""
     records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.index, rows.keys, rows.hashed, rows.direct
     distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
-    last = s.last
-    low = np.int64(ACCESS_MASK)
-    any_hashed = direct < len(records)
     for d in range(count):
-        if any_hashed:
-            e = min(d + AHEAD, count - 1)
-            if bases[distinct_table[e]] < 0:
-                k = max(named(index[home(index, distinct_table[e], distinct_id[e])]), 0)
-                prefetch(keys, 2 * k)
-                prefetch(records, (direct + k) * FIELDS)
+        e = min(d + AHEAD, count - 1)
+        base = bases[distinct_table[e]]
+        if base >= 0:
+            prefetch(records, (base + distinct_id[e]) * FIELDS)
+        else:
+            prefetch(index, home(index, distinct_table[e], distinct_id[e]))
         table = distinct_table[d]
         base = bases[table]
         if base >= 0:
             record = base + distinct_id[d]
         else:
-            k = find_hashed(index, keys, hashed, table, distinct_id[d], train)
+            k = find_hashed(index, keys, hashed, table, distinct_id[d], False)
             record = direct + k if k >= 0 else k
         # An ordinal is given by the serial pass, which is ahead; a tag by the oracle, whose steps have passed.
-        if record < 0 or records[record, ORDINAL if train else TAG] == 0:
-            distinct_record[d] = record if train else -1
+        if record < 0 or records[record, TAG] == 0:
+            distinct_record[d] = -1
             distinct_lane[d] = -1
         else:
             distinct_record[d] = record
-            owner = np.uint32(records[record, OWNER])
-            distinct_lane[d] = owner >> np.uint32(ACCESS_BITS)
-            last[d] = owner & np.uint32(low)
-            if train:
-                records[record, OWNER] = np.int32((owner & ~np.uint32(low)) | np.uint32((access + d) & low))
+            distinct_lane[d] = np.int32(np.uint32(records[record, OWNER]) >> np.uint32(ACCESS_BITS))
 
 
 @nb.njit(nogil=True, cache=True)
@@ -157,7 +215,7 @@ def find_users(inverse: np.ndarray, bounds: np.ndarray, count: int, users: np.nd
     for lane in range(bounds.size - 1):
         bit = np.uint64(1) << np.uint64(lane)
         for i in range(bounds[lane], bounds[lane + 1]):
-            users[inverse[i]] |= bit
+            users[np.uint64(inverse[np.uint64(i)])] |= bit
 
 
 @nb.njit(nogil=True, cache=True)
@@ -243,21 +301,15 @@ def local_index(inverse: np.ndarray, bounds: np.ndarray, count: int, s: Scratch,
         index[:] = inverse
         return
     order, all_users, all_local = s.order, s.users, s.local
-    given = np.zeros(lanes, np.int32)
-    for place in range(count):
-        d = order[place]
-        users = all_users[d]
-        lane = 0
-        while users != np.uint64(0):
-            if users & np.uint64(1):
-                all_local[lane, d] = given[lane]
-                given[lane] += 1
-            users >>= np.uint64(1)
-            lane += 1
     for lane in range(lanes):
         local = all_local[lane]
+        given = np.int32(0)
+        for place in range(count):
+            d = np.uint64(order[place])
+            local[d] = given
+            given += np.int32((all_users[d] >> np.uint64(lane)) & np.uint64(1))
         for i in range(bounds[lane], bounds[lane + 1]):
-            index[i] = local[inverse[i]]
+            index[np.uint64(i)] = local[np.uint64(inverse[np.uint64(i)])]
 
 
 @nb.njit(nogil=True, cache=True)

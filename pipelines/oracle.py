@@ -16,7 +16,7 @@ import numpy as np
 
 from pipelines.numbering import Scratch
 from pipelines.prefetch import prefetch
-from pipelines.row_table import ACCESS_MASK, AHEAD, FIELDS, ORDINAL, PLACE, TAG, Rows, table_of
+from pipelines.row_table import ACCESS_MASK, AHEAD, FIELDS, ORDINAL, OWNER, PLACE, TAG, Rows, table_of
 
 UNKNOWN = np.int64(-1)
 FRONT, TAIL = range(2)  # places in Window.scalars
@@ -152,7 +152,7 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
     """
     accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
     mine, stacks, starts, numbers = window.mine, window.stacks, window.starts, window.scalars
-    records, order, record_of, table_of_row, users, last_of = rows.records, s.order, s.record, s.table, s.users, s.last
+    order, record_of, table_of_row, users, state = s.order, s.record, s.table, s.users, s.state
     ring = tables.size - 1
     steps = len(starts) - 1
     front, tail = numbers[FRONT], numbers[TAIL]
@@ -165,13 +165,13 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
         links = parts.links[parts.firsts[lane] : parts.firsts[lane + 1]]
         height = 0
         for k in range(start, start + owned[lane]):
-            near = last_of[order[min(k + AHEAD, count - 1)]]
+            near = state[order[min(k + AHEAD, count - 1)], OWNER]
             prefetch(accesses, 2 * ((front - 1 - ((front - 1 - near) & low)) & ring))
             d = order[k]
             c = (front + d) & ring
             record = record_of[d]
             # The ring entry where the row's last access would be is the row's own only if that is pending.
-            last = front - 1 - ((front - 1 - last_of[d]) & low)
+            last = front - 1 - ((front - 1 - state[d, OWNER]) & low)
             changed = False
             if last >= tail and accesses[last & ring, RECORD] == record:
                 accesses[last & ring, NEXT] = np.int64(step) << _HIGH | (k - start)
@@ -179,10 +179,10 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
                     next_users[last & ring] = users[d]
                     changed = True
             else:
-                tag = records[record, TAG]
+                tag = state[d, TAG]
                 changed = tag == step and tag != 0  # by the last step of the schedule that this one continues
-                if tag != 0 and records[record, PLACE] >= 0:
-                    slot = records[record, PLACE]
+                if tag != 0 and state[d, PLACE] >= 0:
+                    slot = state[d, PLACE]
                     _remove_unknown(scalars, links, slot)
                     stacks[(front + start + height) & ring] = np.int64(slot) | (k - start) << _HIGH
                     height += 1

@@ -51,7 +51,8 @@ class Rows(NamedTuple):
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
-def _hash(table: int, row_id: int) -> np.uint64:
+def row_hash(table: int, row_id: int) -> np.uint64:
+    """What a hashed row is found by; its low bits say where the search in the index begins."""
     return mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48)))
 
 
@@ -63,10 +64,10 @@ def _mark(word: np.uint64) -> np.int64:
 @nb.njit(nogil=True, cache=True)
 def home(index: np.ndarray, table: int, row_id: int) -> int:
     """Where the search for a hashed row begins in the index."""
-    return np.int64(_hash(table, row_id)) & (index.size - 1)
+    return np.int64(row_hash(table, row_id)) & (index.size - 1)
 
 
-@nb.njit(nogil=True, cache=True)
+@nb.njit(nogil=True, cache=True, inline="always")
 def named(entry: int) -> int:
     """The hashed row that an entry of the index names, from 0; -1 for a free one."""
     return (entry & np.int64(_ENTRY_MASK)) - 1
@@ -75,7 +76,7 @@ def named(entry: int) -> int:
 @nb.njit(nogil=True, cache=True)
 def find_hashed(index: np.ndarray, keys: np.ndarray, hashed: np.ndarray, table: int, row_id: int, add: bool) -> int:
     """The number of a hashed row, from 0. One without gets it if `add` (room is reserved, RowTable.reserve), or else has -1."""
-    word = _hash(table, row_id)
+    word = row_hash(table, row_id)
     mark = _mark(word)
     last = index.size - 1
     place = np.int64(word) & last
@@ -98,6 +99,49 @@ def find_hashed(index: np.ndarray, keys: np.ndarray, hashed: np.ndarray, table: 
     return k
 
 
+@nb.njit(nogil=True, cache=True)
+def find_all_hashed(rows: Rows, ids: np.ndarray, tables: np.ndarray, words: np.ndarray, found: np.ndarray, ahead: int) -> None:
+    """The records of a step's lookups of hashed rows; rows without one get it (room is reserved, RowTable.reserve).
+
+    ids int64 [lookups]; tables int16 [a divisor of lookups]: their tables, again and again; words uint64 [lookups + ahead]: their hashes, and
+    the last one's; found int64 [lookups or more]: filled, but for tables that are directly addressed. `find_hashed` in one loop without calls.
+    """
+    index, keys, bases, direct = rows.index, rows.keys, rows.bases, rows.direct
+    count = np.uint64(rows.hashed[0])
+    last = np.uint64(index.size - 1)
+    named_bits, mark_bits = np.uint64(_ENTRY_MASK), ~np.uint64(_ENTRY_MASK)
+    bits, one = np.uint64(_ENTRY_BITS), np.uint64(1)
+    near = np.uint64(ahead // 2)
+    far = np.uint64(ahead)
+    width = tables.size
+    for begin in range(0, ids.size, width):
+        for f in range(width):
+            i = np.uint64(begin + f)
+            prefetch(index, np.int64(words[i + far] & last))
+            following = np.uint64(index[words[i + near] & last]) & named_bits
+            prefetch(keys, np.int64(following) * 2 - 2)
+            table, row_id, word = tables[np.uint64(f)], ids[i], words[i]
+            if bases[np.uint64(table)] >= 0:
+                continue
+            mark = (word >> (bits + one)) << bits
+            place = word & last
+            while True:
+                entry = np.uint64(index[place])
+                k = (entry & named_bits) - one
+                if entry == np.uint64(0):
+                    k = count
+                    count += one
+                    keys[k, 0] = table
+                    keys[k, 1] = row_id
+                    index[place] = np.int64(mark | count)
+                    break
+                if entry & mark_bits == mark and keys[k, 1] == row_id and keys[k, 0] == table:
+                    break
+                place = (place + one) & last
+            found[i] = direct + np.int64(k)
+    rows.hashed[0] = np.int64(count)
+
+
 @nb.njit(nogil=True, cache=True, inline="always")
 def table_of(rows: Rows, record: int) -> int:
     """The table of a record."""
@@ -116,7 +160,7 @@ def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
     for k in range(count):
         if k + AHEAD < count:
             prefetch(index, home(index, keys[k + AHEAD, 0], keys[k + AHEAD, 1]))
-        word = _hash(keys[k, 0], keys[k, 1])
+        word = row_hash(keys[k, 0], keys[k, 1])
         place = np.int64(word) & last
         while index[place] != 0:
             place = (place + 1) & last

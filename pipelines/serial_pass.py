@@ -70,8 +70,7 @@ class SerialPass:
         numbering.local_index(step.inverse, step.bounds, step.count, self.scratch, out)
 
     def _step(self, samples: Samples, train: bool, order: np.ndarray | None) -> Step:
-        count = self._distinct(samples)
-        numbering.known_lanes(self.table.rows, count, train, self.accesses, self.scratch)
+        count = self._distinct(samples, train)
         step = self._sliced(samples, count, train, order)
         numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
         if numbering.settle(count, self.counts, train, self.owned, self.scratch) < 0:
@@ -81,14 +80,16 @@ class SerialPass:
             self.accesses += count
         return step
 
-    def _distinct(self, samples: Samples) -> int:
+    def _distinct(self, samples: Samples, train: bool) -> int:
         lookups = len(samples.ids)
         if lookups > self.scratch.inverse.size:
             self.scratch = numbering.scratch(max(lookups, 3 * self.scratch.inverse.size // 2), self.lanes)
         tables = self._tables
         if samples.offsets is not None:
             tables = np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
-        return int(numbering.distinct_rows(self.table.rows, samples.ids, tables, self.scratch))
+        if train and lookups:
+            return int(numbering.trained_rows(self.table.rows, samples.ids, tables, self.accesses, self.scratch))
+        return int(numbering.seen_rows(self.table.rows, samples.ids, tables, self.scratch))
 
     def _sliced(self, samples: Samples, count: int, train: bool, order: np.ndarray | None) -> Step:
         """The slices of a step: consecutive samples, those of `order`, or those that `assign` chooses."""

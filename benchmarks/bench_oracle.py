@@ -125,7 +125,7 @@ def _speed(near: Accesses, far: Accesses, pairs: int) -> tuple[list[Claim], Tabl
     for what, lanes, direct in ((near, 1, DIRECT_ROWS), (near, 4, DIRECT_ROWS), (far, 4, 0)):
         run(Accesses(what.ids[:8], what.rows), lanes, SLOTS, direct)  # compiles
     found = alternate(sides, pairs)
-    rows = [
+    rows: list[list[str | int | float | None]] = [
         [
             side,
             *(f"{figure:.1f}" for figure in (spread(values).median, min(values), max(values))),
@@ -159,7 +159,8 @@ def _milliseconds(what: Accesses, millions: Sequence[float]) -> float:
 def _arrivals(what: Accesses, slots: Sequence[int]) -> tuple[list[Claim], Table, Series]:
     firsts = np.tile(np.cumsum([0, *what.rows[:-1]]), what.ids.shape[1] // len(what.rows))
     numbers = what.ids + firsts
-    claims, rows = [], []
+    claims: list[Claim] = []
+    rows: list[list[str | int | float | None]] = []
     lines: dict[str, list[tuple[str | float, float]]] = {"Foreload": [], "Belady's minimum": [], "LRU": []}
     for count in slots:
         tell(f"arrivals with {count:,} slots")

@@ -126,9 +126,9 @@ def trained_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s
             inverse[i] = count
             records[r, OWNER] = np.int32((owner & ~low) | ((begun + count) & low))
             count = np.uint32(count + np.uint32(1))
-    for i in range(count):
-        owner = np.uint32(state[i, OWNER])
-        distinct_lane[i] = np.int32(owner >> np.uint32(ACCESS_BITS)) if state[i, ORDINAL] != 0 else np.int32(-1)
+    for n in range(count):
+        owner = np.uint32(state[n, OWNER])
+        distinct_lane[n] = np.int32(owner >> np.uint32(ACCESS_BITS)) if state[n, ORDINAL] != 0 else np.int32(-1)
     return int(count)
 
 
@@ -177,7 +177,7 @@ def seen_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> in
 @nb.njit(nogil=True, cache=True)
 def _known_lanes(rows: Rows, count: int, s: Scratch) -> None:
     """The record and the lane of each distinct row as the oracle has come to know it; -1 where it was never trained."""
-    records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.index, rows.keys, rows.hashed, rows.direct
+    records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.entries, rows.keys, rows.hashed, rows.direct
     distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
     for d in range(count):
         e = min(d + AHEAD, count - 1)

@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     records: np.ndarray  # int32 [capacity, FIELDS]
     bases: np.ndarray  # int64 [tables + 1]: first record of a directly addressed table, -1 for a hashed one
     sizes: np.ndarray  # int64 [tables]: rows of each table
-    index: np.ndarray  # int64 [power of two]: entries of hashed rows, 0 free
+    entries: np.ndarray  # int64 [power of two]: the hash index: entries of hashed rows, 0 free
     keys: np.ndarray  # int64 [capacity - direct, 2]: (table, id) of hashed rows
     hashed: np.ndarray  # int64 [1]: number of hashed rows
     direct: int  # number of directly addressed records
@@ -64,13 +64,13 @@ def _mark(word: np.uint64) -> np.int64:
 @nb.njit(nogil=True, cache=True)
 def home(index: np.ndarray, table: int, row_id: int) -> int:
     """Where the search for a hashed row begins in the index."""
-    return np.int64(row_hash(table, row_id)) & (index.size - 1)
+    return int(np.int64(row_hash(table, row_id)) & (index.size - 1))
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def named(entry: int) -> int:
     """The hashed row that an entry of the index names, from 0; -1 for a free one."""
-    return (entry & np.int64(_ENTRY_MASK)) - 1
+    return int((entry & np.int64(_ENTRY_MASK)) - 1)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -106,7 +106,7 @@ def find_all_hashed(rows: Rows, ids: np.ndarray, tables: np.ndarray, words: np.n
     ids int64 [lookups]; tables int16 [a divisor of lookups]: their tables, again and again; words uint64 [lookups + ahead]: their hashes, and
     the last one's; found int64 [lookups or more]: filled, but for tables that are directly addressed. `find_hashed` in one loop without calls.
     """
-    index, keys, bases, direct = rows.index, rows.keys, rows.bases, rows.direct
+    index, keys, bases, direct = rows.entries, rows.keys, rows.bases, rows.direct
     count = np.uint64(rows.hashed[0])
     last = np.uint64(index.size - 1)
     named_bits, mark_bits = np.uint64(_ENTRY_MASK), ~np.uint64(_ENTRY_MASK)
@@ -176,7 +176,7 @@ def _load(
         if base >= 0:
             r = base + ids[i]
         else:
-            r = rows.direct + find_hashed(rows.index, rows.keys, rows.hashed, table[i], ids[i], True)
+            r = rows.direct + find_hashed(rows.entries, rows.keys, rows.hashed, table[i], ids[i], True)
         rows.records[r, ORDINAL] = ordinal[i] + 1
         rows.records[r, OWNER] = np.int32(np.uint32(lane[i]) << np.uint32(ACCESS_BITS))
         rows.records[r, PLACE] = -1
@@ -242,7 +242,7 @@ class RowTable:
         records[: old.direct + count] = old.records[: old.direct + count]
         keys[:count] = old.keys[:count]
         _reindex(keys, count, index)
-        self.rows = old._replace(records=records, keys=keys, index=index)
+        self.rows = old._replace(records=records, keys=keys, entries=index)
         for path in before:
             path.unlink()
 

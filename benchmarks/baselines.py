@@ -6,7 +6,6 @@ from ids as a user's data have them; none gets the index that the schedule has c
 
 from __future__ import annotations
 
-import mmap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from cache.placement import Placement, fields
 from cache.rows import decode_rows, encode_rows
 from cache.store import COMMAND_ROWS, Read, Store, Write
 from caches import LruCache
+from pipelines.memory import zeros_in_huge_pages
 from pipelines.schedule import Schedule
 from trainer.assembly import DensePart
 from trainer.models.spec import Embeddings
@@ -32,7 +32,6 @@ from workload import BATCH, DIM, LR, NAMESPACE, SEED, SHARDS, events_of
 
 EPSILON = 1e-8
 _KEYS_A_COMMAND = 2048
-_HUGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +124,7 @@ class Floor(Rows):
 
 def _huge_zeros(count: int) -> Tensor:
     """float32 [count] in huge pages where the kernel has them, as a partition's slots are: rows are touched at random."""
-    memory = mmap.mmap(-1, 4 * count + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _HUGE_BYTES
-    return torch.from_numpy(whole[start : start + 4 * count].view(np.float32))
+    return torch.from_numpy(zeros_in_huge_pages((count,), np.float32))
 
 
 def _initial_tables(setting: Setting) -> Tensor:

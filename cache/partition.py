@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numba as nb
 import numpy as np
 import torch
 
 from cache.errors import CacheError
 from cache.staging import EndedRows, Rows, Staged, copies_of_rows, put_rows
+from pipelines.memory import HUGE_BYTES, zeros_in_huge_pages
 from pipelines.prefetch import prefetch
 from pipelines.schedule_format import Arrivals
 
 FREE = -1
-_HUGE = 2 << 20
 _AHEAD = 32  # slots that are asked for early
 
 
@@ -64,14 +62,9 @@ def _train(slots, tag, new_tag, table, tables):  # type: ignore[no-untyped-def]
 
 def _zeros(count: int, width: int, device: torch.device) -> torch.Tensor:
     """float32 [count, width]; on the CPU in huge pages where the kernel has them, since rows are touched at random."""
-    size = 4 * count * width
-    if device.type != "cpu" or size < _HUGE:
+    if device.type != "cpu" or 4 * count * width < HUGE_BYTES:
         return torch.zeros((count, width), dtype=torch.float32, device=device)
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _HUGE
-    return torch.from_numpy(whole[start : start + size].view(np.float32).reshape(count, width))
+    return torch.from_numpy(zeros_in_huge_pages((count, width), np.float32))
 
 
 class Partition:

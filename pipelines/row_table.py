@@ -9,7 +9,6 @@ mapped files, whose pages the kernel writes out when it needs the memory.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -22,7 +21,7 @@ import numba as nb
 import numpy as np
 
 from pipelines.features import FeatureSpec
-from pipelines.memory import available_bytes
+from pipelines.memory import available_bytes, zeros_in_huge_pages
 from pipelines.mixing import mix
 from pipelines.prefetch import prefetch
 
@@ -32,7 +31,6 @@ ACCESS_BITS = 26  # the other six bits of OWNER are the lane
 ACCESS_MASK = (1 << ACCESS_BITS) - 1
 DIRECT_ROWS = 1 << 26
 AHEAD = 16  # rows between a prefetch and its use
-_HUGE_BYTES = 2 << 20
 # A hash index entry: record + 1 of the hashed rows in the low bits, bits of the row's hash above, so that most other rows are told by them.
 _ENTRY_BITS = 40
 _ENTRY_MASK = (1 << _ENTRY_BITS) - 1
@@ -214,11 +212,8 @@ class RowTable:
     def _map(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if 2 * size <= available_bytes():
-            memory = mmap.mmap(-1, -(-size // _HUGE_BYTES) * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is slower, no more
-                memory.madvise(mmap.MADV_HUGEPAGE)
-                memory.madvise(mmap.MADV_DONTDUMP)  # also what benchmarks/bench_memory.py knows the row table by
-            return np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)
+            # That it is not dumped is also what benchmarks/bench_memory.py knows the row table by.
+            return zeros_in_huge_pages(shape, dtype, dumped=False)
         path = self._directory / f"{name}-{self._generation}"
         self._files.append(path)
         return np.memmap(path, dtype=dtype, mode="w+", shape=shape).view(np.ndarray)

@@ -18,7 +18,6 @@ class FlatGradients:
         self._shapes = [parameter.shape for parameter in parameters]
         sizes = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in parameters]
         self._starts = list(accumulate(sizes, initial=0))
-        self._lanes = lanes
         self.length = self._starts[-1] + lanes
 
     def gradients(self, flat: Tensor) -> list[Tensor]:

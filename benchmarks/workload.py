@@ -62,7 +62,7 @@ class Size:
     steps: int
 
 
-FULL = Size("full", 8_700_000, 1_500)
+FULL = Size("full", 8_800_000, 1_500)
 QUICK = Size("quick", 400_000, 195)
 
 

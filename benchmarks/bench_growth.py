@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from bench_torchrec import free_port
 from cache.local import LocalStores
 from comparison import Cell, Claim, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
@@ -26,7 +28,7 @@ from workload import BATCH, DIM, ROOT, SHARDS, SLOTS
 SIZES = {"10^5": 10**5, "10^6": 10**6, "10^7": 10**7, "10^8": 10**8}
 VALUES = 100_000
 MODEL = "small"
-DISCARDED = 20
+STEPS, DISCARDED = 10, 10  # of a turn; those not counted outlast what traffic had fetched ahead
 
 
 def prepare(out: Path, table_rows: int, samples: int) -> float:
@@ -39,6 +41,16 @@ def prepare(out: Path, table_rows: int, samples: int) -> float:
     return time.monotonic() - begun
 
 
+def check_same_accesses(one: Schedule, other: Schedule) -> None:
+    """Raises SystemExit unless two schedules move and look up the same in every event; their ids differ, as their tables do."""
+    for event, its in zip(one.events(), other.events(), strict=True):
+        mine, theirs = one.lane(event, 0), other.lane(its, 0)
+        pairs = [(getattr(mine, name), getattr(theirs, name)) for name in ("slots", "index", "users", "labels", "dense")]
+        pairs += [(getattr(mine.arrivals, name), getattr(theirs.arrivals, name)) for name in ("slot", "table", "ordinal", "tag")]
+        if not all(np.array_equal(a, b) for a, b in pairs):
+            raise SystemExit(f"{other.path}: event {event.step} accesses other rows than that of {one.path}")
+
+
 def start(schedule: Path, stores: LocalStores) -> Ranks:
     """A trainer on stores that hold nothing yet."""
     order = {"rank": 0, "ranks": 1, "port": free_port(), "schedule": str(schedule), "model": MODEL, "urls": list(stores.urls)}
@@ -46,38 +58,39 @@ def start(schedule: Path, stores: LocalStores) -> Ranks:
     return Ranks(schedule.name, [command], {"PYTHONPATH": str(ROOT)})
 
 
-def turn(side: Ranks, steps: int) -> dict[str, float]:
+def turn(side: Ranks) -> dict[str, float]:
     """The median step of a turn, in ms, and the median time of it spent waiting for rows."""
-    (answer,) = side.turn(steps, DISCARDED)
+    (answer,) = side.turn(STEPS, DISCARDED)
     waiting = statistics.median(answer["further"]["seconds_waiting"])
     return {"ms": 1000 * statistics.median(answer["seconds"]), "waiting_ms": 1000 * waiting}
 
 
 def main() -> None:
     """Measure and save."""
-    given = arguments(__doc__)
-    epoch = 100 if given.quick else 400
-    steps = epoch // given.pairs - DISCARDED
-    if steps < 5:
-        raise SystemExit(
-            f"--pairs: must leave 5 steps for each, of {epoch} in all; at most {epoch // (DISCARDED + 5)}, got {given.pairs}"
-        )
-    seconds, counts = {}, {}
+    # The machine's speed may change within a second, so turns are short and many.
+    given = arguments(__doc__, pairs=(30, 6))
+    epoch = given.pairs * (STEPS + DISCARDED)
+    seconds: dict[str, float] = {}
+    schedules: dict[str, Schedule] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.out, prefix="growth-")))
-        sides = {}
-        for name, table_rows in SIZES.items():
+        sides: dict[str, Ranks] = {}
+        sizes = {name: SIZES[name] for name in ("10^5", "10^8")} if given.quick else SIZES
+        for name, table_rows in sizes.items():
             tell(f"preparing tables of {name} rows")
             schedule = folder / name
             seconds[name] = prepare(schedule, table_rows, epoch * BATCH)
-            counts[name] = Schedule(schedule).manifest["counts"]
+            schedules[name] = Schedule(schedule)
+            if name != "10^5":
+                check_same_accesses(schedules["10^5"], schedules[name])
             stores = stack.enter_context(LocalStores(SHARDS, folder / f"store-{name}"))
             sides[name] = start(schedule, stores)
             stack.callback(sides[name].close)
         for name, side in sides.items():
             tell(f"tables of {name} rows: training the first epoch")
             side.turn(1, epoch - 1)
-        found = alternate({name: partial(turn, side, steps) for name, side in sides.items()}, given.pairs)
+        found = alternate({name: partial(turn, side) for name, side in sides.items()}, given.pairs, given.budget.until(0.95))
+        counts = {name: schedule.manifest["counts"] for name, schedule in schedules.items()}
     ms = {name: [of_turn["ms"] for of_turn in of] for name, of in found.items()}
     base = ms["10^5"]
     ratios: dict[str, Ratio] = {name: ratio(of, base) for name, of in ms.items()}
@@ -122,11 +135,11 @@ def main() -> None:
     )
     notes = [
         f"26 synthetic tables, {VALUES:,} values a column, spread over the whole of its table: which sample uses which value, and so every "
-        f"move of the schedule, is the same for all sizes. One trainer, {SHARDS} shards, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, the "
+        f"move of the schedule, is the same for all sizes (compared, event by event; only the ids differ). One trainer, {SHARDS} shards, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, the "
         f"small model, {SLOTS:,} slots. Timed in the second of two epochs, when rows are fetched from the store.",
         "Trainers of all sizes live throughout, each with a store of its own, and train in turn.",
     ]
-    settings = {"steps of a turn": steps, "untimed steps before": DISCARDED, "samples of an epoch": epoch * BATCH}
+    settings = {"pairs": len(base), "steps of a turn": STEPS, "untimed steps before": DISCARDED, "samples of an epoch": epoch * BATCH}
     save(Results("growth", "Growing tables", [claim], [table], [plot], settings, notes), given.out)
 
 

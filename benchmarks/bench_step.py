@@ -6,12 +6,13 @@ python benchmarks/bench_step.py [--quick] [--out DIR] [--pairs N]
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,16 +38,24 @@ STORES: dict[str, Kind] = {"foreload": "rows", "LRU": "rows", **dict.fromkeys(ON
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long sides run: pairs of turns, steps before the first turn, steps counted in each."""
+    """How long sides run: pairs of turns at most, steps before the first turn, steps counted in each.
+
+    until: when no more pairs are begun. Turns are short, since the machine's speed may change within a second.
+    """
 
     pairs: int
     warm_up: int
     steps: int
+    until: float = math.inf
 
     @property
     def end(self) -> int:
         """The step after the last one."""
-        return self.warm_up + self.pairs * (DISCARDED + self.steps)
+        return self.end_of(self.pairs)
+
+    def end_of(self, pairs: int) -> int:
+        """The step after the last one of so many pairs."""
+        return self.warm_up + pairs * (DISCARDED + self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,11 @@ class Contest:
     def ms(self, side: str) -> list[float]:
         """Milliseconds of a step, by round."""
         return [answer.mean_ms for answer in self.answers[side]]
+
+    @property
+    def pairs(self) -> int:
+        """Rounds of turns."""
+        return len(next(iter(self.answers.values())))
 
     @property
     def in_memory(self) -> str:
@@ -123,10 +137,10 @@ def contest(
                 redis_seconds[name] += _processor_seconds(stores[name]) - before
             return answers[name][-1].mean_ms
 
-        alternate({name: partial(turn, name) for name in sides}, plan.pairs)
-    trained = plan.end - plan.warm_up
-    redis_ms = {name: 1000 * seconds / trained for name, seconds in redis_seconds.items()}
-    seen = shares(schedule, plan.warm_up, plan.end)
+        alternate({name: partial(turn, name) for name in sides}, plan.pairs, plan.until)
+    end = plan.end_of(min(len(of) for of in answers.values()))
+    redis_ms = {name: 1000 * seconds / (end - plan.warm_up) for name, seconds in redis_seconds.items()}
+    seen = shares(schedule, plan.warm_up, end)
     return Contest(answers, redis_ms, seen["fetched_share"], seen["arrivals"])
 
 
@@ -140,7 +154,7 @@ def step_table(title: str, found: Contest) -> Table:
             "dense floor" if side == "floor" else side, 1000 * BATCH / ms.median, f"{ms.median:.2f}", f"{ms.low:.2f} to {ms.high:.2f}",
             f"{statistics.median(found.beyond(side)):.2f}", "-" if redis is None else f"{redis:.1f}",
         ])  # fmt: skip
-    note = f"Arrivals a step: {found.arrivals:,.0f}, of which {found.fetched_share:.1%} are fetched from the store."
+    note = f"{found.pairs} pairs. Arrivals a step: {found.arrivals:,.0f}, of which {found.fetched_share:.1%} are fetched from the store."
     return Table(title, ["side", "samples/s", "ms a step", "spread", "ms beyond the floor", "Redis CPU, ms a step"], rows, note)
 
 
@@ -241,31 +255,30 @@ def losses(found: Contest) -> str:
 
 def main() -> None:
     """Measure and save."""
-    given = arguments(__doc__)
+    given = arguments(__doc__, pairs=(14, 3))
+    until = given.budget.until
     work = Workload(given.out / "work", QUICK if given.quick else FULL)
     slots = [50_000, SLOTS] if given.quick else [50_000, 100_000, SLOTS, 400_000]
-    plan = Plan(given.pairs, 40, 12) if given.quick else Plan(given.pairs, 120, 30)
     second = work.second()
-    brief = Plan(2, 40, 12) if given.quick else Plan(3, 120, 20)
-    memory = contest(work, second, "small", ["floor", *IN_MEMORY], Plan(brief.pairs, 20, brief.steps))
-    three = ["floor", memory.in_memory, "foreload"]
-    everyone = [*three, "LRU", *ON_DEMAND]
-    small = contest(work, second, "small", everyone, plan)
-    large = contest(work, second, "Bagpipe's", three, Plan(1, 6, 2) if given.quick else Plan(given.pairs, 40, 8))
-    by_slots = {SLOTS: small}
-    by_slots |= {n: contest(work, work.second(n), "small", three, brief) for n in slots if n != SLOTS}
-    arrival_claims, arrival_table, arrival_plot = arrivals(work, slots)
-    slots_of, slots_plot = slot_table(by_slots)
+    short = Plan(3, 30, 8) if given.quick else Plan(6, 120, 15)
+    everyone = ["floor", *IN_MEMORY, "foreload", "LRU", *ON_DEMAND]
+    small = contest(work, second, "small", everyone, replace(short, pairs=given.pairs, until=until(0.4)))
+    three = ["floor", small.in_memory, "foreload"]
+    large = contest(work, second, "Bagpipe's", three, Plan(given.pairs, 20, 3 if given.quick else 8, until(0.6)))
     tables = [
-        step_table("In memory: which is faster", memory),
         step_table("Small model (bottom 13-64-32, top 64-1), second epoch", small),
         step_table("Bagpipe's model (bottom 13-512-256-64-32, top 1024-1024-1024-256-128-1), second epoch", large),
-        slots_of,
-        arrival_table,
     ]
     if not given.quick:
-        epoch = contest(work, work.first, "small", three, brief, first_epoch=True)
-        tables.insert(3, step_table("Small model, first epoch: new rows cost no request", epoch))
+        epoch = contest(work, work.first, "small", three, replace(short, until=until(0.68)), first_epoch=True)
+        tables.append(step_table("Small model, first epoch: new rows cost no request", epoch))
+    arrival_claims, arrival_table, arrival_plot = arrivals(work, slots)
+    by_slots = {SLOTS: small}
+    for place, number in enumerate(others := [number for number in slots if number != SLOTS], 1):
+        plan = replace(short, until=until(0.8 + 0.15 * place / len(others)))
+        by_slots[number] = contest(work, work.second(number), "small", three, plan)
+    slots_of, slots_plot = slot_table(by_slots)
+    tables += [slots_of, arrival_table]
     notes = [
         describe(work),
         "Each side is a process of its own; turns alternate, and the first steps of each are not counted, since Foreload's traffic fetches "
@@ -280,6 +293,7 @@ def main() -> None:
         "batch": BATCH,
         "rows in the store": work.rows,
         "discarded steps a turn": DISCARDED,
+        "pairs": small.pairs,
         "quick": given.quick,
     }
     save(

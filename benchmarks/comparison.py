@@ -10,6 +10,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -29,23 +30,51 @@ Side = TypeVar("Side", float, Mapping[str, float])
 Cell = str | int | float | None
 Point = tuple[str | float, float]
 
+MINUTES = {
+    "step": (14.0, 1.8),
+    "links": (6.0, 0.7),
+    "torchrec": (5.0, 0.9),
+    "growth": (4.0, 0.7),
+    "store": (2.0, 0.4),
+    "oracle": (3.0, 0.4),
+    "prepare": (8.0, 1.0),
+    "locality": (2.0, 0.4),
+    "exchange": (3.0, 0.7),
+    "memory": (3.0, 0.4),
+}
+"""What each script may take, in full and with --quick, on two cores; in the order of the report."""
+
+LEAST_PAIRS = 3
 PACKAGES = ("torch", "numpy", "numba", "pyarrow", "apache-beam", "redis", "hiredis")
 
 
-def arguments(description: str | None, extra: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
-    """The command line of a benchmark: `quick`, `out` (a folder, made if it is not there) and `pairs`.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The time that a script has, from its start."""
 
-    `extra` may add arguments of a script's own; `make bench` gives none of them.
+    seconds: float
+    begun: float = field(default_factory=time.monotonic)
+
+    def until(self, share: float) -> float:
+        """When a share of it has gone, by time.monotonic."""
+        return self.begun + share * self.seconds
+
+
+def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argparse.Namespace:
+    """The command line of a benchmark: `quick`, `out` (a folder, made if it is not there), `pairs` and `budget`.
+
+    pairs: how often each side runs at most, in full and with --quick.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less data and fewer pairs: tells that it works, not how fast")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="DIR", help="folder of the results")
-    parser.add_argument("--pairs", type=int, metavar="N", help="how often each side runs (default 5, with --quick 3)")
-    if extra is not None:
-        extra(parser)
+    parser.add_argument("--pairs", type=int, metavar="N", help=f"how often each side runs at most (default {pairs[0]}, with --quick {pairs[1]})")
+    parser.add_argument("--minutes", type=float, metavar="M", help="after which no more pairs are begun than 3")
     given = parser.parse_args()
     if given.pairs is None:
-        given.pairs = 3 if given.quick else 5
+        given.pairs = pairs[given.quick]
+    full, quick = MINUTES.get(Path(sys.argv[0]).stem.removeprefix("bench_"), (5.0, 1.0))
+    given.budget = Budget(60 * (given.minutes or (quick if given.quick else full)))
     if given.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {given.pairs}")
     given.out.mkdir(parents=True, exist_ok=True)
@@ -60,18 +89,27 @@ def tell(text: str) -> None:
     print(f"[{datetime.datetime.now():%H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 
-def alternate(sides: Mapping[str, Callable[[], Side]], pairs: int) -> dict[str, list[Side]]:
+def alternate(
+    sides: Mapping[str, Callable[[], Side]], pairs: int, until: float = math.inf, least: int = LEAST_PAIRS
+) -> dict[str, list[Side]]:
     """Run every side `pairs` times, in turn; the order is reversed in every other round, so that a drift favours none.
 
-    Returns for each side its results (a figure, or several by name), one per round.
+    until: no round begins that would end after it (Budget.until), once there are `least`. Returns for each side its results (a figure, or
+    several by name), one per round.
     """
     found: dict[str, list[Side]] = {name: [] for name in sides}
+    longest = 0.0
     for turn in range(pairs):
+        started = time.monotonic()
+        if turn >= least and started + longest > until:
+            tell(f"{turn} of {pairs} pairs: there is no time for more")
+            break
         for name in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
             begun = time.monotonic()
             result = sides[name]()
             found[name].append(result)
             tell(f"{turn + 1}/{pairs} {name}: {_figures(result)} ({time.monotonic() - begun:.1f} s)")
+        longest = max(longest, time.monotonic() - started)
     return found
 
 

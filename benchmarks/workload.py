@@ -188,11 +188,11 @@ class Workload:
 
         most: steps, where the schedule's first ones are enough.
         """
-        path = schedule.path.with_name(schedule.path.name + "-ids.npy")
+        header = schedule.header
+        steps = min(header.training_samples // BATCH, most or header.training_samples)
+        path = self.folder / f"ids-{steps}.npy"  # all schedules begin with the same data
         if not path.exists():
-            tell(f"writing the ids of {schedule.path.name}")
-            header = schedule.header
-            steps = min(header.training_samples // BATCH, most or header.training_samples)
+            tell(f"writing the ids of {steps:,} steps")
             shape = (steps, BATCH * len(header.features.features))
             temporary = path.with_suffix(".tmp.npy")
             out = np.lib.format.open_memmap(temporary, "w+", np.int64, shape)

@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,16 +33,17 @@ CLAIM = ("trained samples/s, 2 trainers, {} model", "TorchRec on CPU, 2 ranks", 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps of a turn, those before them that do not count, and the most pairs."""
+    """Steps of a turn, those before them that do not count, the most pairs, and the share of the script's time after which none begins."""
 
     steps: int
     discarded: int
     pairs: int
+    share: float
 
 
-# Untimed steps outlast what a trainer's staging may have been filled with while the other side had its turn (about 20 steps).
-PLANS = {"small": Plan(180, 50, 6), "Bagpipe's": Plan(60, 30, 3)}
-QUICK_PLANS = {"small": Plan(30, 24, 3)}
+# Untimed steps outlast what traffic had fetched ahead while the other side had its turn (8 steps).
+PLANS = {"small": Plan(25, 12, 12, 0.6), "Bagpipe's": Plan(5, 9, 4, 1.0)}
+QUICK_PLANS = {"small": Plan(15, 12, 5, 1.0)}
 
 
 def free_port() -> int:
@@ -51,6 +52,11 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def steps_of(plan: Plan) -> int:
+    """All steps that a side may train."""
+    return 1 + plan.discarded + plan.pairs * (plan.steps + plan.discarded)
 
 
 def torchrec(python: Path, schedule: Schedule, slices: Path, model: str) -> Ranks:
@@ -106,7 +112,7 @@ def turn(side: Ranks, plan: Plan) -> dict[str, float]:
 
 
 def compare(
-    work: LanesWorkload, second: Schedule, python: Path, model: str, plan: Plan, pairs: int
+    work: LanesWorkload, second: Schedule, python: Path, model: str, plan: Plan, until: float
 ) -> tuple[Claim, list[Table], dict[str, float]]:
     """One model's claim, its tables, and shares of its arrivals."""
     slices = work.slices(second)
@@ -117,8 +123,11 @@ def compare(
         stack.callback(sides["TorchRec"].close)
         sides["Foreload"] = foreload(second, model, stores)
         stack.callback(sides["Foreload"].close)
+        for side in sides.values():
+            side.turn(1, plan.discarded)  # compiles
         before = processor_seconds(stores.pids)
-        found = alternate({name: partial(turn, side, plan) for name, side in sides.items()}, pairs)
+        found = alternate({name: partial(turn, side, plan) for name, side in sides.items()}, plan.pairs, until)
+        pairs = len(found["Foreload"])
         redis_ms = 1000 * (processor_seconds(stores.pids) - before) / (pairs * (plan.steps + plan.discarded))
     rate = {name: [of_turn["samples_per_second"] for of_turn in of] for name, of in found.items()}
     gain = ratio(rate["Foreload"], rate["TorchRec"])
@@ -149,13 +158,14 @@ def compare(
             [[*parts, median("Foreload", "bytes_sent")]],
         ),
     ]
-    return claim, tables, shares(second, 0, pairs * (plan.steps + plan.discarded))
+    return claim, tables, {"pairs": pairs, **shares(second, plan.discarded + 1, steps_of(plan))}
 
 
 def main() -> None:
     """Measure and save."""
-    given = arguments(__doc__)
+    given = arguments(__doc__, pairs=(12, 5))
     plans = QUICK_PLANS if given.quick else PLANS
+    plans = {model: replace(plan, pairs=min(plan.pairs, given.pairs)) for model, plan in plans.items()}
     title = "Two trainers, beside TorchRec"
     try:
         if given.quick and not torchrec_environment.is_there():
@@ -167,9 +177,8 @@ def main() -> None:
         save(Results("torchrec", title, claims), given.out)
         return
     work = LanesWorkload(given.out / "work", QUICK if given.quick else FULL, RANKS)
-    pairs = {model: min(given.pairs, plan.pairs) for model, plan in plans.items()}
-    second = work.second(steps=max(pairs[model] * (plan.steps + plan.discarded) for model, plan in plans.items()))
-    results = [compare(work, second, python, model, plan, pairs[model]) for model, plan in plans.items()]
+    second = work.second(steps=max(steps_of(plan) for plan in plans.values()))
+    results = [compare(work, second, python, model, plan, given.budget.until(plan.share)) for model, plan in plans.items()]
     seen = results[0][2]
     notes = [
         describe(work).replace("one lane,", f"one lane a trainer, {SLOTS // RANKS:,} slots each,"),

@@ -239,14 +239,15 @@ def events_of(schedule: Schedule) -> list[Event]:
 
 
 def shares(schedule: Schedule, begin: int, end: int) -> dict[str, float]:
-    """Of steps begin .. end - 1 (0: the schedule's first): rows used and arrivals a step, and the share of arrivals that is fetched."""
-    used = arrived = fetched = 0
+    """Of steps begin .. end - 1 (0: the schedule's first): rows used, arrivals and ends a step, and the share of arrivals that is fetched."""
+    used = arrived = fetched = ended = 0
     for event in events_of(schedule)[begin:end]:
         lane = schedule.lane(event, 0)
         used, arrived = used + len(lane.slots), arrived + len(lane.arrivals)
         fetched += int(np.count_nonzero(lane.arrivals.tag))
+        ended += len(lane.ends)
     steps = end - begin
-    return {"rows_used": used / steps, "arrivals": arrived / steps, "fetched_share": fetched / max(arrived, 1)}
+    return {"rows_used": used / steps, "arrivals": arrived / steps, "ended": ended / steps, "fetched_share": fetched / max(arrived, 1)}
 
 
 def describe(work: Workload) -> str:

@@ -135,11 +135,16 @@ def main() -> None:
     )
     notes = [
         f"26 synthetic tables, {VALUES:,} values a column, spread over the whole of its table: which sample uses which value, and so every "
-        f"move of the schedule, is the same for all sizes (compared, event by event; only the ids differ). One trainer, {SHARDS} shards, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, the "
-        f"small model, {SLOTS:,} slots. Timed in the second of two epochs, when rows are fetched from the store.",
+        f"move of the schedule, is the same for all sizes (compared, event by event; only ids differ). "
+        f"One trainer, {SHARDS} shards, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, the small model, {SLOTS:,} slots. Timed in the second of two epochs, when rows are fetched from the store.",
         "Trainers of all sizes live throughout, each with a store of its own, and train in turn.",
     ]
-    settings = {"pairs": len(base), "steps of a turn": STEPS, "untimed steps before": DISCARDED, "samples of an epoch": epoch * BATCH}
+    settings = {
+        "pairs": len(base),
+        "steps of a turn": STEPS,
+        "untimed steps before": DISCARDED,
+        "samples of an epoch": epoch * BATCH,
+    }
     save(Results("growth", "Growing tables", [claim], [table], [plot], settings, notes), given.out)
 
 

@@ -289,7 +289,18 @@ def _compared(milliseconds: dict[str, list[float]]) -> Table:
 
 
 def _swept(names: dict[int, str], sweeps: Sweeps) -> Table:
-    columns = ["slots", "Mbit/s", "ms a step", "of it waiting for rows", "KB a step down", "rows alone", "up", "rows alone ", "of the capacity down", "up "]
+    columns = [
+        "slots",
+        "Mbit/s",
+        "ms a step",
+        "of it waiting for rows",
+        "KB a step down",
+        "rows alone",
+        "up",
+        "rows alone ",
+        "of the capacity down",
+        "up ",
+    ]
     rows = [
         [
             names[slots],
@@ -306,7 +317,12 @@ def _swept(names: dict[int, str], sweeps: Sweeps) -> Table:
         for slots, sweep in sweeps.items()
         for rate, of in sweep.items()
     ]
-    return Table("Throughput against link speed", columns, rows, "One turn each. Rows alone: what the schedule fetches and writes back in these steps.")
+    return Table(
+        "Throughput against link speed",
+        columns,
+        rows,
+        "One turn each. Rows alone: what the schedule fetches and writes back in these steps.",
+    )
 
 
 def _plot(names: dict[int, str], sweeps: Sweeps, memory_ms: float) -> Series:

@@ -8,6 +8,7 @@ that uses it in a step. FORELOAD_DATA names the folder with criteo/ and talkingd
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -162,7 +163,7 @@ def prepare_seconds(folder: Path, data: Data, placement: str) -> float:
     return time.perf_counter() - begun
 
 
-def cost(folder: Path, steps: int, rows: int, pairs: int) -> Table:
+def cost(folder: Path, steps: int, rows: int, given: argparse.Namespace) -> Table:
     """What the placement costs, on the synthetic data."""
     generator = Generator(0, FeatureSpec.synthetic(None).table_rows)
     batches = []
@@ -177,11 +178,15 @@ def cost(folder: Path, steps: int, rows: int, pairs: int) -> Table:
 
     for lanes in LANES:
         passes = {kind: serial_pass(folder, batches, lanes, kind) for kind in KINDS}
-        found = alternate({kind: partial(step_ms, passes[kind], batches) for kind in KINDS}, 2 * pairs)
+        found = alternate(
+            {kind: partial(step_ms, passes[kind], batches) for kind in KINDS}, 2 * given.pairs, given.budget.until(0.7)
+        )
         add(f"serial pass, ms a step, {lanes} lanes", found)
     data = Data("synthetic", ("--format=synthetic", f"--rows={rows}"), SYNTHETIC_BATCH, False)
     prepare_seconds(folder, data, "locality")  # compiles the kernels
-    found = alternate({kind: partial(prepare_seconds, folder, data, kind) for kind in KINDS}, pairs)
+    found = alternate(
+        {kind: partial(prepare_seconds, folder, data, kind) for kind in KINDS}, given.pairs, given.budget.until(1.0)
+    )
     add(f"prepare, s, {rows:,} rows, 4 lanes", found)
     return Table("What the placement costs `prepare`", ["", "order", "locality", "ratio"], lines)
 
@@ -197,7 +202,7 @@ def main() -> None:
         folder = Path(name)
         sets = data_sets(61_440 if given.quick else 122_880)
         claims, tables = exchanged(folder, sets, (False,) if given.quick else (False, True))
-        tables.append(cost(folder, 10 if given.quick else 30, 61_440 if given.quick else 409_600, given.pairs))
+        tables.append(cost(folder, 10 if given.quick else 30, 61_440 if given.quick else 409_600, given))
     notes = [
         "A row is sent once a step to each lane other than its own that uses it, and one gradient part comes back for each. The synthetic data's "
         "columns are drawn independently of each other, so that a sample's rows seldom belong together: there is less to be had.",

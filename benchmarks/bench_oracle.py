@@ -1,4 +1,4 @@
-"""The oracle alone: lookups per second and core, and arrivals beside Belady's minimum and an LRU cache.
+"""The oracle alone: lookups per second and core.
 
 Ids are in memory and the schedule's arrays are made in full; reading samples and writing files are left aside.
 """
@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caches import lru_arrivals, minimum_arrivals
-from comparison import Claim, Results, Series, Table, alternate, arguments, save, spread, tell
+from comparison import Claim, Results, Table, alternate, arguments, save, spread, tell
 from pipelines.features import KAGGLE_ROWS, Feature, FeatureSpec
 from pipelines.features import Table as FeatureTable
 from pipelines.lane_oracle import Oracle
@@ -61,11 +60,10 @@ def accesses(steps: int, rows: tuple[int, ...]) -> Accesses:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run of the oracle found. cover: the least lookahead of a decision, in units of slots / arrivals per step."""
+    """What a run of the oracle took and found."""
 
     seconds: float
     arrivals: int
-    cover: float
 
 
 def run(what: Accesses, lanes: int, slots: int, direct_rows: int) -> Outcome:
@@ -96,7 +94,7 @@ def run(what: Accesses, lanes: int, slots: int, direct_rows: int) -> Outcome:
                 for planner in oracle.lanes:
                     planner.buffer.take()
         seconds = time.perf_counter() - begun
-    return Outcome(seconds, sum(p.totals["arrivals"] for p in oracle.lanes), min(p.cover for p in oracle.lanes))
+    return Outcome(seconds, sum(p.totals["arrivals"] for p in oracle.lanes))
 
 
 def deduplicate(what: Accesses) -> None:
@@ -113,7 +111,7 @@ def _millions(what: Accesses, work: Callable[[], Outcome | None]) -> float:
     return what.ids.size / seconds / 1e6
 
 
-def _speed(near: Accesses, far: Accesses, pairs: int) -> tuple[list[Claim], Table]:
+def _speed(near: Accesses, far: Accesses, pairs: int, until: float) -> tuple[list[Claim], Table]:
     few = Accesses(near.ids[: len(near.ids) // 10], near.rows)
     sides = {
         "1 lane": partial(_millions, near, partial(run, near, 1, SLOTS, DIRECT_ROWS)),
@@ -124,7 +122,7 @@ def _speed(near: Accesses, far: Accesses, pairs: int) -> tuple[list[Claim], Tabl
     }
     for what, lanes, direct in ((near, 1, DIRECT_ROWS), (near, 4, DIRECT_ROWS), (far, 4, 0)):
         run(Accesses(what.ids[:8], what.rows), lanes, SLOTS, direct)  # compiles
-    found = alternate(sides, pairs)
+    found = alternate(sides, pairs, until)
     rows: list[list[str | int | float | None]] = [
         [
             side,
@@ -137,7 +135,7 @@ def _speed(near: Accesses, far: Accesses, pairs: int) -> tuple[list[Claim], Tabl
         "The oracle alone, one core",
         ["", "million lookups/s, median", "least", "most", "ms a step"],
         rows,
-        f"Steps of {near.ids.shape[1]:,} lookups, {SLOTS:,} slots in all; from an empty row table, its first pages included.",
+        f"{len(found['4 lanes'])} rounds. Steps of {near.ids.shape[1]:,} lookups, {SLOTS:,} slots in all; from an empty row table, its first pages included.",
     )
     claims = [
         Claim("lookups/s of the oracle, 4 lanes", "absolute", ">= 40 million", spread(found["4 lanes"]), least=40),
@@ -156,40 +154,15 @@ def _milliseconds(what: Accesses, millions: Sequence[float]) -> float:
     return what.ids.shape[1] / spread(millions).median / 1e3
 
 
-def _arrivals(what: Accesses, slots: Sequence[int]) -> tuple[list[Claim], Table, Series]:
-    firsts = np.tile(np.cumsum([0, *what.rows[:-1]]), what.ids.shape[1] // len(what.rows))
-    numbers = what.ids + firsts
-    claims: list[Claim] = []
-    rows: list[list[str | int | float | None]] = []
-    lines: dict[str, list[tuple[str | float, float]]] = {"Foreload": [], "Belady's minimum": [], "LRU": []}
-    for count in slots:
-        tell(f"arrivals with {count:,} slots")
-        own = run(what, 1, count, DIRECT_ROWS)
-        least, lru = (work(numbers, count, sum(what.rows)) for work in (minimum_arrivals, lru_arrivals))
-        over = own.arrivals / least
-        cover = f"{own.cover:.2f}" if own.cover < float("inf") else "all"
-        rows.append([count, own.arrivals, least, lru, f"{over:.4f}", f"{lru / own.arrivals:.3f}", cover])
-        for name, value in zip(lines, (own.arrivals, least, lru), strict=True):
-            lines[name].append((float(count), float(value)))
-        claims.append(
-            Claim(f"arrivals over {len(what.ids):,} steps, {count:,} slots", "Belady's minimum", "<= 1.001", over, most=1.001)
-        )
-    title = f"Arrivals of the first {len(what.ids):,} steps"
-    columns = ["slots", "Foreload", "minimum", "LRU", "x the minimum", "LRU x ours", "lookahead, slots / arrivals per step"]
-    return claims, Table(title, columns, rows, "From an empty cache."), Series(title, "slots", "arrivals", "lines", lines)
-
-
 def main() -> None:
     """Measure, print, save."""
-    given = arguments(__doc__)
+    given = arguments(__doc__, pairs=(8, 3))
     steps = 120 if given.quick else 800
     tell("making ids")
     near = accesses(steps, tuple(KAGGLE_ROWS))
     far = accesses(steps, tuple(MANY * rows for rows in KAGGLE_ROWS))
-    claims, speed = _speed(near, far, given.pairs)
+    claims, speed = _speed(near, far, given.pairs, given.budget.until(0.95))
     del far
-    slots = (50_000, 200_000) if given.quick else (25_000, 50_000, 100_000, 200_000, 400_000)
-    arrival_claims, arrivals, plot = _arrivals(Accesses(near.ids[: min(steps, 600)], near.rows), slots)
     notes = [
         "Ids of the reference workload lie in memory. Measured is all that compiling does with them in one thread: distinct rows, lanes, ordinals, "
         "the window, slots, arrivals with table, ordinal, id, tag and the boundary to follow, ends, early marks, masks of using lanes now and "
@@ -197,8 +170,8 @@ def main() -> None:
         f"With {MANY} times the rows there are {MANY * sum(KAGGLE_ROWS):,} ids, all tables by hash index. The lookahead is bounded by {WINDOW:,} "
         "accesses.",
     ]
-    settings = {"steps": steps, "batch": BATCH, "slots": SLOTS, "pairs": given.pairs, "window_accesses": WINDOW}
-    save(Results("oracle", "The oracle", [*claims, *arrival_claims], [speed, arrivals], [plot], settings, notes), given.out)
+    settings = {"steps": steps, "batch": BATCH, "slots": SLOTS, "window_accesses": WINDOW}
+    save(Results("oracle", "The oracle", claims, [speed], settings=settings, notes=notes), given.out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import filecmp
 import os
 import shutil
@@ -128,17 +129,16 @@ def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, w
 
 def main() -> None:
     """Make the files, run the sides, save."""
-    given = arguments(__doc__)
-    rows, text_rows, stage_rows = (500_000, 200_000, 100_000) if given.quick else (8_000_000, 2_000_000, 500_000)
-    pairs = 1 if given.quick else min(given.pairs, 2)  # a round of three sides takes minutes
+    given = arguments(__doc__, pairs=(3, 1))  # a round of three sides takes minutes
+    rows, text_rows, stage_rows = (500_000, 200_000, 100_000) if given.quick else (8_000_000, 1_000_000, 500_000)
     base = given.out / "work"
     base.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepare-", dir=base) as folder:
-        results = measure(Path(folder).absolute(), rows, text_rows, stage_rows, pairs)
+        results = measure(Path(folder).absolute(), rows, text_rows, stage_rows, given)
     save(results, given.out)
 
 
-def measure(work: Path, rows: int, text_rows: int, stage_rows: int, pairs: int) -> Results:
+def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argparse.Namespace) -> Results:
     """All figures."""
     sides = Sides(work)
     write_features(sides.features)
@@ -159,14 +159,15 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, pairs: int) 
         "PyArrow, text": lambda: sides.parse(texts["one"], 1),
         "prepare, text": lambda: sides.prepare_text(texts["one"]),
     }
-    start = {name: spread(found).median for name, found in alternate(starts, 2).items()}
+    start = {name: spread(found).median for name, found in alternate(starts, 1 if given.quick else 2).items()}
     found = alternate(
         {
             "by hand": lambda: sides.by_hand(files["all"]),
             "prepare": lambda: sides.prepare(files["all"]),
             "prepare, 2 workers": lambda: sides.prepare(files["all"], *TWO_WORKERS),
         },
-        pairs,
+        given.pairs,
+        given.budget.until(0.7),
     )
     size = check_equal(sides.mine, sides.theirs)
     for folder in (sides.mine, sides.theirs):
@@ -178,7 +179,8 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, pairs: int) 
             "PyArrow, text, 2 threads": lambda: sides.parse(texts["all"], 2),
             "prepare, text, 2 workers": lambda: sides.prepare_text(texts["all"], *TWO_WORKERS),
         },
-        pairs,
+        given.pairs,
+        given.budget.until(1.0),
     )
     table: list[list[Cell]] = []
     for name, count, taken in [(n, rows, t) for n, t in found.items()] + [(n, text_rows, t) for n, t in text.items()]:
@@ -220,7 +222,14 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, pairs: int) 
             ),
         ],
         tables=[Table("prepare beside others", columns, table, "Process start: the same command on one batch."), by_stage],
-        settings={"rows": rows, "text_rows": text_rows, "batch_size": BATCH, "slots": SLOTS, "lanes": 1, "pairs": pairs},
+        settings={
+            "rows": rows,
+            "text_rows": text_rows,
+            "batch_size": BATCH,
+            "slots": SLOTS,
+            "lanes": 1,
+            "pairs": len(found["prepare"]),
+        },
         notes=[
             "Processes as a user starts them, from start to end; files are made before and lie in the page cache. The script by hand streams "
             f"the Parquet file into the compiler; its schedule and prepare's ({size / 1e6:,.0f} MB) are the same, byte for byte, which is "

@@ -68,7 +68,9 @@ def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argpa
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less data and fewer pairs: tells that it works, not how fast")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="DIR", help="folder of the results")
-    parser.add_argument("--pairs", type=int, metavar="N", help=f"how often each side runs at most (default {pairs[0]}, with --quick {pairs[1]})")
+    parser.add_argument(
+        "--pairs", type=int, metavar="N", help=f"how often each side runs at most (default {pairs[0]}, with --quick {pairs[1]})"
+    )
     parser.add_argument("--minutes", type=float, metavar="M", help="after which no more pairs are begun than 3")
     given = parser.parse_args()
     if given.pairs is None:

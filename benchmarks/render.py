@@ -19,10 +19,8 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from comparison import Point, show
+from comparison import MINUTES, Point, show
 
-# In the order of the report; a script that is not named here comes last.
-ORDER = ("step", "links", "torchrec", "growth", "store", "oracle", "prepare", "locality", "exchange", "memory")
 _NOTHING = "-"
 
 
@@ -38,12 +36,20 @@ def _plain(figure: float) -> str:
     return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.2g}" if abs(figure) < 0.1 else f"{figure:.3f}"
 
 
-def _claim(script: str, claim: dict[str, Any]) -> list[str]:
-    value, figure = claim["value"], claim["figure"]
-    of_pairs = f"{_plain(value['low'])} to {_plain(value['high'])}" if isinstance(value, dict) else _NOTHING
-    verdict = {True: "met", False: "**missed**", None: "not measured"}[claim["met"]]
-    shown = _NOTHING if figure is None else _plain(figure)
-    return [claim["name"], claim["against"], claim["bar"], shown, of_pairs, verdict, f"[{script}](#{script})"]
+def _claims(found: dict[str, Any]) -> list[list[str]]:
+    """A script's lines in the table of all claims."""
+    script = found["script"]
+    place = f"[{script}](#{script})"
+    if "failed" in found:
+        return [[f"all of bench_{script}.py", *[_NOTHING] * 4, "**failed**", place]]
+    lines = []
+    for claim in found["claims"]:
+        value, figure = claim["value"], claim["figure"]
+        of_pairs = f"{_plain(value['low'])} to {_plain(value['high'])}" if isinstance(value, dict) else _NOTHING
+        verdict = {True: "met", False: "**missed**", None: "not measured"}[claim["met"]]
+        shown = _NOTHING if figure is None else _plain(figure)
+        lines.append([claim["name"], claim["against"], claim["bar"], shown, of_pairs, verdict, place])
+    return lines
 
 
 def _file_name(script: str, title: str) -> str:
@@ -92,6 +98,8 @@ def _plot(plot: dict[str, Any], path: Path) -> None:
 
 def _section(found: dict[str, Any], folder: Path) -> list[str]:
     script = found["script"]
+    if "failed" in found:
+        return [f'## <a name="{script}"></a>bench_{script}.py', "", f"It failed: {found['failed']}", ""]
     lines = [f'## <a name="{script}"></a>{found["title"]}', ""]
     quick = ", --quick" if found["settings"].get("quick") else ""
     lines += [f"`benchmarks/bench_{script}.py`{quick}, {found['date'][:16].replace('T', ' ')} UTC.", ""]
@@ -119,11 +127,13 @@ def _machines(found: Sequence[dict[str, Any]]) -> list[str]:
     """Every machine and its versions, with the scripts that ran there; usually one."""
     seen: dict[str, list[str]] = {}
     for one in found:
+        if "failed" in one:
+            continue
         own, versions = one["machine"], ", ".join(f"{name} {version}" for name, version in one["versions"].items())
         text = f"{own['cpu']}, {own['cores']} cores, {own['memory_gib']} GiB, {own['kernel']}; {versions}"
         seen.setdefault(text, []).append(one["script"])
-    if len(seen) == 1:
-        return [f"Machine: {next(iter(seen))}.", ""]
+    if len(seen) <= 1:
+        return [f"Machine: {text}." for text in seen] + [""]
     return [f"- {', '.join(scripts)}: {text}" for text, scripts in seen.items()] + [""]
 
 
@@ -132,7 +142,8 @@ def render(results: Path, docs: Path) -> Path:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*.json")]
     if not found:
         raise SystemExit(f"{results}: holds no results; run `make bench` first")
-    found.sort(key=lambda one: (ORDER.index(one["script"]) if one["script"] in ORDER else len(ORDER), one["script"]))
+    order = list(MINUTES)
+    found.sort(key=lambda one: order.index(one["script"]) if one["script"] in order else len(order))
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.png"):
@@ -148,7 +159,7 @@ def render(results: Path, docs: Path) -> Path:
         "",
         *_table(
             ["claim", "against", "bar", "figure", "spread", "", "script"],
-            [_claim(one["script"], claim) for one in found for claim in one["claims"]],
+            [line for one in found for line in _claims(one)],
         ),
     ]
     for one in found:

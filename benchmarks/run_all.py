@@ -2,23 +2,64 @@
 
     python benchmarks/run_all.py [--quick] [--out DIR] [--only NAME,...]
 
-A script that fails does not keep the others from running; at the end the exit status is 1, and a line says which failed.
+A script that fails, or takes longer than it may, does not keep the others from running: docs/benchmarks.md says what became of it, and at
+the end the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
-from comparison import tell
-from render import ORDER
+from comparison import MINUTES, tell
 
 FOLDER = Path(__file__).resolve().parent
+RESERVE_MINUTES = (5.0, 1.0)  # in full and with --quick, that scripts may take together beyond what each may
+ENDING_SECONDS = 20  # that a script has to end its servers when it is stopped
+
+
+def run(command: Sequence[str], seconds: float) -> str:
+    """Run a script to its end; nothing, or why it failed: its status and last words, or that it was stopped after `seconds`."""
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    last: deque[str] = deque(maxlen=1)
+
+    def pass_on() -> None:
+        for line in process.stderr or ():
+            sys.stderr.write(line)
+            if line.strip():
+                last.append(line.strip())
+
+    reader = threading.Thread(target=pass_on, daemon=True)
+    reader.start()
+    why = ""
+    try:
+        if status := process.wait(seconds):
+            reader.join(ENDING_SECONDS)
+            why = f"status {status}: {''.join(last)}"
+    except subprocess.TimeoutExpired:
+        why = f"stopped after {seconds:.0f} s"
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+    finally:
+        # Whatever it has left behind belongs to its session.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return why
 
 
 def main() -> int:
@@ -29,38 +70,34 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=Path("docs"), metavar="DIR")
     parser.add_argument("--only", metavar="NAME,...", help="these alone, by what follows bench_ in their names")
     given = parser.parse_args()
-    names = {path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py")}
-    wanted = sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    wanted = list(MINUTES)
     if given.only:
         wanted = given.only.split(",")
-        if unknown := sorted(set(wanted) - names):
-            parser.error(f"--only: knows {', '.join(sorted(names))}; got {unknown[0]}")
+        if unknown := sorted(set(wanted) - set(MINUTES)):
+            parser.error(f"--only: knows {', '.join(MINUTES)}; got {unknown[0]}")
+    given.out.mkdir(parents=True, exist_ok=True)
     # The workload is made once and shared by the scripts; what an earlier version of the code made is not used.
     shutil.rmtree(given.out / "work", ignore_errors=True)
-    failed = []
+    for name in wanted:
+        (given.out / f"{name}.json").unlink(missing_ok=True)
+    begun, allowed, failed = time.monotonic(), RESERVE_MINUTES[given.quick], []
     for name in wanted:
         tell(f"bench_{name}.py")
-        (given.out / f"{name}.json").unlink(missing_ok=True)
-        begun = time.monotonic()
-        command = [
-            sys.executable,
-            str(FOLDER / f"bench_{name}.py"),
-            "--out",
-            str(given.out),
-            *(["--quick"] if given.quick else []),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
-        status = subprocess.run(command, env=environment, check=False).returncode
-        tell(f"bench_{name}.py: {f'failed with status {status}' if status else 'done'} in {time.monotonic() - begun:.0f} s")
-        if status:
+        started = time.monotonic()
+        allowed += MINUTES[name][given.quick]
+        command = [sys.executable, str(FOLDER / f"bench_{name}.py"), "--out", str(given.out)]
+        why = run([*command, *(["--quick"] if given.quick else [])], 60 * allowed - (started - begun))
+        tell(f"bench_{name}.py: {f'failed, {why}' if why else 'done'}, {time.monotonic() - started:.0f} s")
+        if why:
             failed.append(name)
-    shutil.rmtree(given.out / "work", ignore_errors=True)
-    if any(given.out.glob("*.json")):
-        command = [sys.executable, str(FOLDER / "render.py"), "--results", str(given.out), "--docs", str(given.docs)]
-        if subprocess.run(command, check=False).returncode:
-            failed.append("render")
-    if failed:
-        tell(f"failed: {', '.join(failed)}")
+            (given.out / f"{name}.json").write_text(json.dumps({"script": name, "failed": why}) + "\n", encoding="utf-8")
+    # Where a script was stopped, its own folders are left beside that of the workload.
+    for folder in [path for path in given.out.iterdir() if path.is_dir()]:
+        shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, str(FOLDER / "render.py"), "--results", str(given.out), "--docs", str(given.docs)]
+    if subprocess.run(command, check=False).returncode:
+        failed.append("render")
+    tell(f"{time.monotonic() - begun:.0f} s in all" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 

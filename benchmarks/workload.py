@@ -247,7 +247,12 @@ def shares(schedule: Schedule, begin: int, end: int) -> dict[str, float]:
         fetched += int(np.count_nonzero(lane.arrivals.tag))
         ended += len(lane.ends)
     steps = end - begin
-    return {"rows_used": used / steps, "arrivals": arrived / steps, "ended": ended / steps, "fetched_share": fetched / max(arrived, 1)}
+    return {
+        "rows_used": used / steps,
+        "arrivals": arrived / steps,
+        "ended": ended / steps,
+        "fetched_share": fetched / max(arrived, 1),
+    }
 
 
 def describe(work: Workload) -> str:

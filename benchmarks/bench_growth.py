@@ -135,8 +135,9 @@ def main() -> None:
     )
     notes = [
         f"26 synthetic tables, {VALUES:,} values a column, spread over the whole of its table: which sample uses which value, and so every "
-        f"move of the schedule, is the same for all sizes (compared, event by event; only ids differ). "
-        f"One trainer, {SHARDS} shards, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, the small model, {SLOTS:,} slots. Timed in the second of two epochs, when rows are fetched from the store.",
+        f"move of the schedule, is the same for all sizes (compared, event by event; only ids differ). One trainer, {SHARDS} shards, batch "
+        f"{BATCH:,}, dim {DIM}, row-wise Adagrad, the {MODEL} model, {SLOTS:,} slots. Timed in the second of two epochs, when rows are fetched "
+        "from the store.",
         "Trainers of all sizes live throughout, each with a store of its own, and train in turn.",
     ]
     settings = {

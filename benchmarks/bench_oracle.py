@@ -135,7 +135,8 @@ def _speed(near: Accesses, far: Accesses, pairs: int, until: float) -> tuple[lis
         "The oracle alone, one core",
         ["", "million lookups/s, median", "least", "most", "ms a step"],
         rows,
-        f"{len(found['4 lanes'])} rounds. Steps of {near.ids.shape[1]:,} lookups, {SLOTS:,} slots in all; from an empty row table, its first pages included.",
+        f"{len(found['4 lanes'])} rounds. Steps of {near.ids.shape[1]:,} lookups, {SLOTS:,} slots in all; from an empty row table, its first "
+        "pages included.",
     )
     claims = [
         Claim("lookups/s of the oracle, 4 lanes", "absolute", ">= 40 million", spread(found["4 lanes"]), least=40),

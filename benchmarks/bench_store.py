@@ -382,7 +382,7 @@ def main() -> None:
         "as many as came back then. redis-py uses hiredis, one pipeline a shard; of it alone and with a thread a shard the faster is compared.",
         "The servers' own time bounds what any client can gain: where it is the longest, only the client's CPU time tells clients apart.",
     ]
-    settings = {
+    settings: dict[str, str | int | float | bool] = {
         "rows": ROWS,
         "row_bytes": ROW_BYTES,
         "repetitions": repetitions,

@@ -160,7 +160,7 @@ def compare(
         for side in sides
     ]
     columns = ["side", "samples/s, median (spread)", "ms a step", "processor ms of both trainers", "of Redis", "loss of the last"]
-    parts = [
+    parts: list[list[str | float]] = [
         [
             name,
             *(1000 * median(name, f"seconds_{part}") for part in ("compute", "exchange", "waiting")),

@@ -130,7 +130,7 @@ def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, w
 def main() -> None:
     """Make the files, run the sides, save."""
     given = arguments(__doc__, pairs=(3, 1))  # a round of three sides takes minutes
-    rows, text_rows, stage_rows = (500_000, 200_000, 100_000) if given.quick else (8_000_000, 1_000_000, 500_000)
+    rows, text_rows, stage_rows = (200_000, 100_000, 50_000) if given.quick else (8_000_000, 1_000_000, 500_000)
     base = given.out / "work"
     base.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepare-", dir=base) as folder:

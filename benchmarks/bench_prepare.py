@@ -129,8 +129,8 @@ def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, w
 
 def main() -> None:
     """Make the files, run the sides, save."""
-    given = arguments(__doc__, pairs=(3, 1))  # a round of three sides takes minutes
-    rows, text_rows, stage_rows = (200_000, 100_000, 50_000) if given.quick else (8_000_000, 1_000_000, 500_000)
+    given = arguments(__doc__, pairs=(5, 1))  # a round of three sides takes more than a minute
+    rows, text_rows, stage_rows = (200_000, 100_000, 50_000) if given.quick else (8_000_000, 2_000_000, 500_000)
     base = given.out / "work"
     base.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepare-", dir=base) as folder:

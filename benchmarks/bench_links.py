@@ -187,7 +187,7 @@ class Through:
 
 def main() -> None:
     """Measure, print, save."""
-    given = arguments(__doc__, pairs=(6, 3))
+    given = arguments(__doc__, pairs=(7, 3))
     try:
         link = Link()
     except Unavailable as error:
@@ -212,6 +212,9 @@ def measure(given: argparse.Namespace, link: Link) -> None:
     """Both claims, and throughput against link speed."""
     work = Workload(given.out / "work", QUICK if given.quick else FULL)
     pace, rates = (QUICK_PACE, QUICK_RATES) if given.quick else (FULL_PACE, RATES)
+    # All turns are of one schedule.
+    turns_in_it = (work.size.steps - pace.warm_up) // (pace.discarded + pace.steps)
+    pairs = min(given.pairs, turns_in_it - len(rates))
     few = work.second()
     percent = int(work.bases[-1]) // 100
     many = work.second(percent)
@@ -246,7 +249,7 @@ def measure(given: argparse.Namespace, link: Link) -> None:
             fast: partial(throughs[SLOTS].turn, 1000),
             slow: partial(throughs[percent].turn, 100),
         }
-        found = alternate(sides, given.pairs, given.budget.until(0.65))
+        found = alternate(sides, pairs, given.budget.until(0.65))
         sweeps: Sweeps = {}
         for slots, through in throughs.items():
             turns: dict[str, Callable[[], Figures]] = {str(rate): partial(through.turn, rate) for rate in rates}

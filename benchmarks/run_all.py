@@ -25,7 +25,7 @@ from pathlib import Path
 from comparison import MINUTES, tell
 
 FOLDER = Path(__file__).resolve().parent
-RESERVE_MINUTES = (5.0, 1.0)  # in full and with --quick, that scripts may take together beyond what each may
+RESERVE_MINUTES = (5.0, 0.6)  # in full and with --quick, that scripts may take together beyond what each may
 ENDING_SECONDS = 20  # that a script has to end its servers when it is stopped
 
 

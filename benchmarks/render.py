@@ -79,7 +79,7 @@ def _draw(axes: Axes, plot: dict[str, Any]) -> None:
                 axes.bar(
                     [number + (place - (len(data) - 1) / 2) * width for number in range(len(words))], values, width, label=name
                 )
-        axes.set_xticks(range(len(words)), words)
+        axes.set_xticks(range(len(words)), [word.replace(", ", ",\n") for word in words])
     axes.set_title(plot["title"])
     axes.set_xlabel(plot["x_label"])
     axes.set_ylabel(plot["y_label"])

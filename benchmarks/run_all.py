@@ -25,14 +25,14 @@ from pathlib import Path
 from comparison import MINUTES, tell
 
 FOLDER = Path(__file__).resolve().parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
 RESERVE_MINUTES = (5.0, 0.6)  # in full and with --quick, that scripts may take together beyond what each may
 ENDING_SECONDS = 20  # that a script has to end its servers when it is stopped
 
 
 def run(command: Sequence[str], seconds: float) -> str:
     """Run a script to its end; nothing, or why it failed: its status and last words, or that it was stopped after `seconds`."""
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
     last: deque[str] = deque(maxlen=1)
 
@@ -95,7 +95,7 @@ def main() -> int:
     for folder in [path for path in given.out.iterdir() if path.is_dir()]:
         shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, str(FOLDER / "render.py"), "--results", str(given.out), "--docs", str(given.docs)]
-    if subprocess.run(command, check=False).returncode:
+    if subprocess.run(command, env=ENVIRONMENT, check=False).returncode:
         failed.append("render")
     tell(f"{time.monotonic() - begun:.0f} s in all" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0

@@ -76,11 +76,12 @@ def scratch(lookups: int, lanes: int) -> Scratch:
 @nb.njit(nogil=True, cache=True)
 def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> None:
     """The record of every lookup into s.records, and some more of the last; rows without one get it. See trained_rows."""
-    bases, found, words = rows.bases, s.records, s.words
+    found, words = s.records, s.words
     width = tables.size
+    firsts = rows.bases[tables]
     for begin in range(0, ids.size, width):
         for f in range(width):
-            found[np.uint64(begin + f)] = bases[np.uint64(tables[f])] + ids[np.uint64(begin + f)]
+            found[np.uint64(begin + f)] = firsts[np.uint64(f)] + ids[np.uint64(begin + f)]
     if rows.direct < len(rows.records):
         for begin in range(0, ids.size, width):
             for f in range(width):
@@ -249,8 +250,10 @@ def settle(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Sc
     distinct_table, distinct_id, distinct_lane, users, order, given = s.table, s.id, s.lane, s.users, s.order, s.given
     fresh = 0
     owned[:] = 0
-    for d in range(count):
+    for n in range(count):
+        d = np.uint64(n)
         lane = distinct_lane[d]
+        given[d] = 0
         if lane < 0:
             table = distinct_table[d]
             lane = owner_by_hash(table, distinct_id[d], users[d])
@@ -262,20 +265,18 @@ def settle(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Sc
                     return -1
                 counts[lane, table] = ordinal + 1
                 given[d] = ordinal + 1
-        else:
-            given[d] = 0
-        owned[lane] += 1
+        owned[np.uint64(lane)] += 1
     if owned.size == 1:
-        for d in range(count):
-            order[d] = d
+        for n in range(count):
+            order[n] = n
         return fresh
     ends = np.zeros(owned.size, np.int64)
     for lane in range(1, owned.size):
         ends[lane] = ends[lane - 1] + owned[lane - 1]
-    for d in range(count):
-        lane = distinct_lane[d]
-        order[ends[lane]] = d
-        ends[lane] += 1
+    for n in range(count):
+        owner = np.uint64(distinct_lane[np.uint64(n)])
+        order[np.uint64(ends[owner])] = n
+        ends[owner] += 1
     return fresh
 
 
@@ -283,11 +284,12 @@ def settle(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Sc
 def remember(rows: Rows, count: int, access: int, s: Scratch) -> None:
     """Enter lanes and ordinals that were given into the row table; access: the number of the first row's access."""
     records, distinct_record, lane, given = rows.records, s.record, s.lane, s.given
-    for d in range(count):
+    for n in range(count):
+        d = np.uint64(n)
         if given[d] != 0:
-            low = np.uint32((access + d) & np.int64(ACCESS_MASK))
-            records[distinct_record[d], ORDINAL] = given[d]
-            records[distinct_record[d], OWNER] = np.int32(np.uint32(lane[d]) << np.uint32(ACCESS_BITS) | low)
+            low = np.uint32((access + n) & np.int64(ACCESS_MASK))
+            records[np.uint64(distinct_record[d]), ORDINAL] = given[d]
+            records[np.uint64(distinct_record[d]), OWNER] = np.int32(np.uint32(lane[d]) << np.uint32(ACCESS_BITS) | low)
 
 
 @nb.njit(nogil=True, cache=True)

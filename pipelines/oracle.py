@@ -21,8 +21,7 @@ from pipelines.row_table import ACCESS_MASK, AHEAD, FIELDS, ORDINAL, OWNER, PLAC
 UNKNOWN = np.int64(-1)
 FRONT, TAIL = range(2)  # places in Window.scalars
 RECORD, NEXT = range(2)  # columns of Window.accesses
-USED, FAR, UNKNOWN_HEAD, UNKNOWN_TAIL = range(4)  # columns of Partitions.scalars
-BEHIND, BEFORE = range(2)  # columns of Partitions.links
+USED, FAR, OLDEST, END = range(4)  # columns of Partitions.scalars
 _HIGH = np.int64(32)
 _LOW = np.int64(0xFFFFFFFF)
 
@@ -54,7 +53,10 @@ class Partitions(NamedTuple):
     record: np.ndarray  # int64 [slots]: -1 free
     tag: np.ndarray  # int32 [slots]: 1 + step of the occupant's last use
     stored: np.ndarray  # int32 [slots]: tag of the version in the store, 0 never written
-    links: np.ndarray  # int32 [slots, 2]: neighbours in the list of slots with no known next use
+    queue: (
+        np.ndarray
+    )  # int32 [2 x slots]: slots with no known next use, those of lane v from 2 x firsts[v] on; -1 where one was called
+    place: np.ndarray  # int32 [slots]: the place in its lane's queue of a slot that is in it
     trained: np.ndarray  # int64 [V, tables]: ordinals that the oracle has passed
 
 
@@ -93,7 +95,6 @@ def empty_window(ring: int, steps: int, lanes: int, mask: np.dtype) -> Window:
 def empty_partitions(slots: list[int], steps: int, tables: int) -> Partitions:
     """Partitions of so many slots each, all free, for a window of `steps` steps."""
     scalars = np.zeros((len(slots), 4), np.int64)
-    scalars[:, [UNKNOWN_HEAD, UNKNOWN_TAIL]] = -1
     firsts = np.zeros(len(slots) + 1, np.int64)
     np.cumsum(slots, out=firsts[1:])
     return Partitions(
@@ -103,7 +104,8 @@ def empty_partitions(slots: list[int], steps: int, tables: int) -> Partitions:
         np.full(firsts[-1], -1, np.int64),
         np.full(firsts[-1], 0, np.int32),
         np.full(firsts[-1], 0, np.int32),
-        np.full((firsts[-1], 2), -1, np.int32),
+        np.full(2 * firsts[-1], -1, np.int32),
+        np.full(firsts[-1], -1, np.int32),
         np.zeros((len(slots), tables), np.int64),
     )
 
@@ -132,16 +134,17 @@ def with_steps(window: Window, parts: Partitions, steps: int, first: int, last: 
 
 
 @nb.njit(nogil=True, cache=True)
-def _remove_unknown(scalars: np.ndarray, links: np.ndarray, slot: int) -> None:
-    before, behind = links[slot, BEFORE], links[slot, BEHIND]
-    if before >= 0:
-        links[before, BEHIND] = behind
-    else:
-        scalars[UNKNOWN_HEAD] = behind
-    if behind >= 0:
-        links[behind, BEFORE] = before
-    else:
-        scalars[UNKNOWN_TAIL] = before
+def _close_ranks(parts: Partitions, lane: int) -> None:
+    """Move a lane's queue to its beginning, without the slots that were called; it holds twice the slots, so half of it is free then."""
+    queue, first, base = parts.queue, 2 * parts.firsts[lane], parts.firsts[lane]
+    kept = 0
+    for k in range(parts.scalars[lane, OLDEST], parts.scalars[lane, END]):
+        slot = queue[first + k]
+        if slot >= 0:
+            queue[first + kept] = slot
+            parts.place[base + slot] = kept
+            kept += 1
+    parts.scalars[lane, OLDEST], parts.scalars[lane, END] = 0, kept
 
 
 @nb.njit(nogil=True, cache=True)
@@ -151,52 +154,57 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
     step: the training step's number; count, owned and s: its distinct rows, settled.
     """
     accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
-    mine, stacks, starts, numbers = window.mine, window.stacks, window.starts, window.scalars
+    mine, stacks, starts = window.mine, window.stacks, window.starts
     order, record_of, table_of_row, users, state = s.order, s.record, s.table, s.users, s.state
-    ring = tables.size - 1
-    steps = len(starts) - 1
-    front, tail = numbers[FRONT], numbers[TAIL]
-    previous = starts[(step - 1) & steps, 0]  # first access of the step before
-    low = np.int64(ACCESS_MASK)
-    start = 0
+    queue, place_of = parts.queue, parts.place
+    ring = np.uint64(tables.size - 1)
+    this, before = np.uint64(step & (len(starts) - 1)), np.uint64((step - 1) & (len(starts) - 1))
+    front, tail = np.uint64(window.scalars[FRONT]), np.uint64(window.scalars[TAIL])
+    previous = np.uint64(starts[before, 0])  # first access of the step before
+    newest = front - np.uint64(1)  # at the first access of all this is 2^64 - 1, and `last` below the tail or at least the front
+    low = np.uint64(ACCESS_MASK)
+    end = np.uint64(count)
+    start = np.uint64(0)
     for lane in range(owned.size):
-        starts[step & steps, lane] = front + start
-        scalars = parts.scalars[lane]
-        links = parts.links[parts.firsts[lane] : parts.firsts[lane + 1]]
-        height = 0
-        for k in range(start, start + owned[lane]):
-            near = state[order[min(k + AHEAD, count - 1)], OWNER]
-            prefetch(accesses, 2 * ((front - 1 - ((front - 1 - near) & low)) & ring))
-            d = order[k]
+        first = front + start
+        base = np.uint64(parts.firsts[lane])
+        waiting = base + base
+        starts[this, lane] = np.int64(first)
+        height = np.uint64(0)
+        for place in range(np.uint64(owned[lane])):
+            k = start + np.uint64(place)
+            near = np.uint64(state[np.uint64(order[min(k + np.uint64(AHEAD), end - np.uint64(1))]), OWNER])
+            prefetch(accesses, np.uint64(2) * ((newest - ((newest - near) & low)) & ring))
+            d = np.uint64(order[k])
             c = (front + d) & ring
             record = record_of[d]
             # The ring entry where the row's last access would be is the row's own only if that is pending.
-            last = front - 1 - ((front - 1 - state[d, OWNER]) & low)
-            changed = False
-            if last >= tail and accesses[last & ring, RECORD] == record:
-                accesses[last & ring, NEXT] = np.int64(step) << _HIGH | (k - start)
-                if last >= previous:
-                    next_users[last & ring] = users[d]
-                    changed = True
+            last = newest - ((newest - np.uint64(np.uint32(state[d, OWNER]))) & low)
+            at = last & ring
+            if tail <= last and last < front and accesses[at, RECORD] == record:
+                accesses[at, NEXT] = np.int64(step) << _HIGH | np.int64(place)
+                changed = bool(last >= previous)
+                if changed:
+                    next_users[at] = users[d]
             else:
-                tag = state[d, TAG]
-                changed = tag == step and tag != 0  # by the last step of the schedule that this one continues
-                if tag != 0 and state[d, PLACE] >= 0:
-                    slot = state[d, PLACE]
-                    _remove_unknown(scalars, links, slot)
-                    stacks[(front + start + height) & ring] = np.int64(slot) | (k - start) << _HIGH
-                    height += 1
+                tag, slot = state[d, TAG], state[d, PLACE]
+                changed = bool(tag == step and tag != 0)  # by the last step of the schedule that this one continues
+                if tag != 0 and slot >= 0:
+                    queue[waiting + np.uint64(place_of[base + np.uint64(slot)])] = -1
+                    stacks[(first + height) & ring] = np.int64(slot) | np.int64(place) << _HIGH
+                    height += np.uint64(1)
             accesses[c, RECORD] = record
             accesses[c, NEXT] = UNKNOWN
             tables[c] = table_of_row[d]
             recent[c] = changed
             next_users[c] = 0
             mine[(front + k) & ring] = d
-        parts.heights[lane, step & steps] = height
-        scalars[FAR] = step if height else scalars[FAR]
-        start += owned[lane]
-    starts[step & steps, owned.size] = front + start
-    numbers[FRONT] = front + start
+        parts.heights[lane, this] = np.int32(height)
+        if height:
+            parts.scalars[lane, FAR] = step
+        start += np.uint64(owned[lane])
+    starts[this, owned.size] = np.int64(front + start)
+    window.scalars[FRONT] = np.int64(front + start)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -209,122 +217,184 @@ def plan_steps(
     room for as many more of each as the lane has accesses in these steps; counts int64 [steps, 4]: filled with each step's rows used,
     residencies ended, arrivals, and initial ones. Returns 0, or the rows that a step needs where the slots do not suffice.
     """
-    records, keys, bases, direct = rows.records, rows.keys, rows.bases, rows.direct
-    accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
-    members, stacks, starts = window.mine, window.stacks, window.starts
-    slots, early_rows, next_users_rows, end_slots = moves.slots, moves.early, moves.next_users, moves.ends
-    slot_in, table_in, ordinal_in = moves.slot, moves.table, moves.ordinal
-    id_in, tag_in, after_in = moves.id, moves.tag, moves.after
-    ring = tables.size - 1
-    steps = len(starts) - 1
-    base = parts.firsts[lane]
-    size = parts.firsts[lane + 1] - base
-    scalars, heights, trained = parts.scalars[lane], parts.heights[lane], parts.trained[lane]
-    held, tags = parts.record[base : base + size], parts.tag[base : base + size]
-    stored, links = parts.stored[base : base + size], parts.links[base : base + size]
+    size = parts.firsts[lane + 1] - parts.firsts[lane]
     for k in range(len(counts)):
         step = first + k
-        start, end = starts[step & steps, lane], starts[step & steps, lane + 1]
-        used = end - start
+        this = np.uint64(step & (len(window.starts) - 1))
+        used = window.starts[this, lane + 1] - window.starts[this, lane]
         if used > size:
-            return used
-        row0, end0, arrival0 = fill[0], fill[1], fill[2]
-        ends, arrivals, initial = end0, arrival0, 0
-        front = starts[step & steps, 0]
-        mine = slots[row0 : row0 + used]
-        mine[:] = -1
-        # The rows in slots that this step uses are exactly those in its stack: taken out, they cannot leave.
-        for i in range(heights[step & steps]):
-            entry = stacks[(start + i) & ring]
-            mine[entry >> _HIGH] = entry & _LOW
-        heights[step & steps] = 0
-        for i in range(used):
-            if mine[min(i + AHEAD, used - 1)] < 0:
-                ahead = front + members[min(start + i + AHEAD, end - 1) & ring]
-                prefetch(records, accesses[ahead & ring, RECORD] * FIELDS)
-            c = (front + members[(start + i) & ring]) & ring
-            early = recent[c] == 0
-            if mine[i] < 0:
-                # A slot: an unused one, or that of the row whose next use is furthest.
-                if scalars[USED] < size:
-                    slot = np.int32(scalars[USED])
-                    scalars[USED] += 1
-                else:
-                    slot = np.int32(scalars[UNKNOWN_HEAD])
-                    if slot >= 0:
-                        behind = links[slot, BEHIND]
-                        scalars[UNKNOWN_HEAD] = behind
-                        if behind >= 0:
-                            links[behind, BEFORE] = -1
-                            prefetch(held, behind)
-                            prefetch(tags, behind)
-                        else:
-                            scalars[UNKNOWN_TAIL] = -1
-                    else:
-                        while scalars[FAR] > step and heights[scalars[FAR] & steps] == 0:
-                            scalars[FAR] -= 1
-                        far = scalars[FAR] & steps
-                        if scalars[FAR] <= step:
-                            return used  # every slot is needed by this step
-                        top = heights[far] - 1
-                        heights[far] = top
-                        bottom = starts[far, lane]
-                        slot = np.int32(stacks[(bottom + top) & ring] & _LOW)
-                        near = stacks[(bottom + max(top - 2, 0)) & ring] & _LOW
-                        prefetch(held, near)
-                        prefetch(tags, near)
-                    left = held[slot]
-                    records[left, PLACE] = -(step + 2)
-                    records[left, TAG] = tags[slot]
-                    end_slots[ends] = slot
-                    ends += 1
-                record = accesses[c, RECORD]
-                tag, place = records[record, TAG], records[record, PLACE]
-                table = tables[c]
-                after = np.int32(-1) if tag == 0 else np.int32(-place - 2)
-                slot_in[arrivals] = slot
-                table_in[arrivals] = table
-                ordinal_in[arrivals] = records[record, ORDINAL] - 1
-                id_in[arrivals] = keys[record - direct, 1] if record >= direct else record - bases[table]
-                tag_in[arrivals] = tag
-                after_in[arrivals] = after
-                arrivals += 1
-                if tag == 0:
-                    initial += 1
-                    trained[table] += 1
-                held[slot] = record
-                stored[slot] = tag
-                records[record, PLACE] = slot
-                records[record, TAG] = step + 1  # what it is while the row has the slot, the slot says
-                # A row that left at the boundary before the previous step is written back only once that step's gradients are in.
-                if tag != 0 and after == step - 1:
-                    early = False
-                mine[i] = slot
-            early_rows[row0 + i] = early
-        for i in range(used):
-            c = (front + members[(start + i) & ring]) & ring
-            next_users_rows[row0 + i] = next_users[c]
-            slot = mine[i]
-            tags[slot] = step + 1
-            access = accesses[c, NEXT]
-            if access >= 0:
-                following = access >> _HIGH
-                far = following & steps
-                stacks[(starts[far, lane] + heights[far]) & ring] = np.int64(slot) | (access & _LOW) << _HIGH
-                heights[far] += 1
-                scalars[FAR] = max(scalars[FAR], following)
-            else:
-                tail = scalars[UNKNOWN_TAIL]
-                links[slot, BEFORE] = tail
-                links[slot, BEHIND] = -1
-                if tail >= 0:
-                    links[tail, BEHIND] = slot
-                else:
-                    scalars[UNKNOWN_HEAD] = slot
-                scalars[UNKNOWN_TAIL] = slot
-        fill[0], fill[1], fill[2] = row0 + used, ends, arrivals
-        counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = used, ends - end0, arrivals - arrival0, initial
+            return int(used)
+        waiting = _slots_held(lane, this, used, window, parts, fill, moves)
+        found = _arrive(rows, lane, step, waiting, window, parts, fill, moves)
+        if found < 0:
+            return int(used)  # every slot is needed by this step
+        _wait_for_next(lane, step, used, window, parts, moves.slots[fill[0] : fill[0] + used])
+        counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = used, found & _LOW, waiting, found >> _HIGH
+        fill[0] += used
+        fill[1] += found & _LOW
+        fill[2] += waiting
     return 0
+
+
+@nb.njit(nogil=True, cache=True)
+def _slots_held(lane: int, this: np.uint64, used: int, window: Window, parts: Partitions, fill: np.ndarray, moves: Moves) -> int:
+    """Fill a step's rows used but for the slots of those that must arrive: these go to the arrivals, their places for slots, their records for
+    ordinals.
+
+    Nothing branches on which of them must: it cannot be guessed by the processor. Returns how many.
+    """
+    recent, next_users, members, stacks = window.recent, window.next_users, window.mine, window.stacks
+    ring = np.uint64(len(recent) - 1)
+    start, front = np.uint64(window.starts[this, lane]), np.uint64(window.starts[this, 0])
+    row0, arrival0 = np.uint64(fill[0]), np.uint64(fill[2])
+    accesses, tables = window.accesses, window.tables
+    slots, early_rows, next_users_rows = moves.slots, moves.early, moves.next_users
+    waiting, record_of, table_of_row = moves.slot, moves.ordinal, moves.table
+    for k in range(np.uint64(used)):
+        slots[row0 + np.uint64(k)] = -1
+    # The rows in slots that this step uses are exactly those in its stack: taken out, they cannot leave.
+    for k in range(np.uint64(parts.heights[lane, this])):
+        entry = stacks[(start + np.uint64(k)) & ring]
+        slots[row0 + np.uint64(entry >> _HIGH)] = np.int32(entry & _LOW)
+    parts.heights[lane, this] = 0
+    found = np.uint64(0)
+    for k in range(np.uint64(used)):
+        i = np.uint64(k)
+        c = (front + np.uint64(members[(start + i) & ring])) & ring
+        early_rows[row0 + i] = recent[c] ^ np.uint8(1)
+        next_users_rows[row0 + i] = next_users[c]
+        waiting[arrival0 + found] = np.int32(i)
+        record_of[arrival0 + found] = accesses[c, RECORD]
+        table_of_row[arrival0 + found] = tables[c]
+        found += np.uint64(slots[row0 + i] < 0)
+    return int(found)
+
+
+@nb.njit(nogil=True, cache=True)
+def _arrive(
+    rows: Rows, lane: int, step: int, waiting: int, window: Window, parts: Partitions, fill: np.ndarray, moves: Moves
+) -> int:
+    """Give a slot to every row that `_slots_held` found without: an unused one, or that of the row whose next use is furthest.
+
+    Returns residencies ended | initial arrivals << 32, or -1 where all slots are needed.
+    """
+    records, keys, bases, direct = rows.records, rows.keys, rows.bases, rows.direct
+    base, size = np.uint64(parts.firsts[lane]), parts.firsts[lane + 1] - parts.firsts[lane]
+    held, tags, stored = parts.record, parts.tag, parts.stored
+    row0, end0, arrival0 = np.uint64(fill[0]), np.uint64(fill[1]), np.uint64(fill[2])
+    ahead = np.uint64(AHEAD)
+    unused = parts.scalars[lane, USED]
+    into_unused = np.uint64(min(size - unused, waiting))
+    ends = np.uint64(waiting) - into_unused
+    if not _choose(lane, step, ends, end0, window, parts, moves):
+        return -1
+    for n in range(ends):
+        e = end0 + np.uint64(n)
+        near = np.uint64(moves.ends[min(e + ahead, end0 + ends - np.uint64(1))])
+        prefetch(records, held[base + near] * FIELDS)
+        slot = np.uint64(moves.ends[e])
+        left = np.uint64(held[base + slot])
+        records[left, PLACE] = np.int32(-(step + 2))
+        records[left, TAG] = tags[base + slot]
+    initial = 0
+    last = arrival0 + np.uint64(waiting) - np.uint64(1)
+    for n in range(np.uint64(waiting)):
+        k = np.uint64(n)
+        a = arrival0 + k
+        prefetch(records, moves.ordinal[min(a + ahead, last)] * FIELDS)
+        slot = np.uint64(unused) + k if k < into_unused else np.uint64(moves.ends[end0 + k - into_unused])
+        i = np.uint64(moves.slot[a])
+        record = moves.ordinal[a]
+        r = np.uint64(record)
+        tag, table = records[r, TAG], moves.table[a]
+        after = np.int32(-1) if tag == 0 else np.int32(-records[r, PLACE] - 2)
+        moves.slot[a] = np.int32(slot)
+        moves.ordinal[a] = records[r, ORDINAL] - 1
+        moves.id[a] = keys[r - np.uint64(direct), 1] if record >= direct else record - bases[np.uint64(table)]
+        moves.tag[a] = tag
+        moves.after[a] = after
+        if tag == 0:
+            initial += 1
+            parts.trained[lane, table] += 1
+        held[base + slot] = record
+        stored[base + slot] = tag
+        records[r, PLACE] = np.int32(slot)
+        records[r, TAG] = np.int32(step + 1)  # what it is while the row has the slot, the slot says
+        # A row that left at the boundary before the previous step is written back only once that step's gradients are in.
+        if tag != 0 and after == step - 1:
+            moves.early[row0 + i] = 0
+        moves.slots[row0 + i] = np.int32(slot)
+    parts.scalars[lane, USED] = unused + np.int64(into_unused)
+    return int(np.int64(ends) | np.int64(initial) << _HIGH)
+
+
+@nb.njit(nogil=True, cache=True)
+def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Window, parts: Partitions, moves: Moves) -> bool:
+    """Take so many slots from the rows whose next use is furthest, into moves.ends from end0 on; False where that many do not exist."""
+    stacks, heights, held, tags, queue = window.stacks, parts.heights, parts.record, parts.tag, parts.queue
+    ring, steps = np.uint64(len(stacks) - 1), len(window.starts) - 1
+    base = np.uint64(parts.firsts[lane])
+    waiting = base + base
+    oldest, end, far = parts.scalars[lane, OLDEST], parts.scalars[lane, END], parts.scalars[lane, FAR]
+    found = np.uint64(0)
+    while found < wanted and oldest < end:
+        slot = queue[waiting + np.uint64(oldest)]
+        oldest += 1
+        if slot >= 0:
+            prefetch(held, np.int64(base) + slot)
+            prefetch(tags, np.int64(base) + slot)
+            moves.ends[end0 + found] = slot
+            found += np.uint64(1)
+    while found < wanted:
+        while far > step and heights[lane, far & steps] == 0:
+            far -= 1
+        if far <= step:
+            return False
+        bottom, height = np.uint64(window.starts[far & steps, lane]), np.uint64(heights[lane, far & steps])
+        some = min(height, wanted - found)
+        for k in range(some):
+            slot = np.int32(stacks[(bottom + height - np.uint64(1) - np.uint64(k)) & ring] & _LOW)
+            prefetch(held, np.int64(base) + slot)
+            prefetch(tags, np.int64(base) + slot)
+            moves.ends[end0 + found + np.uint64(k)] = slot
+        found += some
+        heights[lane, far & steps] = np.int32(height - some)
+    parts.scalars[lane, OLDEST], parts.scalars[lane, FAR] = oldest, far
+    return True
+
+
+@nb.njit(nogil=True, cache=True)
+def _wait_for_next(lane: int, step: int, used: int, window: Window, parts: Partitions, slots: np.ndarray) -> None:
+    """Put the slots of a step's rows, int32 [used], on the stacks of their next use, or at the end of those with none known."""
+    accesses, members, stacks, starts = window.accesses, window.mine, window.stacks, window.starts
+    ring, steps = np.uint64(len(stacks) - 1), np.uint64(len(starts) - 1)
+    start, front = np.uint64(starts[np.uint64(step) & steps, lane]), np.uint64(starts[np.uint64(step) & steps, 0])
+    base, v = np.uint64(parts.firsts[lane]), np.uint64(lane)
+    tags, heights, queue, place_of = parts.tag, parts.heights, parts.queue, parts.place
+    waiting, room = base + base, 2 * (parts.firsts[lane + 1] - parts.firsts[lane])
+    furthest, end = parts.scalars[lane, FAR], parts.scalars[lane, END]
+    for k in range(np.uint64(used)):
+        i = np.uint64(k)
+        slot = slots[i]
+        tags[base + np.uint64(slot)] = np.int32(step + 1)
+        access = accesses[(front + np.uint64(members[(start + i) & ring])) & ring, NEXT]
+        if access >= 0:
+            following = access >> _HIGH
+            far = np.uint64(following) & steps
+            height = heights[v, far]
+            stacks[(np.uint64(starts[far, v]) + np.uint64(height)) & ring] = np.int64(slot) | (access & _LOW) << _HIGH
+            heights[v, far] = height + np.int32(1)
+            furthest = max(furthest, following)
+        else:
+            if end == room:
+                parts.scalars[v, END] = end
+                _close_ranks(parts, lane)
+                end = parts.scalars[v, END]
+            queue[waiting + np.uint64(end)] = slot
+            place_of[base + np.uint64(slot)] = end
+            end += 1
+    parts.scalars[lane, END] = end
+    parts.scalars[lane, FAR] = furthest
 
 
 @nb.njit(nogil=True, cache=True)

@@ -24,6 +24,7 @@ _GROUPS = {
         "store",
         "trainers",
         "threads",
+        "cpu_capability",
         "device",
         "memory",
         "namespace",
@@ -197,6 +198,9 @@ def job_of(parsed: argparse.Namespace) -> TrainJob:
 
 def _train(parsed: argparse.Namespace) -> int:
     job = job_of(parsed)
+    from trainer import numerics
+
+    numerics.set_environment(job.cpu_capability)  # the next line imports torch
     from trainer.launch import train
 
     ending = train(job)

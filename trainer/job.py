@@ -68,6 +68,10 @@ class TrainJob:
     threads: int = _setting(
         1, "integer", "threads of the arithmetic in each trainer; part of the numerics fingerprint", metavar="T", least=1
     )
+    cpu_capability: str = _setting(
+        "avx2", "text", "vector instructions of the arithmetic, which every host of the run must have; part of the numerics fingerprint",
+        choices=("avx2", "avx512"),
+    )  # fmt: skip
     device: str = _setting("cpu", "text", "where the partitions and the dense part live", choices=("cpu", "cuda"))
     memory: str | None = _setting(
         None, "size", "most bytes a lane's slots may take; the schedule's own bound by default", metavar="SIZE"

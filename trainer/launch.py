@@ -87,7 +87,8 @@ def train(job: TrainJob) -> Ending | None:
 
     Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
     """
-    numerics.set_environment()
+    numerics.set_environment(job.cpu_capability)
+    numerics.check_processor()
     if not under_scheduler():
         with Interrupts() as interrupts:
             return Launch(job, interrupts).run()

@@ -103,7 +103,7 @@ class TrainerProcess:
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
         call, job = self._call, self._job
-        numerics.set_up(job.threads, job.device)
+        numerics.set_up(job.threads, job.device, job.cpu_capability)
         self._check_fingerprint()
         schedule = Schedule(job.schedule, follow=job.follow)
         dense = DensePart.build(job, schedule)

@@ -8,15 +8,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from trainer.errors import FingerprintError
-from trainer.numerics import ENVIRONMENT, check
+from trainer.numerics import ENVIRONMENTS, check
 
 # Every check in one process, since the settings come into force once and importing torch takes seconds.
 SCRIPT = """
 import json, sys
 from trainer import numerics
-numerics.set_up(int(sys.argv[1]))
+numerics.set_up(int(sys.argv[1]), cpu_capability=sys.argv[2])
 import torch
 
 def linear(inputs, outputs):
@@ -50,10 +51,10 @@ print(json.dumps({"differ": differ, "fingerprint": numerics.fingerprint(), "agai
 """
 
 
-def measured(threads: int, **environment: str) -> dict[str, object]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+def measured(threads: int, cpu_capability: str = "avx2", **environment: str) -> dict[str, object]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENTS["avx2"]}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(threads)],
+        [sys.executable, "-c", SCRIPT, str(threads), cpu_capability],
         env=inherited | environment,
         capture_output=True,
         text=True,
@@ -65,8 +66,11 @@ def measured(threads: int, **environment: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_linear_layer_gives_the_same_bits_at_every_address_and_in_every_slice(threads: int) -> None:
-    found = measured(threads)
+@pytest.mark.parametrize("cpu_capability", ["avx2", "avx512"])
+def test_a_linear_layer_gives_the_same_bits_at_every_address_and_in_every_slice(threads: int, cpu_capability: str) -> None:
+    if cpu_capability == "avx512" and not torch.cpu._is_avx512_supported():
+        pytest.skip("needs a processor with avx512")
+    found = measured(threads, cpu_capability)
     assert found["differ"] == []
     assert found["fingerprint"] == found["again"]
     assert found["deterministic"] is True
@@ -76,8 +80,8 @@ def test_a_linear_layer_gives_the_same_bits_at_every_address_and_in_every_slice(
     assert fingerprint["threads"] == str(threads)
     assert fingerprint["flush_to_zero"] == "off"
     assert fingerprint["device"] == "cpu"
-    assert fingerprint["cpu_capability"] == "AVX2"
-    assert fingerprint["mkl_cbwr"] == "AVX2,STRICT"
+    assert fingerprint["cpu_capability"] == cpu_capability.upper()
+    assert fingerprint["mkl_cbwr"] == f"{cpu_capability.upper()},STRICT"
 
 
 def test_the_users_environment_wins_and_shows_in_the_fingerprint() -> None:

@@ -38,7 +38,7 @@ class EvaluationStep:
 def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
     """Evaluate on the run's own schedule, or on another one of the same features. Raises RunError where that has nothing to evaluate."""
     with open_resting(path, store) as resting:
-        numerics.set_up(resting.job.threads)
+        numerics.set_up(resting.job.threads, cpu_capability=resting.job.cpu_capability)
         used = resting.schedule if schedule is None else _fitting(resting, Schedule(schedule))
         wanted = _distinct_rows(used)
         weights = _weights(resting, wanted)

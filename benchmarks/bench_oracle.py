@@ -158,7 +158,7 @@ def _milliseconds(what: Accesses, millions: Sequence[float]) -> float:
 def main() -> None:
     """Measure, print, save."""
     given = arguments(__doc__, pairs=(8, 3))
-    steps = 120 if given.quick else 800
+    steps = 120 if given.quick else 1200
     tell("making ids")
     near = accesses(steps, tuple(KAGGLE_ROWS))
     far = accesses(steps, tuple(MANY * rows for rows in KAGGLE_ROWS))

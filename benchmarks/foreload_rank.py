@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from comparison import cpu_capability
 from trainer import numerics
 
 # Before torch is imported, as in every trainer.
-numerics.set_environment()
+numerics.set_environment(cpu_capability())
 
 import torch.distributed as dist  # noqa: E402
 

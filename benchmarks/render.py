@@ -130,7 +130,7 @@ def _machines(found: Sequence[dict[str, Any]]) -> list[str]:
         if "failed" in one:
             continue
         own, versions = one["machine"], ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        text = f"{own['cpu']}, {own['cores']} cores, {own['memory_gib']} GiB, {own['kernel']}; {versions}"
+        text = f"{own['cpu']} (torch told to use {own['cpu_capability']}), {own['cores']} cores, {own['memory_gib']} GiB, {own['kernel']}; {versions}"
         seen.setdefault(text, []).append(one["script"])
     if len(seen) <= 1:
         return [f"Machine: {text}." for text in seen] + [""]

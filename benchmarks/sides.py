@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from comparison import cpu_capability
 from trainer import numerics
 
 # Before torch is imported, as in every trainer.
-numerics.set_environment()
+numerics.set_environment(cpu_capability())
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -67,6 +67,22 @@ class Lists:
     held: list[Tensor] = field(default_factory=list)  # what is being sent early, until it is gone
 
 
+@dataclass(slots=True)
+class DenseSum:
+    """The sum of the lanes' dense vectors while it is under way. bounds: where each trainer's chunk begins, and where the last one ends."""
+
+    flat: Mapping[int, Tensor]
+    bounds: list[int]
+    outgoing: dict[int, Tensor]
+    incoming: dict[int, Tensor]
+    work: Work
+    total: Tensor | None = None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class Exchange:
     """One trainer's side of the exchange, for one term: lane_map[v] is the rank that hosts lane v."""
 
@@ -166,7 +182,7 @@ class Exchange:
             return dict(gradients)
         parts = {lane: self._owner_parts(lists, lane, gradient) for lane, gradient in gradients.items()}
         outgoing = {
-            peer: torch.cat([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]]) for peer in self._peers
+            peer: _joined([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]]) for peer in self._peers
         }
         used = {
             owner: {
@@ -198,34 +214,47 @@ class Exchange:
                 self._kernels.add_part(totals[owner], users, lane, part)
         return totals
 
-    def sum_dense(self, flat: Mapping[int, Tensor]) -> Tensor:
-        """Add the lanes' dense vectors in lane order. flat: hosted lane -> float32 [P]. Returns the sum, float32 [P], on every trainer.
+    def begin_dense(self, flat: Mapping[int, Tensor]) -> DenseSum:
+        """Begin to add the lanes' dense vectors in lane order: every trainer adds one chunk, of which it gets each lane's part.
 
-        Every trainer adds one chunk: it receives each lane's part of it, and returns the sum.
+        flat: hosted lane -> float32 [P]; they must stay as they are until `finish_dense`.
         """
-        world, rank = self._transport.world, self._transport.rank
+        world, device = self._transport.world, self._transport.device
         length = next(iter(flat.values())).numel()
         bounds = [length * k // world for k in range(world + 1)]
-        chunk = slice(bounds[rank], bounds[rank + 1])
-        outgoing = {
-            peer: torch.cat([flat[lane][bounds[peer] : bounds[peer + 1]] for lane in self.hosted]) for peer in self._peers
-        }
-        size = chunk.stop - chunk.start
-        device = self._transport.device
+        outgoing = {peer: _joined([flat[lane][bounds[peer] : bounds[peer + 1]] for lane in self.hosted]) for peer in self._peers}
+        size = bounds[self._transport.rank + 1] - bounds[self._transport.rank]
         incoming = {peer: torch.empty(size * len(self._lanes[peer]), device=device) for peer in self._peers}
-        self._transport.post(outgoing, incoming, DENSE).wait()
-        parts = {lane: flat[lane][chunk] for lane in self.hosted}
-        for peer, buffer in incoming.items():
-            parts.update(zip(self._lanes[peer], buffer.split(size) if size else [buffer] * len(self._lanes[peer]), strict=True))
-        total = torch.empty(length, device=device)
+        return DenseSum(flat, bounds, outgoing, incoming, self._transport.post(outgoing, incoming, DENSE))
+
+    def add_dense(self, dense: DenseSum) -> None:
+        """Add this trainer's chunk, and send the others what came out."""
+        rank, bounds = self._transport.rank, dense.bounds
+        chunk = slice(bounds[rank], bounds[rank + 1])
+        dense.work.wait()
+        parts = {lane: flat[chunk] for lane, flat in dense.flat.items()}
+        for peer, buffer in dense.incoming.items():
+            split = (
+                buffer.split(buffer.numel() // len(self._lanes[peer])) if buffer.numel() else [buffer] * len(self._lanes[peer])
+            )
+            parts.update(zip(self._lanes[peer], split, strict=True))
+        total = dense.total = torch.empty(bounds[-1], device=self._transport.device)
         own = total[chunk]
-        own.copy_(parts[0])
-        for lane in range(1, len(self._map)):
+        if len(self._map) > 1:
+            torch.add(parts[0], parts[1], out=own)
+        else:
+            own.copy_(parts[0])
+        for lane in range(2, len(self._map)):
             own.add_(parts[lane])
-        self._transport.post(
-            dict.fromkeys(self._peers, own), {peer: total[bounds[peer] : bounds[peer + 1]] for peer in self._peers}, DENSE_SUM
-        ).wait()
-        return total
+        dense.outgoing = dict.fromkeys(self._peers, own)
+        dense.incoming = {peer: total[bounds[peer] : bounds[peer + 1]] for peer in self._peers}
+        dense.work = self._transport.post(dense.outgoing, dense.incoming, DENSE_SUM)
+
+    def finish_dense(self, dense: DenseSum) -> Tensor:
+        """The sum, float32 [P], on every trainer."""
+        dense.work.wait()
+        assert dense.total is not None
+        return dense.total
 
     def collect_logits(self, logits: Mapping[int, Tensor], samples: Sequence[int]) -> list[Tensor] | None:
         """Bring every lane's logits of an evaluation step to rank 0: there, per lane float32 [samples[lane]]; elsewhere None."""

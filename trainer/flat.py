@@ -19,6 +19,7 @@ class FlatGradients:
         sizes = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in parameters]
         self._starts = list(accumulate(sizes, initial=0))
         self.length = self._starts[-1] + lanes
+        self._packed: dict[int, Tensor] = {}
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
         """Views of the vector, one a parameter, in its shape."""
@@ -31,8 +32,10 @@ class FlatGradients:
         return flat[self._starts[-1] :]
 
     def pack(self, gradients: Sequence[Tensor], loss: Tensor, lane: int) -> Tensor:
-        """A lane's vector; what lies between gradients, and other lanes' losses, are 0."""
-        flat = torch.zeros(self.length, device=loss.device)
+        """A lane's vector, the same one each time; what lies between gradients, and other lanes' losses, are 0."""
+        flat = self._packed.get(lane)
+        if flat is None:
+            flat = self._packed[lane] = torch.zeros(self.length, device=loss.device)
         torch._foreach_copy_(self.gradients(flat), list(gradients))
         self.losses(flat)[lane] = loss
         return flat

@@ -208,17 +208,25 @@ class Trainer:
         for lane in self.lanes:
             gradients[lane], flat[lane] = self._learn(event, lane, lists)
         clock.lap("compute")
+        # The dense sums are under way while rows are exchanged, added and updated.
+        under_way = None
+        if len(lanes) > 1:
+            under_way = part.exchange.begin_dense({lane: self._flat.pack(*flat[lane], lane) for lane in self.lanes})
         totals = part.exchange.sum_row_gradients(lists, gradients)
-        if len(lanes) == 1:
-            dense, losses = flat[0]
-        else:
-            summed = part.exchange.sum_dense({lane: self._flat.pack(*flat[lane], lane) for lane in self.lanes})
-            dense, losses = self._flat.gradients(summed), self._flat.losses(summed)
+        if under_way is not None:
+            part.exchange.add_dense(under_way)
         clock.lap("exchange")
         for lane, partition in part.partitions.items():
             slots = lanes[lane].slots
             tables = partition.mark_trained(slots, event.step)
             part.kernels.apply(partition.weights, partition.state, slots, tables, totals[lane], part.rules)
+        clock.lap("compute")
+        if under_way is None:
+            dense, losses = flat[0]
+        else:
+            summed = part.exchange.finish_dense(under_way)
+            dense, losses = self._flat.gradients(summed), self._flat.losses(summed)
+        clock.lap("exchange")
         for parameter, gradient in zip(self._parameters, dense, strict=True):
             parameter.grad = gradient
         part.optimizer.step()

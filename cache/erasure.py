@@ -48,28 +48,47 @@ def inverse(a: int) -> int:
 @nb.njit(nogil=True, cache=True)
 def _accumulate(source, places, factors, target, targets):  # type: ignore[no-untyped-def]
     words = target.shape[1]
-    masks = np.empty(8, np.uint32)
     for i in range(targets.size):
         to, of = targets[i], places[i]
-        factor = np.uint32(factors[i])
-        if factor == 0 or to < 0:
+        if factors[i] == 0 or to < 0:
             continue
-        if factor == 1:
+        if factors[i] == 1:
             for j in range(words):
                 target[to, j] ^= source[of, j]
-            continue
-        for bit in range(8):
-            masks[bit] = np.uint32(0) - ((factor >> np.uint32(bit)) & np.uint32(1))
-        for j in range(words):
-            word = source[of, j]
-            total = word & masks[0]
-            # Four bytes at once: each is doubled, and reduced where its highest bit was set.
-            for bit in range(1, 8):
-                high = np.uint32((word >> np.uint32(7)) & _LOW1)
-                reduced = np.uint32(high ^ (high << np.uint32(2)) ^ (high << np.uint32(3)) ^ (high << np.uint32(4)))
-                word = np.uint32(((word & _LOW7) << np.uint32(1)) ^ reduced)
-                total ^= word & masks[bit]
-            target[to, j] ^= np.uint32(total)
+        else:
+            _add_multiple(source, of, np.uint32(factors[i]), target, to, words)
+
+
+@nb.njit(nogil=True, cache=True, inline="always")
+def _mask(factor, bit):  # type: ignore[no-untyped-def]
+    return np.uint32(np.uint32(0) - ((factor >> np.uint32(bit)) & np.uint32(1)))
+
+
+@nb.njit(nogil=True, cache=True, inline="always")
+def _doubled(word):  # type: ignore[no-untyped-def]
+    # Four bytes at once: each is doubled, and reduced where its highest bit was set.
+    high = np.uint32((word >> np.uint32(7)) & _LOW1)
+    reduced = np.uint32(high ^ (high << np.uint32(2)) ^ (high << np.uint32(3)) ^ (high << np.uint32(4)))
+    return np.uint32(np.uint32((word & _LOW7) << np.uint32(1)) ^ reduced)
+
+
+@nb.njit(nogil=True, cache=True)
+def _add_multiple(source, of, factor, target, to, words):  # type: ignore[no-untyped-def]
+    # Scalars, not an array of masks, so that the loop is done in vectors.
+    m0, m1, m2, m3 = _mask(factor, 0), _mask(factor, 1), _mask(factor, 2), _mask(factor, 3)
+    m4, m5, m6, m7 = _mask(factor, 4), _mask(factor, 5), _mask(factor, 6), _mask(factor, 7)
+    for j in range(words):
+        w0 = source[of, j]
+        w1 = _doubled(w0)
+        w2 = _doubled(w1)
+        w3 = _doubled(w2)
+        w4 = _doubled(w3)
+        w5 = _doubled(w4)
+        w6 = _doubled(w5)
+        w7 = _doubled(w6)
+        low = (w0 & m0) ^ (w1 & m1) ^ (w2 & m2) ^ (w3 & m3)
+        high = (w4 & m4) ^ (w5 & m5) ^ (w6 & m6) ^ (w7 & m7)
+        target[to, j] ^= np.uint32(low ^ high)
 
 
 def accumulate(

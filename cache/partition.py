@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numba as nb
 import numpy as np
 import torch
@@ -74,10 +76,19 @@ class Partition:
     [slots + evaluation_slots, state_width], on `device`; on the CPU `weights.numpy()` shares their memory. Occupants, on the CPU always:
     table int16 (-1: the slot is free), ordinal int64, id int64, tag int32 (of the row as it is here), stored_tag int32 (of the version that
     the store holds, 0: never written), all [slots + evaluation_slots].
+
+    with_base: the *base* of each row in a training slot is kept too, its value as the store has it: base_weights float32 [slots, width],
+    base_state float32 [slots, state_width], on the CPU; undefined where the stored tag is 0.
     """
 
     def __init__(
-        self, slots: int, evaluation_slots: int, width: int, state_width: int, device: torch.device | str = "cpu"
+        self,
+        slots: int,
+        evaluation_slots: int,
+        width: int,
+        state_width: int,
+        device: torch.device | str = "cpu",
+        with_base: bool = False,
     ) -> None:
         if slots < 1 or evaluation_slots < 0 or width < 1 or state_width < 0:
             raise CacheError(
@@ -95,12 +106,16 @@ class Partition:
         self.id = np.zeros(count, np.int64)
         self.tag = np.zeros(count, np.int32)
         self.stored_tag = np.zeros(count, np.int32)
+        cpu = torch.device("cpu")
+        self.base_weights = _zeros(slots, width, cpu).numpy() if with_base else None
+        self.base_state = _zeros(slots, state_width, cpu).numpy() if with_base else None
 
     @property
     def bytes(self) -> int:
         """Memory of all arrays together."""
         arrays = (self.table, self.ordinal, self.id, self.tag, self.stored_tag)
-        return self.weights.nbytes + self.state.nbytes + sum(array.nbytes for array in arrays)
+        base = sum(array.nbytes for array in (self.base_weights, self.base_state) if array is not None)
+        return self.weights.nbytes + self.state.nbytes + base + sum(array.nbytes for array in arrays)
 
     def reserve_evaluation(self, count: int) -> None:
         """Have at least `count` evaluation slots; the arrays are new ones if there were fewer."""
@@ -137,6 +152,11 @@ class Partition:
             )
         _put(self.weights, slots, staged.weights)
         _put(self.state, slots, staged.state)
+        if self.base_weights is not None and self.base_state is not None:
+            # An event's arrivals take training slots only, or evaluation slots only, whose rows are not written back.
+            if slots[0] < self.slots:
+                put_rows(staged.weights, slots, self.base_weights)
+                put_rows(staged.state, slots, self.base_state)
 
     def end(self, slots: np.ndarray) -> EndedRows:
         """Copy out the rows in `slots` (integers [E], distinct) for their write-back, and free the slots. Raises CacheError for a free one."""
@@ -148,7 +168,14 @@ class Partition:
             raise CacheError(
                 f"slot {slots[free]}: a residency ends there, but it is free: the schedule is damaged; prepare it again"
             )
-        return EndedRows(_take(self.weights, slots), _take(self.state, slots), *left)
+        rows = EndedRows(_take(self.weights, slots), _take(self.state, slots), *left)
+        if self.base_weights is None or self.base_state is None:
+            return rows
+        return replace(
+            rows,
+            base_weights=copies_of_rows(self.base_weights, slots),
+            base_state=copies_of_rows(self.base_state, slots),
+        )
 
     def mark_trained(self, slots: np.ndarray, step: int) -> np.ndarray:
         """Note that training step `step` changes the rows in `slots`: their tag is step + 1. Returns their tables, int16."""

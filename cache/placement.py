@@ -9,9 +9,11 @@ from pathlib import Path
 import numba as nb
 import numpy as np
 
+from cache.erasure import Code
 from cache.errors import CacheError
+from cache.stripes import LaneStripes, Written, stripe_hash
 from pipelines.files import replacing
-from pipelines.mixing import key, mix
+from pipelines.mixing import key
 
 GROUPS = 4096
 FORMAT = 1
@@ -31,7 +33,7 @@ def _shards(lane_prefix, table, ordinal, members, k, out):  # type: ignore[no-un
     groups = np.uint64(members.shape[0])
     for i in range(out.size):
         stripe = ordinal[i] // k
-        group = mix(mix(lane_prefix ^ np.uint64(table[i])) ^ np.uint64(stripe)) % groups
+        group = stripe_hash(lane_prefix, table[i], stripe) % groups
         out[i] = members[np.int64(group), ordinal[i] - stripe * k]
 
 
@@ -95,3 +97,12 @@ class Placement:
         out = np.empty(len(ordinal), np.int32)
         _shards(np.uint64(key(lane)), table, ordinal, self.members, self.k, out)
         return out
+
+    @property
+    def code(self) -> Code | None:
+        """The erasure code of a stripe; None without parity."""
+        return Code(self.k, self.r) if self.r else None
+
+    def stripes(self, lane: int, written: np.ndarray) -> LaneStripes:
+        """The stripes of a lane. written: int64 [tables], all ordinals below which the store has."""
+        return LaneStripes(lane, self.k, self.members, Written(written))

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from cache.errors import RowError, StoreError
+from cache.marker import Marker
 from cache.namespace import lane_key
 from cache.placement import Placement, fields
 from cache.rows import RowLayout, decode_rows
@@ -91,12 +92,12 @@ def plan_reads(stored: StoredRows, expected: Expected) -> list[Request]:
     return requests
 
 
-def check_marker(stored: StoredRows, lane: int, read: Read, numbers: Sequence[int]) -> None:
-    """Refuse a store shard whose marker for the lane is none of `numbers`, the write-back batches it may have seen last."""
-    found = 0 if read.marker is None else int.from_bytes(read.marker, "little")
-    if found not in numbers:
+def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Marker]) -> None:
+    """Refuse a store shard whose marker for the lane is none of `markers`, those that it may have now."""
+    found = Marker.parse(read.marker)
+    if found not in markers:
         raise StoreError(
-            f"store {stored.store.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {found}, must be {numbers[0]}; "
+            f"store {stored.store.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {found}, must be {markers[0]}; "
             "it was emptied, restarted from an older save, or belongs to another run: restore it and --resume, or start again with --overwrite"
         )
 
@@ -155,6 +156,6 @@ def read_rows(stored: StoredRows, expected: Expected, batches: int | None = None
         places = np.arange(start, start + len(part))
         for request in requests:
             if batches is not None:
-                check_marker(stored, part.lane, request.read, [batches])
+                check_marker(stored, part.lane, request.read, [Marker(batches, batches)])
             accept(stored, part, request, rows, places, check_tags)
     return rows

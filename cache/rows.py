@@ -85,6 +85,23 @@ def _encode(weights, state, ids, tags, W, S, out):  # type: ignore[no-untyped-de
 
 
 @nb.njit(nogil=True, cache=True)
+def _encode_at(weights, state, ids, tags, places, positions, W, S, out):  # type: ignore[no-untyped-def]
+    for i in range(places.shape[0]):
+        of, to = places[i], positions[i]
+        if tags[of] == 0:
+            for j in range(out.shape[1]):
+                out[to, j] = 0
+            continue
+        for j in range(W):
+            out[to, j] = weights[of, j]
+        for j in range(S):
+            out[to, W + j] = state[of, j]
+        out[to, W + S] = ids[of, 0]
+        out[to, W + S + 1] = ids[of, 1]
+        out[to, W + S + 2] = tags[of]
+
+
+@nb.njit(nogil=True, cache=True)
 def _decode(rows, W, S, weights, state, ids, tags):  # type: ignore[no-untyped-def]
     for i in range(rows.shape[0]):
         for j in range(W):
@@ -105,6 +122,19 @@ def encode_rows(
     The last axis of each is contiguous. Bits are copied as they are, NaN payloads included.
     """
     _encode(weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags, W, S, out.view(np.int32))
+
+
+def encode_rows_at(
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], places: np.ndarray, positions: np.ndarray, W: int, S: int,
+    out: np.ndarray,
+) -> None:
+    """out[positions[i]] = row places[i] as it is stored; all zeros, id and tag too, for a row of tag 0, which was never stored.
+
+    rows: weights, state, ids, tags as in `encode_rows`; places, positions: int64 [n]; out: uint8 [m, 4 * (W + S) + 12], contiguous.
+    """  # fmt: skip
+    weights, state, ids, tags = rows
+    bits = (weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags)
+    _encode_at(*bits, places, positions, W, S, out.view(np.int32))
 
 
 def decode_rows(

@@ -1,10 +1,9 @@
-"""Staging of one lane: arrived rows that wait for their slots, and ended rows that wait for their write-back. Pure: no store, no thread."""
+"""Arrival staging of one lane: arrived rows that wait for their slots; and rows on their way out. Pure: no store, no thread."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 
@@ -13,14 +12,12 @@ import numpy as np
 
 from cache.errors import CacheError
 from cache.initial import initial_weights
-from cache.placement import Placement, fields
-from cache.rows import RowLayout, encode_rows
+from cache.rows import RowLayout
 from pipelines.prefetch import prefetch
 from pipelines.schedule_format import Arrivals
 
 _AHEAD = 16  # rows that are asked for early: they lie at random in a partition
 _LINE = 16  # 4-byte values in a cache line
-BATCH_ROWS = 2048  # of one write-back batch on one store shard: one atomic command
 
 
 @nb.njit(nogil=True, cache=True)
@@ -124,6 +121,7 @@ class EndedRows:
     """Copies of the rows whose residency ended, for their write-back.
 
     weights: float32 [E, Wmax]; state: float32 [E, Smax]; table int16, ordinal int64, id int64, tag int32, stored_tag int32, all [E].
+    base_weights, base_state: the same rows as the store has them, undefined where the stored tag is 0; None where no base is kept.
     """
 
     weights: np.ndarray
@@ -133,13 +131,16 @@ class EndedRows:
     id: np.ndarray
     tag: np.ndarray
     stored_tag: np.ndarray
+    base_weights: np.ndarray | None = None
+    base_state: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.table)
 
     def select(self, which: np.ndarray) -> EndedRows:
         """The rows of a mask or of places."""
-        return EndedRows(*(getattr(self, name)[which] for name in self.__slots__))
+        arrays = (getattr(self, name) for name in self.__slots__)
+        return EndedRows(*(None if array is None else array[which] for array in arrays))
 
 
 class EventStaging:
@@ -165,96 +166,3 @@ class EventStaging:
             initial_weights(seed, layout.table, ids, layout.scale, made[start:end], layout.init_columns)
         put_rows(made, places, self.rows.weights)
         return places
-
-
-@dataclass(slots=True)
-class _Chunk:
-    boundary: int
-    fields: np.ndarray  # uint64 [n]
-    rows: np.ndarray  # uint8 [n, row_bytes]
-
-
-@dataclass(slots=True)
-class WriteBackBatch:
-    """One numbered write-back batch: rows of one shape, at most 2,048 a store shard.
-
-    parts: per store shard (fields uint64 [n], rows uint8 [n, row_bytes]), n may be 0; rows_of: boundary -> rows of it in this batch.
-    """
-
-    number: int
-    parts: list[tuple[np.ndarray, np.ndarray]]
-    rows_of: dict[int, int]
-
-    @property
-    def rows(self) -> int:
-        """Rows on all store shards."""
-        return sum(self.rows_of.values())
-
-
-@dataclass(slots=True)
-class WriteBackStaging:
-    """Write-back staging of one lane: ended rows, encoded, in one queue a shape and store shard, from which batches are cut.
-
-    number: of the last batch cut. A batch has one shape, so that it is one atomic command a store shard; rows of several boundaries share
-    a batch where the store is slower than the trainer.
-    """
-
-    shapes: RowShapes
-    placement: Placement
-    number: int = 0
-    _queues: dict[tuple[int, int], deque[_Chunk]] = field(default_factory=dict)
-
-    def add(self, lane: int, boundary: int, ended: EndedRows) -> None:
-        """Encode rows that ended at a boundary and queue them."""
-        if not len(ended):
-            return
-        shards = self.placement.shard_count
-        owner = self.shapes.of_table[ended.table] * shards + self.placement.shards(lane, ended.table, ended.ordinal)
-        order = np.argsort(owner, kind="stable")
-        owner = owner[order]
-        starts = np.flatnonzero(np.diff(owner, prepend=-1))
-        names = fields(ended.table, ended.ordinal)
-        for start, end in pairwise([*starts, len(owner)]):
-            shape, shard = divmod(int(owner[start]), shards)
-            width, state_width = self.shapes.shapes[shape]
-            places = order[start:end]
-            rows = np.empty((end - start, self.shapes.row_bytes(shape)), np.uint8)
-            # A place for the base belongs here, beside the new bytes, once there is parity.
-            encode_rows(
-                copies_of_rows(ended.weights, places), copies_of_rows(ended.state, places), ended.id[places], ended.tag[places],
-                width, state_width, rows,
-            )  # fmt: skip
-            self._queues.setdefault((shape, shard), deque()).append(_Chunk(boundary, names[places], rows))
-
-    def cut(self) -> WriteBackBatch | None:
-        """The next batch: rows of the shape that has waited longest; None when nothing waits."""
-        waiting = [(queue[0].boundary, shape) for (shape, _), queue in self._queues.items() if queue]
-        if not waiting:
-            return None
-        shape = min(waiting)[1]
-        self.number += 1
-        rows_of: dict[int, int] = {}
-        parts = []
-        for shard in range(self.placement.shard_count):
-            chunks = _cut_rows(self._queues.get((shape, shard), deque()))
-            for chunk in chunks:
-                rows_of[chunk.boundary] = rows_of.get(chunk.boundary, 0) + len(chunk.fields)
-            empty = np.empty((0, self.shapes.row_bytes(shape)), np.uint8)
-            parts.append((
-                np.concatenate([np.empty(0, np.uint64), *(chunk.fields for chunk in chunks)]),
-                chunks[0].rows if len(chunks) == 1 else np.concatenate([empty, *(chunk.rows for chunk in chunks)]),
-            ))  # fmt: skip
-        return WriteBackBatch(self.number, parts, rows_of)
-
-
-def _cut_rows(queue: deque[_Chunk]) -> list[_Chunk]:
-    found: list[_Chunk] = []
-    room = BATCH_ROWS
-    while queue and room:
-        chunk = queue.popleft()
-        if len(chunk.fields) > room:
-            queue.appendleft(_Chunk(chunk.boundary, chunk.fields[room:], chunk.rows[room:]))
-            chunk = _Chunk(chunk.boundary, chunk.fields[:room], chunk.rows[:room])
-        found.append(chunk)
-        room -= len(chunk.fields)
-    return found

@@ -1,8 +1,12 @@
 """The traffic of one trainer with the store: one background thread that serves its lanes in rounds.
 
-A round is one exchange with all store shards: of each lane the next write-back batch (its rows and the marker d = n, to every shard), and
-all fetches that are due. A fetch is due once the boundary of its row's last write-back is *released*, that is, acknowledged by all shards in
-an earlier round; so no read can pass the write that it depends on.
+Without parity a round is one exchange with all store shards: of each lane the next write-back batch (its rows and the marker, to every
+shard), and all fetches that are due. A fetch is due once the boundary of its row's last write-back is *released*, that is, acknowledged by all
+shards in an earlier round; so no read can pass the write that it depends on.
+
+With parity a round has three phases. Read phase: the parity rows of the stripes that the batch touches, and the fetches. Parity phase: the
+new parity rows, once all is read, the rows of the batch before are acknowledged, and the batch is in the log. Data phase: the rows,
+in one exchange with the next read phase.
 """
 
 from __future__ import annotations
@@ -19,10 +23,14 @@ from types import TracebackType
 
 import numpy as np
 
-from cache.errors import CacheError
+from cache.batch_log import BatchLog, LoggedBatch
+from cache.batches import WriteBackBatch, WriteBackStaging
+from cache.errors import CacheError, RowError
+from cache.marker import Marker
 from cache.reading import Expected, Request, StoredRows, accept, check_marker, plan_reads
-from cache.staging import EndedRows, EventStaging, Staged, WriteBackBatch, WriteBackStaging
-from cache.store import Write
+from cache.staging import EndedRows, EventStaging, Staged
+from cache.store import Read, Write
+from cache.stripes import ALL_STRIPES
 from pipelines.schedule_format import Arrivals
 
 NICENESS = 10  # of the thread
@@ -37,20 +45,22 @@ class LanePlan:
 
     plan: (event index, arrivals) in order of the program; None where the next event is not known yet (it is asked for again, after a
     while). An exception that it raises is raised by the `take` of the event that it stands for. batches: the number of the lane's last
-    write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before.
+    write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: int64 [tables], the lane's
+    ordinals that the store has, all below it (None: none).
     """
 
     lane: int
     plan: Plan
     batches: int = 0
     released_boundary: int = -1
+    written: np.ndarray | None = None
 
 
 @dataclass(slots=True)
 class Counters:
     """What the traffic did so far, all lanes together.
 
-    rows_written is without the rows written beyond the schedule. stalled_rows: arrivals whose fetch was not yet allowed to leave when the
+    rows_written is without the rows written beyond the schedule; parity rows are counted apart. stalled_rows: arrivals whose fetch was not yet allowed to leave when the
     trainer took their event.
     """
 
@@ -58,6 +68,8 @@ class Counters:
     rows_fetched: int = 0
     rows_written: int = 0
     rows_written_beyond: int = 0
+    parity_rows_read: int = 0
+    parity_rows_written: int = 0
     bytes_fetched: int = 0
     bytes_written: int = 0
     rounds: int = 0
@@ -79,6 +91,16 @@ class _Fetch:
     places: np.ndarray  # int64 [n], of arrivals that nothing was asked for yet
 
 
+@dataclass(slots=True)
+class _PlannedFetch:
+    """A fetch that leaves, with what it expects and its reads."""
+
+    state: _Lane
+    fetch: _Fetch
+    expected: Expected
+    requests: list[Request]
+
+
 class _Lane:
     """One lane. The fields of the first group belong to the thread, the others to whoever holds the condition."""
 
@@ -88,7 +110,11 @@ class _Lane:
         self.next: tuple[int, Arrivals] | None = None
         self.unknown = False  # the plan's next event is not known yet
         self.fetches: list[_Fetch] = []
-        self.writes = WriteBackStaging(stored.shapes, stored.placement, plan.batches)
+        self.stripes = stored.placement.stripes(
+            plan.lane, plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
+        )
+        self.writes = WriteBackStaging(stored.shapes, self.stripes, stored.placement.code, plan.batches)
+        self.pending: WriteBackBatch | None = None  # its parity, if any, is acknowledged, its rows are not sent yet
 
         self.pulled = -1  # index of the last event staged or taken
         self.wanted = -1  # index of the last event that the trainer waits for
@@ -109,8 +135,9 @@ class Traffic:
 
     lead_events, staging_rows: how far ahead of the trainer a lane's arrivals are staged; both are passed only for an event that the trainer
     waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. check_tags=False leaves
-    out the check of ids and tags (for tests of the tests). on_action is called by the thread at "data leaves", "fetch leaves", "data
-    acknowledged" and "rows staged".
+    out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
+    by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
+    rows read", "batch logged", "parity leaves" and "parity acknowledged".
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -124,11 +151,17 @@ class Traffic:
         lead_events: int = 8,
         staging_rows: int = 1 << 18,
         check_tags: bool = True,
+        log: BatchLog | None = None,
         on_action: Callable[[str], None] | None = None,
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
+        if stored.placement.r and log is None:
+            raise CacheError("traffic: needs a log of its batches where there is parity")
         self._stored = stored
+        self._code = stored.placement.code
+        self._log = log
+        self._cursors = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
         self._seed = seed
         self._lead_events = lead_events
         self._staging_rows = staging_rows
@@ -287,57 +320,127 @@ class Traffic:
                 self._condition.notify_all()
 
     def _round(self) -> bool:
-        """One exchange with the store; False if there was nothing to exchange."""
-        writes: list[Write] = []
-        fetches: list[tuple[_Lane, _Fetch, Expected, list[Request]]] = []
-        batches: list[tuple[_Lane, WriteBackBatch]] = []
+        """One round with the store; False if there was nothing to exchange."""
+        fetches: list[_PlannedFetch] = []
+        cut: list[tuple[_Lane, WriteBackBatch]] = []
         for state in self._lanes.values():
             self._pull(state)
-            self._encode(state)
-            fetches += [(state, fetch, *self._request(state, fetch)) for fetch in self._due(state)]
-            batch = state.writes.cut()
-            if batch is not None:
-                batches.append((state, batch))
-                marker = batch.number.to_bytes(8, "little")
-                key = self._stored.key(state.lane)
-                writes += [Write(shard, key, *part, marker) for shard, part in enumerate(batch.parts)]
-        if not writes and not fetches:
+            self._stage(state)
+            fetches += [_PlannedFetch(state, fetch, *self._request(state, fetch)) for fetch in self._due(state)]
+            batch = state.writes.cut(self._cursors)
+            if batch is not None and self._code is None:
+                state.pending = batch
+            elif batch is not None:
+                cut.append((state, batch))
+        sent = [(state, state.pending) for state in self._lanes.values() if state.pending is not None]
+        if not sent and not fetches and not cut:
             return False
-        reads = [request.read for *_, requests in fetches for request in requests]
+        parity = [(state, read) for state, batch in cut for read in self._parity_reads(state, batch)]
+        self._exchange_data(fetches, parity, sent)
+        for state, batch in cut:
+            self._send_parity(state, batch)
+        if cut:
+            self._exchange_parity(cut)
+        return True
+
+    def _exchange_data(
+        self, fetches: list[_PlannedFetch], parity: list[tuple[_Lane, Read]], sent: list[tuple[_Lane, WriteBackBatch]]
+    ) -> None:
+        """Read phase, and the data phase of the batches whose parity is acknowledged."""
+        reads = [request.read for fetch in fetches for request in fetch.requests]
+        writes = [write for state, batch in sent for write in self._data_writes(state, batch)]
         if writes:
             self._on_action("data leaves")
         if reads:
             self._on_action("fetch leaves")
-        self._stored.store.exchange(reads, writes)
+        if parity:
+            self._on_action("parity rows asked for")
+        self._stored.store.exchange(reads + [read for _, read in parity], writes)
         if writes:
             self._on_action("data acknowledged")
-        numbers = {state.lane: batch.number for state, batch in batches}
-        for state, fetch, expected, requests in fetches:
-            seen = [numbers[state.lane], state.batches] if state.lane in numbers else [state.batches]
-            for request in requests:
-                check_marker(self._stored, state.lane, request.read, seen)
-                accept(self._stored, expected, request, fetch.event.rows, fetch.places, self._check_tags)
+        markers = {state.lane: self._markers(state) for state in self._lanes.values()}
+        for fetch in fetches:
+            for request in fetch.requests:
+                check_marker(self._stored, fetch.state.lane, request.read, markers[fetch.state.lane])
+                accept(self._stored, fetch.expected, request, fetch.fetch.event.rows, fetch.fetch.places, self._check_tags)
+        for state, read in parity:
+            check_marker(self._stored, state.lane, read, markers[state.lane])
+            if read.missing is not None:
+                raise self._parity_missing(state, read)
         with self._condition:
-            self._note(fetches, batches)
+            self._note(fetches, parity, sent)
             self._condition.notify_all()
         if reads:
             self._on_action("rows staged")
-        return True
+        if parity:
+            self._on_action("parity rows read")
+
+    def _markers(self, state: _Lane) -> list[Marker]:
+        """What the marker of a store shard may be in this read phase."""
+        if state.pending is None:
+            return [Marker(state.batches, state.batches)]
+        # The reads go first, but a server may do them last.
+        number = state.pending.number
+        return [Marker(number, number), Marker(number if self._code is not None else state.batches, state.batches)]
+
+    def _data_writes(self, state: _Lane, batch: WriteBackBatch) -> list[Write]:
+        marker, key = Marker(batch.number, batch.number).stored(), self._stored.key(state.lane)
+        return [Write(shard, key, *batch.part(shard), marker) for shard in range(len(self._cursors))]
+
+    def _parity_reads(self, state: _Lane, batch: WriteBackBatch) -> list[Read]:
+        parts = ((shard, *batch.existing_parity(shard)) for shard in range(len(self._cursors)))
+        return [Read(shard, self._stored.key(state.lane), fields, rows) for shard, fields, rows in parts if len(fields)]
+
+    def _send_parity(self, state: _Lane, batch: WriteBackBatch) -> None:
+        """Compute the parity rows of a batch, and hold it where it survives this process."""
+        assert self._code is not None and self._log is not None and batch.old is not None
+        batch.update(self._code)
+        self._log.hold(state.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new))
+        self._on_action("batch logged")
+
+    def _exchange_parity(self, cut: list[tuple[_Lane, WriteBackBatch]]) -> None:
+        """Parity phase: every shard gets its parity rows and the marker, also where it has none of them."""
+        writes = []
+        for state, batch in cut:
+            marker, key = Marker(batch.number, batch.number - 1).stored(), self._stored.key(state.lane)
+            writes += [Write(shard, key, *batch.parity_part(shard), marker) for shard in range(len(self._cursors))]
+        self._on_action("parity leaves")
+        self._stored.store.exchange([], writes)
+        self._on_action("parity acknowledged")
+        for state, batch in cut:
+            state.stripes.written.note(batch.table, batch.ordinal)
+            state.pending = batch
+        with self._condition:
+            self._counters.rounds += 1
+            self._counters.parity_rows_written += sum(len(write.fields) for write in writes)
+            self._counters.bytes_written += sum(write.rows.nbytes for write in writes)
+
+    def _parity_missing(self, state: _Lane, read: Read) -> RowError:
+        assert read.missing is not None
+        name = int(read.fields[int(np.flatnonzero(read.missing)[0])])
+        return RowError(
+            f"parity row {name:#018x} of lane {state.lane} is missing on store {self._stored.store.urls[read.shard]}: the store lost writes; "
+            "restore its data and --resume, or start again with --overwrite"
+        )
 
     def _note(
-        self, fetches: list[tuple[_Lane, _Fetch, Expected, list[Request]]], batches: list[tuple[_Lane, WriteBackBatch]]
+        self, fetches: list[_PlannedFetch], parity: list[tuple[_Lane, Read]], sent: list[tuple[_Lane, WriteBackBatch]]
     ) -> None:
         counters = self._counters
-        counters.rounds += 1
-        counters.batches += len(batches)
-        for _, fetch, _, requests in fetches:
-            fetch.event.ready[fetch.places] = True
-            counters.rows_fetched += len(fetch.places)
-            counters.bytes_fetched += sum(request.read.rows.nbytes for request in requests)
-        for state, batch in batches:
+        counters.rounds += self._code is None
+        counters.batches += len(sent)
+        for planned in fetches:
+            planned.fetch.event.ready[planned.fetch.places] = True
+            counters.rows_fetched += len(planned.fetch.places)
+            counters.bytes_fetched += sum(request.read.rows.nbytes for request in planned.requests)
+        for _, read in parity:
+            counters.parity_rows_read += len(read.fields)
+            counters.bytes_fetched += read.rows.nbytes
+        for state, batch in sent:
+            state.pending = None
             state.batches = batch.number
             state.unwritten_rows -= batch.rows
-            counters.bytes_written += sum(rows.nbytes for _, rows in batch.parts)
+            counters.bytes_written += batch.new.nbytes
             for boundary in state.boundaries:
                 rows = batch.rows_of.get(boundary.number, 0)
                 boundary.left -= rows
@@ -394,14 +497,14 @@ class Traffic:
             self._condition.notify_all()
         return False
 
-    def _encode(self, state: _Lane) -> None:
+    def _stage(self, state: _Lane) -> None:
         """Move what the trainer handed over to write-back staging."""
         while True:
             with self._condition:
                 if not state.handed:
                     return
                 boundary, ended = state.handed.popleft()
-            state.writes.add(state.lane, boundary, ended)
+            state.writes.add(boundary, ended)
 
     def _due(self, state: _Lane) -> list[_Fetch]:
         """The fetches that may leave now; the others stay."""

@@ -168,7 +168,7 @@ def test_batches_are_numbered_and_marked_on_every_shard_and_hold_2048_rows_a_sha
 ) -> None:
     stored = stored_rows(recording)
     narrow, wide = ending(13_000, 1), ending(500, 1, table=0)
-    both = EndedRows(*(np.concatenate([getattr(narrow, name), getattr(wide, name)]) for name in EndedRows.__slots__))
+    both = EndedRows(*(np.concatenate([getattr(narrow, name), getattr(wide, name)]) for name in EndedRows.__slots__[:7]))
     with Traffic(stored, [LanePlan(5, iter([]), batches=6)], SEED) as traffic:
         traffic.write_back(5, 1, both)
         traffic.flush()

@@ -1,0 +1,98 @@
+"""The log of the write-back batch that is not yet released: what a writer will change, held outside it before the first byte leaves."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from cache.errors import CacheError
+
+_MAGIC = 0x31474F4C4C46  # FLLOG1
+_HEADER_BYTES = 64
+_MAGIC_AT, _NUMBER, _COUNT, _ROW_BYTES, _WHOLE = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedBatch:
+    """A write-back batch: fields uint64 [n], old and new uint8 [n, row_bytes], old all zeros where nothing was stored."""
+
+    number: int
+    fields: np.ndarray
+    old: np.ndarray
+    new: np.ndarray
+
+
+class BatchLog(Protocol):
+    """Holds, per lane, the last write-back batch until the next replaces it; by then it is released."""
+
+    def hold(self, lane: int, batch: LoggedBatch) -> None:
+        """Hold a batch; on return it survives the writer."""
+
+    def held(self, lane: int) -> LoggedBatch | None:
+        """The batch held for a lane, None if there is none."""
+
+
+class FileLog:
+    """A BatchLog in memory-mapped files, one a lane, which survive the process that writes them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def hold(self, lane: int, batch: LoggedBatch) -> None:
+        """Hold a batch. A writer that dies meanwhile leaves none, and no byte of the batch has left by then."""
+        parts = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (batch.fields, batch.old, batch.new)]
+        file = self._mapped(lane, _HEADER_BYTES + sum(part.nbytes for part in parts))
+        header = np.frombuffer(file, np.int64, _HEADER_BYTES // 8)
+        header[_WHOLE] = 0
+        at = _HEADER_BYTES
+        for part in parts:
+            np.frombuffer(file, np.uint8, part.nbytes, at)[:] = part
+            at += part.nbytes
+        header[: _WHOLE] = (_MAGIC, batch.number, len(batch.fields), batch.new.shape[1])
+        header[_WHOLE] = 1
+
+    def held(self, lane: int) -> LoggedBatch | None:
+        """The batch held for a lane, None if there is none. Raises CacheError for a file that is not a log."""
+        path = self._path(lane)
+        if not path.exists():
+            return None
+        data = path.read_bytes()
+        header = np.frombuffer(data, np.int64, _HEADER_BYTES // 8) if len(data) >= _HEADER_BYTES else np.zeros(8, np.int64)
+        if not header[_WHOLE]:
+            return None
+        number, count, row_bytes = (int(header[place]) for place in (_NUMBER, _COUNT, _ROW_BYTES))
+        if header[_MAGIC_AT] != _MAGIC or len(data) < _HEADER_BYTES + count * (8 + 2 * row_bytes):
+            raise CacheError(f"{path}: is not the log of a write-back batch; it belongs to the run and cannot be made anew")
+        fields = np.frombuffer(data, np.uint64, count, _HEADER_BYTES)
+        rows = np.frombuffer(data, np.uint8, 2 * count * row_bytes, _HEADER_BYTES + 8 * count).reshape(2, count, row_bytes)
+        return LoggedBatch(number, fields, rows[0], rows[1])
+
+    def close(self) -> None:
+        """Let go of the files, which stay."""
+        for file in self._maps.values():
+            file.close()
+        self._maps.clear()
+
+    def _path(self, lane: int) -> Path:
+        return self._directory / f"lane-{lane}.log"
+
+    def _mapped(self, lane: int, size: int) -> mmap.mmap:
+        file = self._maps.get(lane)
+        if file is not None and len(file) >= size:
+            return file
+        self._directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path(lane), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            # Room beforehand: a full disk is told here, by an error, and not later, by a signal.
+            size = max(2 * size, os.fstat(descriptor).st_size)
+            os.posix_fallocate(descriptor, 0, size)
+            self._maps[lane] = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        return self._maps[lane]

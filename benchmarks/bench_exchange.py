@@ -134,8 +134,19 @@ def measure(folder: Path, trainers: int, lanes: int, steps: int) -> tuple[float,
     schedule = Schedule(path)
     run = folder / f"run-{trainers}-{lanes}"
     options = [f"{name}={value}" for name, value in MODELS[MODEL].items()]
-    given = ["--run", str(run), "--store", f"local:{SHARDS}", "--trainers", str(trainers), "--dim", str(DIM), "--lr", str(LR)]
-    given += ["--row-optimizer", "rowwise_adagrad", "--seed", str(SEED), "--model-options", *options]
+    given = ["--run", str(run), "--store", f"local:{SHARDS}", "--parity", "off", "--trainers", str(trainers)]
+    given += [
+        "--dim",
+        str(DIM),
+        "--lr",
+        str(LR),
+        "--row-optimizer",
+        "rowwise_adagrad",
+        "--seed",
+        str(SEED),
+        "--model-options",
+        *options,
+    ]
     tell(f"training with {trainers} trainers, {lanes} lanes")
     sockets = SocketBytes("trainer.worker")
     foreload(["train", str(path), *given], sockets)

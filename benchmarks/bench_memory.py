@@ -120,7 +120,7 @@ def train(folder: Path, table_rows: int, rows: int) -> Peak:
     ]
     given += ["--values", "100000", "--table-rows", str(table_rows)]
     measure(["pipelines.prepare", *given], "pipelines.prepare")
-    options = ["--run", str(folder / f"run-{table_rows}"), "--store", "local:1", "--overwrite", "--dim", "32"]
+    options = ["--run", str(folder / f"run-{table_rows}"), "--store", "local:1", "--parity", "off", "--overwrite", "--dim", "32"]
     return measure(["trainer.cli", "train", schedule, *options], "trainer.worker")
 
 

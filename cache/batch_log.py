@@ -54,7 +54,7 @@ class FileLog:
         for part in parts:
             np.frombuffer(file, np.uint8, part.nbytes, at)[:] = part
             at += part.nbytes
-        header[: _WHOLE] = (_MAGIC, batch.number, len(batch.fields), batch.new.shape[1])
+        header[:_WHOLE] = (_MAGIC, batch.number, len(batch.fields), batch.new.shape[1])
         header[_WHOLE] = 1
 
     def held(self, lane: int) -> LoggedBatch | None:

@@ -133,7 +133,8 @@ class WriteBackStaging:
             at = placed.position[first : first + len(places)]
             encode_rows_at((ended.weights, ended.state, ended.id, ended.tag), places, at, *self.shapes.shapes[shape], new)
             if old is not None:
-                assert ended.base_weights is not None and ended.base_state is not None
+                assert ended.base_weights is not None
+                assert ended.base_state is not None
                 base = (ended.base_weights, ended.base_state, ended.id, ended.stored_tag)
                 encode_rows_at(base, places, at, *self.shapes.shapes[shape], old)
             first += len(places)

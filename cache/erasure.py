@@ -91,9 +91,7 @@ def _add_multiple(source, of, factor, target, to, words):  # type: ignore[no-unt
         target[to, j] ^= np.uint32(low ^ high)
 
 
-def accumulate(
-    source: np.ndarray, places: np.ndarray, factors: np.ndarray, target: np.ndarray, targets: np.ndarray
-) -> None:
+def accumulate(source: np.ndarray, places: np.ndarray, factors: np.ndarray, target: np.ndarray, targets: np.ndarray) -> None:
     """target[targets[i]] ^= factors[i] * source[places[i]], for each i in turn, so that a target may come more than once.
 
     source, target: uint8 [., row_bytes], row_bytes a multiple of 4, contiguous; places, targets: int64 [n], a negative target is left out;

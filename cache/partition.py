@@ -152,11 +152,10 @@ class Partition:
             )
         _put(self.weights, slots, staged.weights)
         _put(self.state, slots, staged.state)
-        if self.base_weights is not None and self.base_state is not None:
-            # An event's arrivals take training slots only, or evaluation slots only, whose rows are not written back.
-            if slots[0] < self.slots:
-                put_rows(staged.weights, slots, self.base_weights)
-                put_rows(staged.state, slots, self.base_state)
+        # An event's arrivals take training slots only, or evaluation slots only, whose rows are not written back.
+        if self.base_weights is not None and self.base_state is not None and slots[0] < self.slots:
+            put_rows(staged.weights, slots, self.base_weights)
+            put_rows(staged.state, slots, self.base_state)
 
     def end(self, slots: np.ndarray) -> EndedRows:
         """Copy out the rows in `slots` (integers [E], distinct) for their write-back, and free the slots. Raises CacheError for a free one."""

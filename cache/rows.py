@@ -125,7 +125,11 @@ def encode_rows(
 
 
 def encode_rows_at(
-    rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], places: np.ndarray, positions: np.ndarray, W: int, S: int,
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    places: np.ndarray,
+    positions: np.ndarray,
+    W: int,
+    S: int,
     out: np.ndarray,
 ) -> None:
     """out[positions[i]] = row places[i] as it is stored; all zeros, id and tag too, for a row of tag 0, which was never stored.

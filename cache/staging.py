@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 
@@ -139,8 +139,10 @@ class EndedRows:
 
     def select(self, which: np.ndarray) -> EndedRows:
         """The rows of a mask or of places."""
-        arrays = (getattr(self, name) for name in self.__slots__)
-        return EndedRows(*(None if array is None else array[which] for array in arrays))
+        rows = EndedRows(*(getattr(self, name)[which] for name in self.__slots__[:7]))
+        if self.base_weights is None or self.base_state is None:
+            return rows
+        return replace(rows, base_weights=self.base_weights[which], base_state=self.base_state[which])
 
 
 class EventStaging:

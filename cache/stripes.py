@@ -219,13 +219,17 @@ class LaneStripes:
         """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
         if self.members.shape[1] > self.k:
             self.written.cover(table, ordinal, self.k)
-        found = _arrange(
-            self.prefix, table, ordinal, self.members, self.k, cursors, self.written.flags, self.written.starts
-        )
+        found = _arrange(self.prefix, table, ordinal, self.members, self.k, cursors, self.written.flags, self.written.starts)
         return Arrangement(*found)
 
     def room_for(
-        self, table: np.ndarray, ordinal: np.ndarray, places: np.ndarray, first: int, limit: int, counts: tuple[np.ndarray, np.ndarray]
+        self,
+        table: np.ndarray,
+        ordinal: np.ndarray,
+        places: np.ndarray,
+        first: int,
+        limit: int,
+        counts: tuple[np.ndarray, np.ndarray],
     ) -> int:
         """How many of the rows at places[first:] fit into a batch, of which counts are the rows and parity rows so far (int64 [shards] each).
 

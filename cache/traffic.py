@@ -60,8 +60,8 @@ class LanePlan:
 class Counters:
     """What the traffic did so far, all lanes together.
 
-    rows_written is without the rows written beyond the schedule; parity rows are counted apart. stalled_rows: arrivals whose fetch was not yet allowed to leave when the
-    trainer took their event.
+    rows_written is without the rows written beyond the schedule; parity rows are counted apart. stalled_rows: arrivals whose fetch was
+    not yet allowed to leave when the trainer took their event.
     """
 
     rows_initial: int = 0
@@ -393,7 +393,9 @@ class Traffic:
 
     def _send_parity(self, state: _Lane, batch: WriteBackBatch) -> None:
         """Compute the parity rows of a batch, and hold it where it survives this process."""
-        assert self._code is not None and self._log is not None and batch.old is not None
+        assert self._code is not None
+        assert self._log is not None
+        assert batch.old is not None
         batch.update(self._code)
         self._log.hold(state.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new))
         self._on_action("batch logged")

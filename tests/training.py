@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
+from cache.batch_log import FileLog
 from cache.placement import Placement
 from cache.reading import StoredRows
 from cache.store import Store
@@ -45,12 +49,16 @@ def train(
     stop_after: Callable[[int], bool] = lambda step: False,
     resume: Trained | None = None,
     check_tags: bool = True,
+    parity: tuple[int, int] = (1, 0),
     break_it: Callable[[int, Trainer], None] = lambda rank, trainer: None,
 ) -> Trained:
-    """Run a schedule to its end, or to a stop, with `trainers` trainers in threads. break_it: may put faults into a rank's trainer."""
+    """Run a schedule to its end, or to a stop, with `trainers` trainers in threads.
+
+    parity: k and r; (1, 0): none. break_it: may put faults into a rank's trainer.
+    """
     hub = LocalHub(trainers)
     transports = hub.transports()
-    placement = Placement.spread(len(urls))
+    placement = Placement.spread(len(urls), *parity)
     lane_map = spread(schedule.header.lanes, trainers)
     start = resume.start if resume is not None else Start.anew(schedule)
     batches = list(start.batches)
@@ -63,11 +71,13 @@ def train(
             state = optimizer_state(resume.dense[0].module, resume.dense[0].optimizer)
             load_optimizer_state(dense.module, dense.optimizer, state)
 
+    logs = Path(tempfile.mkdtemp())
+
     def run(rank: int) -> None:
         store = Store(urls, timedelta(seconds=10))
         try:
             part, events = assemble(
-                job, schedule, denses[rank], start, lane_map, transports[rank], store, placement, check_tags=check_tags
+                job, schedule, denses[rank], start, lane_map, transports[rank], store, placement, FileLog(logs), check_tags
             )
             try:
                 trainer = Trainer(part)
@@ -98,21 +108,22 @@ def train(
         thread.start()
     for thread in threads:
         thread.join()
+    shutil.rmtree(logs)
     if failures:
         raise failures[0]
     last = schedule.header.end_step - 1 if outcome.stopped_at is None else outcome.stopped_at
     outcome.start = Start(last, tuple(batches))
     outcome.dense = denses
-    outcome.digest = digest(job, schedule, denses[0], urls, outcome.start)
+    outcome.digest = digest(job, schedule, denses[0], urls, outcome.start, placement)
     return outcome
 
 
-def digest(job: TrainJob, schedule: Schedule, dense: DensePart, urls: Sequence[str], at: Start) -> str:
+def digest(job: TrainJob, schedule: Schedule, dense: DensePart, urls: Sequence[str], at: Start, placement: Placement) -> str:
     """The digest of the model as the store and a trainer hold it."""
     found = Digest()
     found.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
     with Store(urls, timedelta(seconds=10)) as store:
-        stored = StoredRows(store, Placement.spread(len(urls)), dense.layouts, job.run_namespace)
+        stored = StoredRows(store, placement, dense.layouts, job.run_namespace)
         rows = trained_rows(schedule, at.step, stored, at.batches)
         pending = next(rows, None)
         for number, table in enumerate(schedule.header.features.tables):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from cache.batch_log import BatchLog
 from cache.partition import Partition
 from cache.placement import Placement
 from cache.reading import Expected, StoredRows, read_rows
@@ -64,10 +65,13 @@ class DensePart:
         return cls(module, optimizer, rows)
 
 
-def partition_bytes(schedule: Schedule, rows: Sequence[RowLayout], lane: int, staging_rows: int) -> int:
-    """What a lane takes in trainer memory: slots with their occupants, and staging for as many rows as it may hold."""
+def partition_bytes(schedule: Schedule, rows: Sequence[RowLayout], lane: int, staging_rows: int, with_base: bool = False) -> int:
+    """What a lane takes in trainer memory: slots with their occupants, and staging for as many rows as it may hold.
+
+    with_base: the value that the store has is kept of each row, too.
+    """
     width, state = max(row.width for row in rows), max(row.state_width for row in rows)
-    slot = 4 * (width + state) + 2 + 8 + 8 + 4 + 4
+    slot = 4 * (width + state) * (2 if with_base else 1) + 2 + 8 + 8 + 4 + 4
     return slot * (schedule.header.slots[lane] + 2 * staging_rows)
 
 
@@ -85,6 +89,12 @@ def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[i
             yield None
         elif event.index >= position.next_event.index:
             yield event.index, schedule.arrivals(event, lane)
+
+
+def _lane_plan(schedule: Schedule, position: Position, lane: int, start: Start, protected: bool) -> LanePlan:
+    # What was given an ordinal was trained, and so written back when the step before `start` was the last.
+    written = np.array(position.lanes[lane].ordinals, np.int64) if protected else None
+    return LanePlan(lane, _plan(schedule, position, lane), start.batches[lane], start.step, written)
 
 
 def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
@@ -116,9 +126,13 @@ def assemble(
     transport: Transport,
     store: Store,
     placement: Placement,
+    log: BatchLog | None = None,
     check_tags: bool = True,
 ) -> tuple[Part, Iterator[Event]]:
-    """One trainer's parts, and the events that it runs, from `start` on. Raises JobError where the partitions do not fit --memory."""
+    """One trainer's parts, and the events that it runs, from `start` on. log: needed where there is parity.
+
+    Raises JobError where the partitions do not fit --memory.
+    """
     device = torch.device(job.device)
     rows = dense.layouts
     rules = UpdateRules.of(rows)
@@ -128,7 +142,7 @@ def assemble(
     staging_rows = default_staging_rows(schedule)
     limit = job.memory_bytes
     for lane in hosted:
-        size = partition_bytes(schedule, rows, lane, staging_rows)
+        size = partition_bytes(schedule, rows, lane, staging_rows, with_base=placement.r > 0)
         if limit is not None and size > limit:
             raise JobError(
                 f"--memory: must hold the schedule's {schedule.header.slots[lane]} slots, which take {size} bytes with this model, is {limit}: "
@@ -136,17 +150,20 @@ def assemble(
             )
     evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
     partitions = {
-        lane: Partition(schedule.header.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device)
+        lane: Partition(
+            schedule.header.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device, placement.r > 0
+        )
         for lane in hosted
     }
     for lane, partition in partitions.items():
         _enter(partition, position, lane, stored)
     traffic = Traffic(
         stored,
-        [LanePlan(lane, _plan(schedule, position, lane), start.batches[lane], start.step) for lane in hosted],
+        [_lane_plan(schedule, position, lane, start, protected=placement.r > 0) for lane in hosted],
         job.seed,
         staging_rows=staging_rows,
         check_tags=check_tags,
+        log=log,
     )
     kernels = kernels_for(job.device)
     part = Part(

@@ -22,6 +22,7 @@ _GROUPS = {
     "how it learns": ("row_optimizer", "lr", "dense_optimizer", "dense_lr", "dense_options"),
     "where it runs": (
         "store",
+        "parity",
         "trainers",
         "threads",
         "cpu_capability",

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from cache.erasure import MOST_ROWS
 from cache.rows import ROW_OPTIMIZERS
 from pipelines.errors import PipelineError
 from pipelines.options import MOST_LANES, size_bytes
@@ -79,6 +80,10 @@ class TrainJob:
     namespace: str | None = _setting(
         None, "text", "name of the run on the store; the name of the run's folder by default", metavar="NAME"
     )
+    parity: str | None = _setting(
+        None, "text", "off, or K+R: any R of K+R store shards may be lost; by default 2+1 with three or more shards, else off",
+        metavar="off|K+R",
+    )  # fmt: skip
     store_timeout: float = _setting(
         10.0, "number", "seconds of silence after which a store shard counts as down", metavar="S", least=0.1
     )
@@ -111,6 +116,17 @@ class TrainJob:
             raise JobError(f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}")
         self.row_optimizers()
         local_shards(self.store)
+        if self.parity is not None:
+            parse_parity(self.parity)
+
+    def code(self, shards: int) -> tuple[int, int]:
+        """K and R for a store of so many shards; (1, 0) without parity. Raises JobError where they are too few."""
+        if self.parity is None:
+            return (2, 1) if shards >= 3 else (1, 0)
+        k, r = parse_parity(self.parity)
+        if r and k + r > shards:
+            raise JobError(f"--parity: {k}+{r} needs at least {k + r} store shards; got {shards}; give more, or --parity off")
+        return k, r
 
     def row_optimizers(self) -> tuple[RowOptimizer, dict[str, RowOptimizer]]:
         """The row optimizer of all tables, and of those that the job file gives one of their own."""
@@ -214,8 +230,20 @@ def local_shards(store: str) -> int | None:
     return int(match[1])
 
 
+def parse_parity(text: str) -> tuple[int, int]:
+    """K and R of K+R; (1, 0) for off. Raises JobError."""
+    if text == "off":
+        return 1, 0
+    match = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", text)
+    if match is None or not int(match[1]) or not int(match[2]) or int(match[1]) + int(match[2]) > MOST_ROWS:
+        raise JobError(
+            f"--parity: must be off, or K+R such as 2+1, both at least 1 and at most {MOST_ROWS} together; got {text!r}"
+        )
+    return int(match[1]), int(match[2])
+
+
 def _check(name: str, setting: Setting, value: Any) -> None:
-    if value is None and name in ("memory", "namespace"):
+    if value is None and name in ("memory", "namespace", "parity"):
         return
     wanted = {
         "text": isinstance(value, str),

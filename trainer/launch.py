@@ -139,11 +139,12 @@ class Launch:
         check_free(path, self._job.overwrite)
         count = local_shards(self._job.store)
         urls = () if count else parse_urls(self._job.store)
+        placement = Placement.spread(count or len(urls), *self._job.code(count or len(urls)))
         manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
         if not count:
             # Known to be there before anything is deleted.
             Store(urls, self._job.store_silence).close()
-        run = Run.create(path, manifest, Placement.spread(count or len(urls)), self._job.overwrite)
+        run = Run.create(path, manifest, placement, self._job.overwrite)
         start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
         return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
 

@@ -1,7 +1,8 @@
 """The folder of a run: what was trained, how far it got, and the dense part of the model.
 
 manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part are where it says), dense.safetensors,
-placement.json, metrics.jsonl, summary.json, tensorboard/, stores/ (rows of local stores), control.sock while it trains.
+placement.json, metrics.jsonl, summary.json, tensorboard/, stores/ (rows of local stores), write-back/ (with parity, each
+lane's last write-back batch), control.sock while it trains.
 """
 
 from __future__ import annotations
@@ -24,12 +25,24 @@ from trainer.job import TrainJob, settings
 VERSION = 1
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
-_FILES = (MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL)
+LOG = "write-back"
+_FILES = (MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG)
 
 State = Literal["training", "stopped", "ended"]
 
 # Settings that the trained model does not depend on: a run may go on with other ones.
-FREE_SETTINGS = ("schedule", "run", "store", "trainers", "memory", "namespace", "store_timeout", "peer_timeout", "address")
+FREE_SETTINGS = (
+    "schedule",
+    "run",
+    "store",
+    "parity",  # what RUN's placement has, in any case
+    "trainers",
+    "memory",
+    "namespace",
+    "store_timeout",
+    "peer_timeout",
+    "address",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +259,10 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
             raise RunError(
                 f"--{name.replace('_', '-')}: must be what the run was started with, {was!r}; got {now!r}; leave it out"
             )
+    placement = run.placement
+    if job.parity is not None and job.code(placement.shard_count) != (placement.k, placement.r):
+        was = f"{placement.k}+{placement.r}" if placement.r else "off"
+        raise RunError(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
     if schedule.header.lanes != manifest.lanes:
         raise RunError(
             f"schedule {schedule.path}: has {schedule.header.lanes} lanes, the run {manifest.lanes}; prepare it with --after"

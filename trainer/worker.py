@@ -24,6 +24,7 @@ numerics.set_environment()
 
 import torch  # noqa: E402
 
+from cache.batch_log import FileLog  # noqa: E402
 from cache.errors import CacheError  # noqa: E402
 from cache.placement import Placement  # noqa: E402
 from cache.store import Store  # noqa: E402
@@ -34,7 +35,7 @@ from trainer.coordinator import Board, Mail, StopAgreement, join_store  # noqa: 
 from trainer.dense_file import load_dense, save_dense  # noqa: E402
 from trainer.errors import PeerLost, TrainerError  # noqa: E402
 from trainer.job import TrainJob  # noqa: E402
-from trainer.run import DENSE, PLACEMENT  # noqa: E402
+from trainer.run import DENSE, LOG, PLACEMENT  # noqa: E402
 from trainer.step import EvaluationReport, StepReport, Trainer  # noqa: E402
 from trainer.transport import GlooTransport, NcclTransport, Transport  # noqa: E402
 
@@ -112,9 +113,9 @@ class TrainerProcess:
         lane_map = self._board.lane_map(TERM)
         with self._transport() as transport, Store(self._store_urls, job.store_silence) as store:
             start = Start(call.start_step, tuple(call.batches))
-            part, events = assemble(
-                job, schedule, dense, start, lane_map, transport, store, Placement.load(self._run / PLACEMENT)
-            )
+            log = FileLog(self._run / LOG)
+            placement = Placement.load(self._run / PLACEMENT)
+            part, events = assemble(job, schedule, dense, start, lane_map, transport, store, placement, log)
             with part.traffic:
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 self._board.read("go")

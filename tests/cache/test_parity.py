@@ -121,7 +121,8 @@ def check_stripes(store: Store, stored: StoredRows, lane: int, program: LaneProg
                     members[j] = np.frombuffer(held[shard][name], np.uint8)
             name = int(fields(np.array([table]), np.array([stripe]))[0] | PARITY_BIT).to_bytes(8, "big")
             where = [shard for shard in range(store.shards) if name in held[shard]]
-            assert len(where) == code.r and not set(where) & set(shards.tolist())
+            assert len(where) == code.r
+            assert not set(where) & set(shards.tolist())
             found = {held[shard][name] for shard in where}
             assert found == {parity.tobytes() for parity in code.encode(members)}
             parity_rows += len(where)
@@ -147,11 +148,14 @@ def test_every_stripe_agrees_with_its_members_and_only_what_must_move_moves(
         for lane, program in programs.items():
             names = sorted(program.tags)
             arrays = np.array([table for table, _ in names], np.int16), np.array([program.ordinals[name] for name in names])
-            expected = Expected(lane, *arrays, np.array([id for _, id in names]), np.array([program.tags[n] for n in names], np.int32))
+            expected = Expected(
+                lane, *arrays, np.array([id for _, id in names]), np.array([program.tags[n] for n in names], np.int32)
+            )
             found = read_rows(stored, expected, batches=traffic.batches(lane))
             assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truths[lane].of(names))
             held = log.held(lane)
-            assert held is not None and held.number == traffic.batches(lane)
+            assert held is not None
+            assert held.number == traffic.batches(lane)
     counted = [Counted.of(program) for program in programs.values()]
     assert counters.rows_fetched == sum(count.stored for count in counted)
     assert counters.rows_written == sum(count.ended for count in counted)
@@ -212,8 +216,10 @@ def test_the_log_gives_back_the_last_batch_that_was_held_whole(tmp_path: Path) -
         rows = random.integers(0, 256, (2, count, 40), np.uint8)
         log.hold(4, LoggedBatch(number, np.arange(count, dtype=np.uint64), rows[0], rows[1]))
         held = FileLog(tmp_path).held(4)
-        assert held is not None and (held.number, held.fields.tolist()) == (number, list(range(count)))
-        assert np.array_equal(held.old, rows[0]) and np.array_equal(held.new, rows[1])
+        assert held is not None
+        assert (held.number, held.fields.tolist()) == (number, list(range(count)))
+        assert np.array_equal(held.old, rows[0])
+        assert np.array_equal(held.new, rows[1])
     log.close()
     (tmp_path / "lane-4.log").write_bytes(b"x" * 100)
     with pytest.raises(CacheError, match="is not the log"):

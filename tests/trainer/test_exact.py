@@ -186,6 +186,22 @@ def test_the_digest_is_that_of_plain_training(
     assert [e.log_loss for e in trained.evaluations] == pytest.approx([e.log_loss for e in expected.evaluations])
 
 
+PROTECTED = [(1, 3, "min", (2, 1)), (2, 5, "twice", (4, 1)), (4, 5, "min", (3, 2)), (2, 3, "all", (1, 2)), (1, 2, "min", (1, 1))]
+
+
+@pytest.mark.parametrize(("trainers", "shards", "slots", "parity"), PROTECTED)
+def test_parity_changes_nothing(
+    log: Log,
+    servers: LocalStores,
+    expected: reference.ReferenceResult,
+    trainers: int,
+    shards: int,
+    slots: str,
+    parity: tuple[int, int],
+) -> None:
+    assert _train(log, servers, _job(), trainers, shards, slots, parity=parity).digest == expected.digest
+
+
 @pytest.mark.parametrize("trainers", [1, 4])
 def test_samples_placed_in_order_train_as_in_memory_too(
     log: Log, servers: LocalStores, expected: reference.ReferenceResult, trainers: int
@@ -232,13 +248,24 @@ def test_every_dense_optimizer_trains_as_in_memory(short_log: Log, servers: Loca
     assert _train(short_log, servers, job, 2, 3, "all").digest == _reference(short_log, job).digest
 
 
+@pytest.mark.parametrize("parity", [(1, 0), (2, 1)])
 @pytest.mark.parametrize("stops", [(0,), (10, 11), (35,), (36, 70)])
 def test_stopping_and_going_on_changes_nothing(
-    log: Log, servers: LocalStores, expected: reference.ReferenceResult, stops: tuple[int, ...]
+    log: Log, servers: LocalStores, expected: reference.ReferenceResult, stops: tuple[int, ...], parity: tuple[int, int]
 ) -> None:
     job, trained = _job(), None
     for trainers, stop in zip(itertools.cycle((1, 2, 4)), (*stops, -1)):
-        trained = _train(log, servers, job, trainers, 3, "twice", stop_after=lambda step, stop=stop: step == stop, resume=trained)
+        trained = _train(
+            log,
+            servers,
+            job,
+            trainers,
+            3,
+            "twice",
+            stop_after=lambda step, stop=stop: step == stop,
+            resume=trained,
+            parity=parity,
+        )
     assert trained is not None
     assert trained.digest == expected.digest
 

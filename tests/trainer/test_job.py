@@ -54,6 +54,9 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
         ({"namespace": "a b"}, "--namespace"),
         ({"tables": {"C1": {"momentum": 1}}}, r"\[train.tables.C1\]: knows row-optimizer and lr; got momentum"),
         ({"tables": {"C1": {"row-optimizer": "adam"}}}, "row-optimizer: must be one of"),
+        ({"parity": "2"}, r"--parity: must be off, or K\+R such as 2\+1"),
+        ({"parity": "2+0"}, "--parity: must be off"),
+        ({"parity": "200+100"}, "at most 256 together; got '200\\+100'"),
         ({"learning_rate": 1}, "no setting is called 'learning_rate'"),
     ],
 )
@@ -83,3 +86,16 @@ def test_the_namespace_is_the_folders_name_unless_given() -> None:
     assert TrainJob.of(LEAST | {"run": "a/clicks 1"}).run_namespace == "clicks_1"
     assert TrainJob.of(LEAST | {"namespace": "n"}).run_namespace == "n"
     assert local_shards("redis://a,redis://b") is None
+
+
+@pytest.mark.parametrize(
+    ("parity", "shards", "code"),
+    [(None, 1, (1, 0)), (None, 2, (1, 0)), (None, 3, (2, 1)), (None, 9, (2, 1)), ("off", 5, (1, 0)), ("4+2", 6, (4, 2))],
+)
+def test_three_shards_or_more_have_parity_unless_told_otherwise(parity: str | None, shards: int, code: tuple[int, int]) -> None:
+    assert TrainJob.of(LEAST | {"parity": parity}).code(shards) == code
+
+
+def test_more_parity_than_shards_is_refused() -> None:
+    with pytest.raises(JobError, match=r"--parity: 4\+2 needs at least 6 store shards; got 5"):
+        TrainJob.of(LEAST | {"parity": "4+2"}).code(5)

@@ -112,6 +112,7 @@ def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: 
         (Status("ended", 9), {}, schedule("second"), "does not continue"),
         (Status("stopped", 5), {}, schedule("second", parent="sum of first"), "stopped after step 5"),
         (Status("stopped", 5), {}, schedule(lanes=2), "has 2 lanes, the run 4"),
+        (Status("stopped", 5), {"parity": "1+1"}, schedule(), r"--parity: must be what the run was started with, off; got 1\+1"),
         (Status("stopped", 5), {"lr": 0.5}, schedule(), r"--lr: must be what the run was started with, 0\.05; got 0\.5"),
         (Status("stopped", 5), {"model": "dcn"}, schedule(), "--model: must be what"),
     ],

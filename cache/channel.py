@@ -242,6 +242,12 @@ class Channel:
             return _tls_error(self.url, error)
         return StoreUnavailable(f"store {self.url}: the connection broke ({error.strerror or error}); see the server's log")
 
+    def fail(self) -> None:
+        """Close the connection and expect no more of what is under way."""
+        self._state[frames.ANSWERED] = self._state[frames.FILLING] = self._state[frames.LAST]
+        self._state[frames.OUT_START] = self._state[frames.OUT_END] = 0
+        self.close()
+
     def close(self) -> None:
         """Close the connection, whatever is under way."""
         with contextlib.suppress(OSError):

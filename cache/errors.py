@@ -11,12 +11,25 @@ class RowError(CacheError):
     """A row is missing, or has another id or tag than the schedule says."""
 
 
+class RowsLost(CacheError):
+    """More store shards are lost than parity covers."""
+
+    def __init__(self, shards: list[int], covered: int, what: str = "") -> None:
+        names = ", ".join(str(shard) for shard in shards)
+        super().__init__(f"store shards {names} are lost, and parity covers {covered}{what}")
+        self.shards = shards
+
+
 class StoreError(CacheError):
     """A store shard does not do what it was asked; the message names the shard by its URL, the password masked."""
 
 
 class StoreUnavailable(StoreError):
     """A store shard refuses connections, has closed one, or stays silent for longer than the timeout."""
+
+
+class StoreSilent(StoreUnavailable):
+    """A store shard that owes an answer stays silent for longer than the timeout."""
 
 
 class StoreFull(StoreError):

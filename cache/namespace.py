@@ -75,6 +75,14 @@ def claim(store: Store, namespace: str, identity: Mapping[str, Any], mode: Liter
         claimed.append(shard)
 
 
+def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, shards: int) -> bool:
+    """Make a Store of one server shard number `shard` of a run, if that has no namespace of this name; whether it is the run's then."""
+    note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
+    store.command(0, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX")
+    found = owner(store, namespace, 0)
+    return found is not None and json.dumps(found, sort_keys=True) == json.dumps(note, sort_keys=True)
+
+
 def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int) -> None:
     note = owner(store, namespace, shard)
     url = store.urls[shard]

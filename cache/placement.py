@@ -105,4 +105,4 @@ class Placement:
 
     def stripes(self, lane: int, written: np.ndarray) -> LaneStripes:
         """The stripes of a lane. written: int64 [tables], all ordinals below which the store has."""
-        return LaneStripes(lane, self.k, self.members, Written(written))
+        return LaneStripes(lane, self.k, self.members, Written(written, self.k))

@@ -21,13 +21,16 @@ READ_ROWS = 1 << 16  # of one exchange when many rows are read at once
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Where the rows of a run rest: the store, the placement, the layout of each table, the namespace and the fence epoch."""
+    """Where the rows of a run rest: the store, the placement, the layout of each table, and the namespace.
+
+    epochs: the fence epoch of a (lane, store shard), 0 for those not there; whoever fences one notes it here.
+    """
 
     store: Store
     placement: Placement
     layouts: Sequence[RowLayout]
     namespace: str
-    epoch: int = 0
+    epochs: dict[tuple[int, int], int] = field(default_factory=dict)
     shapes: RowShapes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,9 +41,13 @@ class StoredRows:
             )
         object.__setattr__(self, "shapes", RowShapes.of(self.layouts))
 
-    def key(self, lane: int) -> bytes:
-        """The key of a lane's hash."""
-        return lane_key(self.namespace, lane, self.epoch)
+    def key(self, lane: int, shard: int) -> bytes:
+        """The key of a lane's hash on a store shard."""
+        return lane_key(self.namespace, lane, self.epochs.get((lane, shard), 0))
+
+    def keys(self, lane: int) -> list[bytes]:
+        """The key of a lane's hash on every store shard."""
+        return [self.key(lane, shard) for shard in range(self.placement.shard_count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ def plan_reads(stored: StoredRows, expected: Expected) -> list[Request]:
     for start, end in pairwise([*starts, len(owner)]):
         shape, shard = divmod(int(owner[start]), shards)
         rows = np.empty((end - start, stored.shapes.row_bytes(shape)), np.uint8)
-        requests.append(Request(Read(shard, stored.key(expected.lane), names[start:end], rows), order[start:end], shape))
+        requests.append(Request(Read(shard, stored.key(expected.lane, shard), names[start:end], rows), order[start:end], shape))
     return requests
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cache import frames
 from cache.channel import RETRIED, Channel, now_ns, pauses, reply_error
-from cache.errors import RowError, StoreError, StoreUnavailable
+from cache.errors import RowError, StoreError, StoreSilent, StoreUnavailable
 from cache.resp import HmgetReply, PlainReply, Request, hmget, hset, lay_out, plain
 from cache.url import StoreUrl, parse_url
 
@@ -69,8 +69,8 @@ class Store:
     """Connections to all store shards. One thread uses a Store; another makes its own.
 
     timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. connect_timeout:
-    for how long a server that cannot be reached is tried at the start. Nothing reconnects later: after StoreUnavailable the Store is
-    closed.
+    for how long a server that cannot be reached is tried at the start. Nothing reconnects by itself: after StoreUnavailable the Store is
+    closed, but for the shards that `attempt` goes on without, which `adopt` brings back.
     Counters: bytes_sent, bytes_received, commands, rows_read, rows_written, retries.
     """
 
@@ -85,6 +85,7 @@ class Store:
         self.timeout = timeout
         self.commands = self.rows_read = self.rows_written = self.retries = 0
         self._closed = ""
+        self._down: dict[int, StoreUnavailable] = {}
         self._channels: list[Channel] = []
         try:
             for url in urls:
@@ -125,6 +126,48 @@ class Store:
         of another length; StoreFull, StoreAuth, Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable or
         StoreTls for a connection that fails.
         """
+        requests, replies = self._prepare(reads, writes)
+        self._perform(requests)
+        for read, parts in replies:
+            self._finish(read, parts)
+
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
+        """Like `exchange`, but goes on without the shards whose connection fails or that stay silent, or that failed before.
+
+        Returns why, by shard; what was asked of these is undone or done, and their connections are closed. Raises all else that exchange raises.
+        """
+        asked = {read.shard for read in reads} | {write.shard for write in writes}
+        failures = {shard: self._down[shard] for shard in asked & self._down.keys()}
+        reads, writes = (
+            [read for read in reads if read.shard not in failures],
+            [write for write in writes if write.shard not in failures],
+        )
+        requests, replies = self._prepare(reads, writes)
+        self._perform(requests, failures)
+        self._down |= failures
+        for read, parts in replies:
+            if read.shard not in failures:
+                self._finish(read, parts)
+        return failures
+
+    def adopt(self, shard: int, other: Store) -> None:
+        """Take over the connection of a Store of one shard, which ends with that, as a shard's that failed in `attempt`."""
+        channel, other._channels = other._channels[0], []
+        self._channels[shard].close()
+        self._channels[shard] = channel
+        self._states[shard] = 0
+        channel.place(self._states[shard], self._out[shard], self._in[shard])
+        self._down.pop(shard, None)
+
+    def give_up(self, shard: int, why: str) -> None:
+        """Close a shard's connection: from now on it counts as failed in `attempt`."""
+        self._channels[shard].close()
+        self._down[shard] = StoreUnavailable(why)
+
+    def _prepare(
+        self, reads: Sequence[Read], writes: Sequence[Write]
+    ) -> tuple[dict[int, list[Request]], list[tuple[Read, list[HmgetReply]]]]:
+        """Requests by shard, reads first, and what the replies to each read fill."""
         requests: dict[int, list[Request]] = {}
         replies: list[tuple[Read, list[HmgetReply]]] = []
         for read in reads:
@@ -139,9 +182,7 @@ class Store:
             replies.append((read, parts))
         for write in writes:
             requests.setdefault(write.shard, []).append(self._write_request(write))
-        self._perform(requests)
-        for read, parts in replies:
-            self._finish(read, parts)
+        return requests, replies
 
     def command(self, shard: int, *words: bytes | str | int) -> object:
         """An occasional command to one shard.
@@ -224,16 +265,19 @@ class Store:
             read.missing = np.concatenate(absent)
         self.rows_read += len(read.rows)
 
-    def _perform(self, requests: dict[int, list[Request]]) -> None:
-        """Run requests to their replies, again where a server was not ready, and raise what a server refused."""
+    def _perform(self, requests: dict[int, list[Request]], failures: dict[int, StoreUnavailable] | None = None) -> None:
+        """Run requests to their replies, again where a server was not ready, and raise what a server refused.
+
+        failures: where shards are noted whose connection fails; where it is None, that closes everything and is raised.
+        """
         if self._closed:
             raise StoreUnavailable(f"store: the connections are closed ({self._closed}); make a new Store")
         try:
             attempts = pauses(self.timeout)
             while requests:
                 self._begin(requests)
-                self._settle([self._channels[shard] for shard in requests])
-                again = self._not_ready(requests)
+                self._settle(list(requests), failures)
+                again = self._not_ready({shard: some for shard, some in requests.items() if shard not in (failures or ())})
                 if again and next(attempts, self) is self:
                     shard, some = next(iter(again.items()))
                     error = next(request.reply.error for request in some if request.reply.error is not None)
@@ -274,18 +318,18 @@ class Store:
             self.commands += len(some)
             first += len(some)
 
-    def _settle(self, busy: list[Channel]) -> None:
-        """Send and receive on all channels until each has every reply."""
+    def _settle(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> None:
+        """Send and receive on the channels of these shards until each has every reply, or has failed."""
         try:
-            if all(channel.compiled for channel in busy):
-                self._converse(busy)
+            if all(self._channels[shard].compiled for shard in busy):
+                self._converse(busy, failures)
             else:
-                self._select(busy)
+                self._select(busy, failures)
         except StoreError as error:
             self._fail(str(error))
             raise
 
-    def _converse(self, busy: list[Channel]) -> None:
+    def _converse(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> None:
         timeout_ns = self._timeout_ns
         while True:
             why, shard = frames.converse(
@@ -294,23 +338,44 @@ class Store:
             if why == frames.ALL_ANSWERED:
                 return
             if why == frames.ATTEND:
-                self._channels[shard].attend()
+                try:
+                    self._channels[shard].attend()
+                except StoreUnavailable as error:
+                    self._lose(shard, error, failures)
             else:
-                self._check_silence(busy)
+                self._check_silence(busy, failures)
 
-    def _select(self, busy: list[Channel]) -> None:
+    def _select(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> None:
         """The same where TLS is in between."""
         with selectors.DefaultSelector() as selector:
-            for channel in busy:
-                channel.send()
-                selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, channel)
+            for shard in busy:
+                channel = self._channels[shard]
+                try:
+                    channel.send()
+                except StoreUnavailable as error:
+                    self._lose(shard, error, failures)
+                    continue
+                selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, shard)
             while selector.get_map():
                 for key, events in selector.select(_PAUSE_NS * 1e-9):
-                    self._serve(selector, key, events)
-                self._check_silence(busy)
+                    try:
+                        self._serve(selector, key, events)
+                    except StoreUnavailable as error:
+                        selector.unregister(key.fileobj)
+                        self._lose(key.data, error, failures)
+                silent = self._check_silence(busy, failures)
+                for key in [key for key in selector.get_map().values() if key.data in silent]:
+                    selector.unregister(key.fileobj)
+
+    def _lose(self, shard: int, error: StoreUnavailable, failures: dict[int, StoreUnavailable] | None) -> None:
+        """Go on without a shard, or raise."""
+        if failures is None:
+            raise error
+        failures[shard] = error
+        self._channels[shard].fail()
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
-        channel: Channel = key.data
+        channel = self._channels[key.data]
         if events & _READ or channel.tls_wants_write:
             channel.receive()
         if events & _WRITE:
@@ -320,20 +385,25 @@ class Store:
             return
         wanted = _READ | _WRITE if channel.wants_write else _READ
         if wanted != key.events:
-            selector.modify(key.fileobj, wanted, channel)
+            selector.modify(key.fileobj, wanted, key.data)
 
     @property
     def _timeout_ns(self) -> int:
         return self.timeout // timedelta(microseconds=1) * 1000
 
-    def _check_silence(self, busy: list[Channel]) -> None:
-        """Raise StoreUnavailable if a channel that owes an answer has been silent for too long."""
-        for channel in busy:
+    def _check_silence(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> list[int]:
+        """Find the shards that owe an answer and have been silent for too long: raise StoreUnavailable, or go on without them."""
+        silent = []
+        for shard in busy:
+            channel = self._channels[shard]
             if not channel.answered and now_ns() - channel.progressed_ns >= self._timeout_ns:
-                raise StoreUnavailable(
+                error = StoreSilent(
                     f"store {channel.url}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
                     "--store-timeout sets the limit"
                 )
+                self._lose(shard, error, failures)
+                silent.append(shard)
+        return silent
 
     def _fail(self, why: str) -> None:
         self._closed = self._closed or why

@@ -41,14 +41,15 @@ class Written:
     """
 
     counts: np.ndarray
+    k: int
     flags: np.ndarray = field(init=False)
     starts: np.ndarray = field(init=False)
     room: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """counts: int64 [tables], all ordinals below which were written."""
+        """counts: int64 [tables], all ordinals below which were written; k: rows of a stripe, all of which have a place."""
         self.counts = self.counts.astype(np.int64)
-        self.room = np.maximum(_FIRST_ROOM, self.counts)
+        self.room = -(-np.maximum(_FIRST_ROOM, self.counts) // self.k) * self.k
         self._lay_out()
         for start, count in zip(self.starts, self.counts, strict=True):
             self.flags[start : start + count] = 1
@@ -57,11 +58,11 @@ class Written:
         self.starts = np.concatenate([[0], np.cumsum(self.room)[:-1]]).astype(np.int64)
         self.flags = np.zeros(int(self.room.sum()), np.uint8)
 
-    def cover(self, table: np.ndarray, ordinal: np.ndarray, k: int) -> None:
-        """Have room for these rows (table int16 [n], ordinal int64 [n]) and for all members of their stripes, of k rows."""
+    def cover(self, table: np.ndarray, ordinal: np.ndarray) -> None:
+        """Have room for these rows (table int16 [n], ordinal int64 [n]) and for all members of their stripes."""
         most = self.counts.copy()
         _most(table, ordinal, most)
-        most = -(-most // k) * k
+        most = -(-most // self.k) * self.k
         if (most <= self.room).all():
             return
         flags, starts, room = self.flags, self.starts, self.room
@@ -218,7 +219,7 @@ class LaneStripes:
     def arrange(self, table: np.ndarray, ordinal: np.ndarray, cursors: np.ndarray) -> Arrangement:
         """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
         if self.members.shape[1] > self.k:
-            self.written.cover(table, ordinal, self.k)
+            self.written.cover(table, ordinal)
         found = _arrange(self.prefix, table, ordinal, self.members, self.k, cursors, self.written.flags, self.written.starts)
         return Arrangement(*found)
 

@@ -23,14 +23,14 @@ from types import TracebackType
 
 import numpy as np
 
-from cache.batch_log import BatchLog, LoggedBatch
+from cache.batch_log import BatchLog
 from cache.batches import WriteBackBatch, WriteBackStaging
-from cache.errors import CacheError, RowError
-from cache.marker import Marker
-from cache.reading import Expected, Request, StoredRows, accept, check_marker, plan_reads
+from cache.errors import CacheError
+from cache.reading import Expected, StoredRows
+from cache.rebuild import Rebuild
+from cache.rounds import LaneWrites, Moved, PlannedFetch, Rounds
+from cache.shards import ALONE, Ownership, Shards
 from cache.staging import EndedRows, EventStaging, Staged
-from cache.store import Read, Write
-from cache.stripes import ALL_STRIPES
 from pipelines.schedule_format import Arrivals
 
 NICENESS = 10  # of the thread
@@ -61,7 +61,7 @@ class Counters:
     """What the traffic did so far, all lanes together.
 
     rows_written is without the rows written beyond the schedule; parity rows are counted apart. stalled_rows: arrivals whose fetch was
-    not yet allowed to leave when the trainer took their event.
+    not yet allowed to leave when the trainer took their event. rows_decoded: fetched rows that their stripes gave. rows_rebuilt: with parity rows.
     """
 
     rows_initial: int = 0
@@ -70,6 +70,8 @@ class Counters:
     rows_written_beyond: int = 0
     parity_rows_read: int = 0
     parity_rows_written: int = 0
+    rows_decoded: int = 0
+    rows_rebuilt: int = 0
     bytes_fetched: int = 0
     bytes_written: int = 0
     rounds: int = 0
@@ -91,16 +93,6 @@ class _Fetch:
     places: np.ndarray  # int64 [n], of arrivals that nothing was asked for yet
 
 
-@dataclass(slots=True)
-class _PlannedFetch:
-    """A fetch that leaves, with what it expects and its reads."""
-
-    state: _Lane
-    fetch: _Fetch
-    expected: Expected
-    requests: list[Request]
-
-
 class _Lane:
     """One lane. The fields of the first group belong to the thread, the others to whoever holds the condition."""
 
@@ -110,11 +102,10 @@ class _Lane:
         self.next: tuple[int, Arrivals] | None = None
         self.unknown = False  # the plan's next event is not known yet
         self.fetches: list[_Fetch] = []
-        self.stripes = stored.placement.stripes(
-            plan.lane, plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
-        )
-        self.writes = WriteBackStaging(stored.shapes, self.stripes, stored.placement.code, plan.batches)
-        self.pending: WriteBackBatch | None = None  # its parity, if any, is acknowledged, its rows are not sent yet
+        written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
+        stripes = stored.placement.stripes(plan.lane, written)
+        staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.batches)
+        self.writes = LaneWrites(plan.lane, stripes, staging, plan.batches)
 
         self.pulled = -1  # index of the last event staged or taken
         self.wanted = -1  # index of the last event that the trainer waits for
@@ -137,7 +128,8 @@ class Traffic:
     waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. check_tags=False leaves
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
-    rows read", "batch logged", "parity leaves" and "parity acknowledged".
+    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shard is
+    called with (shard, "lost", "rebuilding" or "ok").
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -152,24 +144,30 @@ class Traffic:
         staging_rows: int = 1 << 18,
         check_tags: bool = True,
         log: BatchLog | None = None,
+        ownership: Ownership = ALONE,
         on_action: Callable[[str], None] | None = None,
+        on_shard: Callable[[int, str], None] | None = None,
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
         if stored.placement.r and log is None:
             raise CacheError("traffic: needs a log of its batches where there is parity")
         self._stored = stored
-        self._code = stored.placement.code
-        self._log = log
-        self._cursors = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
         self._seed = seed
         self._lead_events = lead_events
         self._staging_rows = staging_rows
-        self._check_tags = check_tags
         self._on_action = on_action or (lambda action: None)
+        self._on_shard = on_shard or (lambda shard, what: None)
         self._lanes = {plan.lane: _Lane(plan, stored) for plan in plans}
         self._counters = Counters()
         self._condition = threading.Condition()
+        self._replaced: list[tuple[int, str]] = []
+        writes = [state.writes for state in self._lanes.values()]
+        self._shards: Shards | None = None
+        if stored.placement.r:
+            self._shards = Shards(stored, list(self._lanes), ownership, self._wake, self._changed)
+        self._rounds = Rounds(stored, writes, self._shards, log, check_tags, self._on_action)
+        self._rebuild = Rebuild(stored, self._shards, self._rounds) if self._shards is not None else None
         self._signals = 1  # raised by whatever may give the thread something to do
         self._stopping = False
         self._failure: BaseException | None = None
@@ -229,6 +227,32 @@ class Traffic:
         with self._condition:
             self._wait(lambda: not any(state.boundaries for state in self._lanes.values()))
 
+    def replace(self, shard: int, url: str) -> None:
+        """Use another server in place of a store shard's from now on; its rows are rebuilt there."""
+        with self._condition:
+            self._replaced.append((shard, url))
+            self._signal()
+
+    def mend(self, grace: timedelta) -> list[int]:
+        """Wait until every shard is whole again, as fast as can be, but no longer than `grace` for a server of a lost one.
+
+        Returns the shards that are not whole; none without parity.
+        """
+        if self._shards is None or self._rebuild is None:
+            return []
+        self._rebuild.throttled = False
+        deadline = time.monotonic() + grace.total_seconds()
+        with self._condition:
+            self._signal()
+            while not self._shards.whole and (self._failure is None) and not self._stopping:
+                lost = bool(self._shards.lost)
+                if lost and time.monotonic() >= deadline:
+                    break
+                self._condition.wait(0.05 if lost else 1.0)
+            if self._failure is not None:
+                raise self._failure
+            return sorted(self._shards.lost)
+
     def batches(self, lane: int) -> int:
         """The number of the lane's last write-back batch that all shards acknowledged; RUN keeps it for a resume."""
         with self._condition:
@@ -253,6 +277,8 @@ class Traffic:
             self._stopping = True
             self._signal()
         self._thread.join()
+        if self._shards is not None:
+            self._shards.close()
 
     def __enter__(self) -> Traffic:
         return self
@@ -306,8 +332,7 @@ class Traffic:
             while True:
                 with self._condition:
                     while self._signals == seen:
-                        polls = any(state.unknown for state in self._lanes.values())
-                        if not self._condition.wait(PLAN_POLL.total_seconds() if polls else None):
+                        if not self._condition.wait(self._patience()):
                             break
                     seen = self._signals
                 while not self._stopping and self._round():
@@ -319,130 +344,96 @@ class Traffic:
                 self._failure = error
                 self._condition.notify_all()
 
+    def _patience(self) -> float | None:
+        """Seconds after which the thread looks again by itself."""
+        waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.values()) else []
+        if self._rebuild is not None and self._rebuild.wanted([state.writes for state in self._lanes.values()]) is not None:
+            waits.append(self._rebuild.wait().total_seconds())
+        return min(waits, default=None)
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._signal()
+
     def _round(self) -> bool:
         """One round with the store; False if there was nothing to exchange."""
-        fetches: list[_PlannedFetch] = []
-        cut: list[tuple[_Lane, WriteBackBatch]] = []
+        mended = self._mend()
+        fetches: list[tuple[_Lane, _Fetch, PlannedFetch]] = []
+        cut: list[tuple[LaneWrites, WriteBackBatch]] = []
         for state in self._lanes.values():
             self._pull(state)
             self._stage(state)
-            fetches += [_PlannedFetch(state, fetch, *self._request(state, fetch)) for fetch in self._due(state)]
-            batch = state.writes.cut(self._cursors)
-            if batch is not None and self._code is None:
-                state.pending = batch
-            elif batch is not None:
-                cut.append((state, batch))
-        sent = [(state, state.pending) for state in self._lanes.values() if state.pending is not None]
+            fetches += [(state, fetch, self._planned(state, fetch)) for fetch in self._due(state)]
+            batch = self._rounds.cut(state.writes)
+            if batch is not None:
+                cut.append((state.writes, batch))
+        sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
         if not sent and not fetches and not cut:
-            return False
-        parity = [(state, read) for state, batch in cut for read in self._parity_reads(state, batch)]
-        self._exchange_data(fetches, parity, sent)
-        for state, batch in cut:
-            self._send_parity(state, batch)
+            return mended
+        moved = self._rounds.read_phase([planned for *_, planned in fetches], cut, sent)
+        with self._condition:
+            self._note(fetches, moved)
+            self._condition.notify_all()
+        if fetches:
+            self._on_action("rows staged")
         if cut:
-            self._exchange_parity(cut)
+            moved = self._rounds.parity_phase(cut)
+            with self._condition:
+                self._note([], moved)
         return True
 
-    def _exchange_data(
-        self, fetches: list[_PlannedFetch], parity: list[tuple[_Lane, Read]], sent: list[tuple[_Lane, WriteBackBatch]]
-    ) -> None:
-        """Read phase, and the data phase of the batches whose parity is acknowledged."""
-        reads = [request.read for fetch in fetches for request in fetch.requests]
-        writes = [write for state, batch in sent for write in self._data_writes(state, batch)]
-        if writes:
-            self._on_action("data leaves")
-        if reads:
-            self._on_action("fetch leaves")
-        if parity:
-            self._on_action("parity rows asked for")
-        self._stored.store.exchange(reads + [read for _, read in parity], writes)
-        if writes:
-            self._on_action("data acknowledged")
-        markers = {state.lane: self._markers(state) for state in self._lanes.values()}
-        for fetch in fetches:
-            for request in fetch.requests:
-                check_marker(self._stored, fetch.state.lane, request.read, markers[fetch.state.lane])
-                accept(self._stored, fetch.expected, request, fetch.fetch.event.rows, fetch.fetch.places, self._check_tags)
-        for state, read in parity:
-            check_marker(self._stored, state.lane, read, markers[state.lane])
-            if read.missing is not None:
-                raise self._parity_missing(state, read)
+    def _mend(self) -> bool:
+        """While not all shards are whole: take back those that are there again, and rebuild; False if there was nothing to do."""
+        if self._shards is None or self._rebuild is None:
+            return False
+        for shard, url in self._replacements():
+            self._shards.replace(shard, url)
+        if self._shards.whole:
+            return False
+        # Whatever is read or written here must meet no batch that is half written.
+        sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
+        if sent:
+            moved = self._rounds.read_phase([], [], sent)
+            with self._condition:
+                self._note([], moved)
+                self._condition.notify_all()
+        self._shards.take_back({state.lane: state.writes.batches for state in self._lanes.values()})
+        work = self._rebuild.wanted([state.writes for state in self._lanes.values()])
+        if work is None or self._rebuild.wait():
+            return bool(sent)
+        rows = self._rebuild.chunk(*work)
         with self._condition:
-            self._note(fetches, parity, sent)
+            self._counters.rows_rebuilt += rows
             self._condition.notify_all()
-        if reads:
-            self._on_action("rows staged")
-        if parity:
-            self._on_action("parity rows read")
+        self._on_action("rows rebuilt")
+        return True
 
-    def _markers(self, state: _Lane) -> list[Marker]:
-        """What the marker of a store shard may be in this read phase."""
-        if state.pending is None:
-            return [Marker(state.batches, state.batches)]
-        # The reads go first, but a server may do them last.
-        number = state.pending.number
-        return [Marker(number, number), Marker(number if self._code is not None else state.batches, state.batches)]
-
-    def _data_writes(self, state: _Lane, batch: WriteBackBatch) -> list[Write]:
-        marker, key = Marker(batch.number, batch.number).stored(), self._stored.key(state.lane)
-        return [Write(shard, key, *batch.part(shard), marker) for shard in range(len(self._cursors))]
-
-    def _parity_reads(self, state: _Lane, batch: WriteBackBatch) -> list[Read]:
-        parts = ((shard, *batch.existing_parity(shard)) for shard in range(len(self._cursors)))
-        return [Read(shard, self._stored.key(state.lane), fields, rows) for shard, fields, rows in parts if len(fields)]
-
-    def _send_parity(self, state: _Lane, batch: WriteBackBatch) -> None:
-        """Compute the parity rows of a batch, and hold it where it survives this process."""
-        assert self._code is not None
-        assert self._log is not None
-        assert batch.old is not None
-        batch.update(self._code)
-        self._log.hold(state.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new))
-        self._on_action("batch logged")
-
-    def _exchange_parity(self, cut: list[tuple[_Lane, WriteBackBatch]]) -> None:
-        """Parity phase: every shard gets its parity rows and the marker, also where it has none of them."""
-        writes = []
-        for state, batch in cut:
-            marker, key = Marker(batch.number, batch.number - 1).stored(), self._stored.key(state.lane)
-            writes += [Write(shard, key, *batch.parity_part(shard), marker) for shard in range(len(self._cursors))]
-        self._on_action("parity leaves")
-        self._stored.store.exchange([], writes)
-        self._on_action("parity acknowledged")
-        for state, batch in cut:
-            state.stripes.written.note(batch.table, batch.ordinal)
-            state.pending = batch
+    def _replacements(self) -> list[tuple[int, str]]:
         with self._condition:
-            self._counters.rounds += 1
-            self._counters.parity_rows_written += sum(len(write.fields) for write in writes)
-            self._counters.bytes_written += sum(write.rows.nbytes for write in writes)
+            found, self._replaced = self._replaced, []
+            return found
 
-    def _parity_missing(self, state: _Lane, read: Read) -> RowError:
-        assert read.missing is not None
-        name = int(read.fields[int(np.flatnonzero(read.missing)[0])])
-        return RowError(
-            f"parity row {name:#018x} of lane {state.lane} is missing on store {self._stored.store.urls[read.shard]}: the store lost writes; "
-            "restore its data and --resume, or start again with --overwrite"
-        )
+    def _changed(self, shard: int, what: str) -> None:
+        self._on_shard(shard, what)
+        with self._condition:
+            self._signal()
 
-    def _note(
-        self, fetches: list[_PlannedFetch], parity: list[tuple[_Lane, Read]], sent: list[tuple[_Lane, WriteBackBatch]]
-    ) -> None:
+    def _note(self, fetches: list[tuple[_Lane, _Fetch, PlannedFetch]], moved: Moved) -> None:
         counters = self._counters
-        counters.rounds += self._code is None
-        counters.batches += len(sent)
-        for planned in fetches:
-            planned.fetch.event.ready[planned.fetch.places] = True
-            counters.rows_fetched += len(planned.fetch.places)
-            counters.bytes_fetched += sum(request.read.rows.nbytes for request in planned.requests)
-        for _, read in parity:
-            counters.parity_rows_read += len(read.fields)
-            counters.bytes_fetched += read.rows.nbytes
-        for state, batch in sent:
-            state.pending = None
+        counters.rounds += 1
+        counters.batches += len(moved.written)
+        counters.parity_rows_read += moved.parity_rows_read
+        counters.parity_rows_written += moved.parity_rows_written
+        counters.rows_decoded += moved.rows_decoded
+        counters.bytes_fetched += moved.bytes_read
+        counters.bytes_written += moved.bytes_written
+        for _, fetch, _ in fetches:
+            fetch.event.ready[fetch.places] = True
+            counters.rows_fetched += len(fetch.places)
+        for writes, batch in moved.written:
+            state = self._lanes[writes.lane]
             state.batches = batch.number
             state.unwritten_rows -= batch.rows
-            counters.bytes_written += batch.new.nbytes
             for boundary in state.boundaries:
                 rows = batch.rows_of.get(boundary.number, 0)
                 boundary.left -= rows
@@ -506,7 +497,7 @@ class Traffic:
                 if not state.handed:
                     return
                 boundary, ended = state.handed.popleft()
-            state.writes.add(boundary, ended)
+            state.writes.staging.add(boundary, ended)
 
     def _due(self, state: _Lane) -> list[_Fetch]:
         """The fetches that may leave now; the others stay."""
@@ -522,8 +513,7 @@ class Traffic:
         state.fetches = undue
         return due
 
-    def _request(self, state: _Lane, fetch: _Fetch) -> tuple[Expected, list[Request]]:
+    def _planned(self, state: _Lane, fetch: _Fetch) -> PlannedFetch:
         arrivals, places = fetch.event.arrivals, fetch.places
         arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
-        expected = Expected(state.lane, *arrays)
-        return expected, plan_reads(self._stored, expected)
+        return PlannedFetch(state.writes, Expected(state.lane, *arrays), fetch.event.rows, places)

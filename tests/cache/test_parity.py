@@ -12,7 +12,7 @@ import pytest
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, make_program, train_slots, values
 
 from cache.batch_log import FileLog, LoggedBatch
-from cache.errors import CacheError
+from cache.errors import CacheError, StoreUnavailable
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.partition import Partition
@@ -50,9 +50,9 @@ class Recording(Store):
         super().__init__(urls, timedelta(seconds=10))  # type: ignore[arg-type]
         self.exchanges: list[tuple[list[Read], list[Write]]] = []
 
-    def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
         self.exchanges.append((list(reads), list(writes)))
-        super().exchange(reads, writes)
+        return super().attempt(reads, writes)
 
 
 def run_lane(traffic: Traffic, lane: int, program: LaneProgram) -> Truth:
@@ -102,7 +102,7 @@ class Counted:
 
 def check_stripes(store: Store, stored: StoredRows, lane: int, program: LaneProgram) -> int:
     """Compare every parity row with its members, as they lie in the store; returns how many parity rows there are."""
-    placement, key = stored.placement, stored.key(lane)
+    placement, key = stored.placement, stored.key(lane, 0)
     code, held = placement.code, contents(store, key)
     assert code is not None
     counts = [0] * len(LAYOUTS)

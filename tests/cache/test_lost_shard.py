@@ -1,0 +1,237 @@
+"""A store shard is lost in the middle of traffic: every row used is the true one, and what the store holds in the end is what it would have been."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from lane_program import LAYOUTS, SEED, make_program
+from test_parity import plan, run_lane
+
+from cache.batch_log import FileLog
+from cache.errors import RowsLost
+from cache.local import LocalStores
+from cache.marker import Marker
+from cache.namespace import claim
+from cache.placement import Placement
+from cache.reading import StoredRows
+from cache.shards import Ownership
+from cache.store import Store
+from cache.traffic import Counters, LanePlan, Traffic
+
+SLOTS, EVALUATION_SLOTS = 12, 6
+LANES = (0, 3)
+IDENTITY = Ownership(0, {"run": "x"})
+PATIENCE = timedelta(seconds=20)
+
+Contents = dict[int, list[dict[bytes, bytes]]]
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[LocalStores]:
+    """Three servers of a test's own."""
+    with LocalStores(3, tmp_path / "stores") as stores:
+        yield stores
+
+
+def held(stored: StoredRows, traffic: Traffic) -> Contents:
+    """What every shard that is up holds of each lane, but for the marker, which says that it holds everything."""
+    store, found = stored.store, {}
+    for lane in LANES:
+        found[lane] = [{} for _ in range(store.shards)]
+        for shard in range(store.shards):
+            if shard not in store._down:
+                pairs = store.command(shard, "HGETALL", stored.key(lane, shard))
+                assert isinstance(pairs, list)
+                fields = found[lane][shard] = dict(zip(pairs[::2], pairs[1::2], strict=True))
+                # How many batches there were is a matter of time.
+                assert Marker.parse(fields.pop(b"m")) == Marker(traffic.batches(lane), traffic.batches(lane))
+    return found
+
+
+class Disturber:
+    """Does things at the n-th time of an action of the traffic's thread."""
+
+    def __init__(self, events: dict[tuple[str, int], Callable[[], None]]) -> None:
+        self._events = dict(events)
+        self._counts: dict[str, int] = {}
+        self.states: list[tuple[int, str]] = []
+
+    def __call__(self, action: str) -> None:
+        count = self._counts[action] = self._counts.get(action, 0) + 1
+        if do := self._events.pop((action, count), None):
+            do()
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was done."""
+        return not self._events
+
+
+def run(
+    stores: LocalStores,
+    logs: Path,
+    k: int,
+    r: int,
+    disturber: Disturber | None = None,
+    grace: timedelta = timedelta(),
+    timeout: float = 10,
+) -> tuple[Contents, Counters, list[int]]:
+    """Train two lanes; returns what is held in the end, the counters and the shards still lost."""
+    programs = {lane: make_program(lane + 50, 30, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in LANES}
+    with Store(stores.urls, timedelta(seconds=timeout)) as store:
+        claim(store, "t", {"run": "x"}, "new")
+        stored = StoredRows(store, Placement.spread(len(stores.urls), k, r), LAYOUTS, "t")
+        with Traffic(
+            stored,
+            [LanePlan(lane, plan(program)) for lane, program in programs.items()],
+            SEED,
+            lead_events=3,
+            log=FileLog(logs),
+            ownership=IDENTITY,
+            on_action=disturber,
+            on_shard=lambda shard, what: disturber.states.append((shard, what)) if disturber else None,
+        ) as traffic:
+            for lane, program in programs.items():
+                run_lane(traffic, lane, program)
+            lost = traffic.mend(grace)
+        assert disturber is None or disturber.done
+        return held(stored, traffic), traffic.counters(), lost
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int], Contents]:
+    """What shards hold after a run that nothing happened to."""
+    known: dict[tuple[int, int, int], Contents] = {}
+
+    def of(shards: int, k: int, r: int) -> Contents:
+        if (shards, k, r) not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            with LocalStores(shards, folder / "stores") as stores:
+                known[shards, k, r] = run(stores, folder / "logs", k, r)[0]
+        return known[shards, k, r]
+
+    return of
+
+
+def kill(stores: LocalStores, shard: int, number: int = signal.SIGKILL) -> Callable[[], None]:
+    """Sends a signal to a shard's server."""
+
+    def send() -> None:
+        pid = stores.pids[shard]
+        assert pid is not None
+        os.kill(pid, number)
+        if number == signal.SIGKILL:
+            stores._processes[shard].wait()
+
+    return send
+
+
+MOMENTS = [
+    ("data leaves", 9),
+    ("data acknowledged", 9),
+    ("parity rows asked for", 7),
+    ("parity rows read", 7),
+    ("batch logged", 9),
+    ("parity leaves", 9),
+    ("parity acknowledged", 9),
+    ("fetch leaves", 5),
+]
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_without_a_server_for_the_lost_shard_the_others_end_as_they_would_have(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], shard: int, moment: tuple[str, int]
+) -> None:
+    disturber = Disturber({moment: kill(stores, shard)})
+    found, counters, lost = run(stores, tmp_path / "logs", 2, 1, disturber)
+    assert lost == [shard]
+    assert disturber.states == [(shard, "lost")]
+    assert counters.rows_decoded > 0
+    for lane, expected in undisturbed(3, 2, 1).items():
+        for other in {0, 1, 2} - {shard}:
+            assert found[lane][other] == expected[other]
+
+
+def restart(stores: LocalStores, shard: int) -> Callable[[], None]:
+    """Kills a shard's server, which is there again, empty, when that is found out."""
+
+    def do() -> None:
+        kill(stores, shard)()
+        assert stores.restart(shard)
+
+    return do
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_server_that_comes_back_empty_ends_with_every_row_and_parity_row(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], shard: int, moment: tuple[str, int]
+) -> None:
+    disturber = Disturber({moment: restart(stores, shard)})
+    found, counters, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+    assert lost == []
+    assert disturber.states == [(shard, "lost"), (shard, "rebuilding"), (shard, "ok")]
+    assert found == undisturbed(3, 2, 1)
+    assert counters.rows_rebuilt > 0
+
+
+def test_the_rebuilt_shard_is_lost_again_during_its_rebuild(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    disturber = Disturber({("batch logged", 9): restart(stores, 1), ("rows rebuilt", 3): restart(stores, 1)})
+    found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+    assert lost == []
+    assert disturber.states.count((1, "lost")) == 2
+    assert found == undisturbed(3, 2, 1)
+
+
+def test_a_stopped_shard_is_lost_after_the_timeout_and_what_it_was_sent_harms_nothing(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    disturber = Disturber(
+        {("data leaves", 9): kill(stores, 2, signal.SIGSTOP), ("batch logged", 14): kill(stores, 2, signal.SIGCONT)}
+    )
+    found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE, timeout=0.3)
+    assert lost == []
+    assert found == undisturbed(3, 2, 1)
+
+
+def test_two_of_six_shards_are_lost_at_once(tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]) -> None:
+    with LocalStores(6, tmp_path / "stores") as stores:
+
+        def both() -> None:
+            for shard in (1, 4):
+                restart(stores, shard)()
+
+        found, _, lost = run(stores, tmp_path / "logs", 4, 2, Disturber({("parity leaves", 9): both}), grace=PATIENCE)
+    assert lost == []
+    assert found == undisturbed(6, 4, 2)
+
+
+def test_more_losses_than_parity_covers_stop_the_traffic(stores: LocalStores, tmp_path: Path) -> None:
+    disturber = Disturber({("data leaves", 9): kill(stores, 0), ("batch logged", 12): kill(stores, 2)})
+    with pytest.raises(RowsLost, match="store shards 0, 2 are lost, and parity covers 1"):
+        run(stores, tmp_path / "logs", 2, 1, disturber)
+
+
+def test_a_connection_that_is_reset_is_made_again_and_nothing_is_lost(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    def reset() -> None:
+        with Store(stores.urls, timedelta(seconds=5)) as other:
+            other.command(1, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    disturber = Disturber(
+        {(action, count): reset for action in ("data leaves", "parity leaves", "fetch leaves") for count in (6, 8)}
+    )
+    found, counters, lost = run(stores, tmp_path / "logs", 2, 1, disturber)
+    assert lost == []
+    assert disturber.states == []
+    assert counters.rows_decoded == 0
+    assert found == undisturbed(3, 2, 1)

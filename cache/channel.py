@@ -133,6 +133,17 @@ class Channel:
         self._requests: list[Request] = []
         self._first = 0
 
+    @classmethod
+    def absent(cls, url: StoreUrl) -> Channel:
+        """A channel whose server cannot be reached; nothing can be asked on it."""
+        channel = cls.__new__(cls)
+        channel.url, channel._connection = url, url.connection(timedelta(seconds=1))
+        channel.socket = socket.socket()
+        channel.socket.close()
+        channel.compiled, channel.tls_wants_write = True, False
+        channel._table, channel._requests, channel._first = np.zeros((0, frames.REQUEST_COLUMNS), np.int64), [], 0
+        return channel
+
     def place(self, state: np.ndarray, out: np.ndarray, data: np.ndarray) -> None:
         """Use these from now on. No request is under way."""
         state[frames.FD] = self.socket.fileno()

@@ -48,17 +48,24 @@ def owner(store: Store, namespace: str, shard: int) -> dict[str, Any] | None:
     )
 
 
-def claim(store: Store, namespace: str, identity: Mapping[str, Any], mode: Literal["new", "resume", "overwrite"]) -> None:
+def claim(
+    store: Store, namespace: str, identity: Mapping[str, Any], mode: Literal["new", "resume", "overwrite"], spared: int = 0
+) -> None:
     """Make the namespace this run's, on all store shards or on none.
 
     identity: what must be the same for the run to go on (run id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
     has the namespace. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
-    if another run has it, StoreError if a shard has lost it.
+    if another run has it, StoreError if more than `spared` shards have lost it or are down.
     """
     check_name(namespace)
     if mode == "resume":
         for shard in range(store.shards):
-            _check_owner(store, namespace, identity, shard)
+            gone = shard in store.down or (spared > 0 and owner(store, namespace, shard) is None)
+            spared -= gone
+            if gone and spared < 0:
+                raise StoreError(f"store {store.urls[shard]}: more shards of namespace {namespace} are lost than parity covers")
+            if not gone:
+                _check_owner(store, namespace, identity, shard)
         return
     if mode == "overwrite":
         remove(store, namespace)
@@ -81,6 +88,12 @@ def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, 
     store.command(0, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX")
     found = owner(store, namespace, 0)
     return found is not None and json.dumps(found, sort_keys=True) == json.dumps(note, sort_keys=True)
+
+
+def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
+    """Whether the store's shard (its number `at` of the Store, the same by default) is shard `shard` of the run with this identity."""
+    note = owner(store, namespace, shard if at is None else at)
+    return note is not None and note["identity"] == json.loads(json.dumps(dict(identity))) and note["shard"] == shard
 
 
 def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
+from cache.decoding import Decoding, Survivors, plan_decoding
 from cache.errors import RowError, StoreError
 from cache.marker import Marker
 from cache.namespace import lane_key
@@ -15,15 +16,17 @@ from cache.placement import Placement, fields
 from cache.rows import RowLayout, decode_rows
 from cache.staging import Rows, RowShapes, put_rows
 from cache.store import Read, Store
+from cache.stripes import LaneStripes
 
 READ_ROWS = 1 << 16  # of one exchange when many rows are read at once
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredRows:
     """Where the rows of a run rest: the store, the placement, the layout of each table, and the namespace.
 
-    epochs: the fence epoch of a (lane, store shard), 0 for those not there; whoever fences one notes it here.
+    epochs: the fence epoch of a (lane, store shard), 0 for those not there; whoever fences one notes it here. lost: shards whose rows are decoded
+    from their stripes by `read_rows`, for which stripes(lane) tells what was written.
     """
 
     store: Store
@@ -31,6 +34,8 @@ class StoredRows:
     layouts: Sequence[RowLayout]
     namespace: str
     epochs: dict[tuple[int, int], int] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    stripes: Callable[[int], LaneStripes] | None = None
     shapes: RowShapes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +44,7 @@ class StoredRows:
                 f"store shards: must be as many as the run's placement has, {self.placement.shard_count}; got {self.store.shards}; "
                 "name those that the run was started with, in order"
             )
-        object.__setattr__(self, "shapes", RowShapes.of(self.layouts))
+        self.shapes = RowShapes.of(self.layouts)
 
     def key(self, lane: int, shard: int) -> bytes:
         """The key of a lane's hash on a store shard."""
@@ -149,20 +154,51 @@ def _row_error(stored: StoredRows, expected: Expected, request: Request, row: in
 
 
 def read_rows(stored: StoredRows, expected: Expected, batches: int | None = None, check_tags: bool = True) -> Rows:
-    """Read rows of one lane, in the order of `expected`, 65,536 at a time.
+    """Read rows of one lane, in the order of `expected`, 65,536 at a time; those on lost shards are decoded.
 
     batches: the number of the lane's last write-back batch, checked against every store shard that is asked; None: not checked. Raises
-    RowError for a row that is missing or has another id or tag, StoreError for a stale shard or what the store answers.
+    RowError for a row that is missing or has another id or tag, StoreError for a stale shard or what the store answers, RowsLost where
+    too many shards are lost.
     """
     count = len(expected)
     rows = Rows.zeros(count, stored.shapes)
     for start in range(0, count, READ_ROWS):
         part = expected.select(slice(start, start + READ_ROWS))
         requests = plan_reads(stored, part)
-        stored.store.exchange([request.read for request in requests], [])
+        lost = [request for request in requests if request.read.shard in stored.lost]
+        decodings = [_plan_lost(stored, part, request) for request in lost]
+        reads = [request.read for request in requests if request.read.shard not in stored.lost]
+        further = [read for decoding in decodings for read in decoding.reads]
+        stored.store.exchange(reads + further, [])
+        if batches is not None:
+            for read in reads + further:
+                check_marker(stored, part.lane, read, [Marker(batches, batches)])
+        for read in further:
+            if read.missing is not None:
+                raise missing_value(stored, part.lane, read)
+        for request, decoding in zip(lost, decodings, strict=True):
+            request.read.rows[:] = decoding.decode()
         places = np.arange(start, start + len(part))
         for request in requests:
-            if batches is not None:
-                check_marker(stored, part.lane, request.read, [Marker(batches, batches)])
             accept(stored, part, request, rows, places, check_tags)
     return rows
+
+
+def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Decoding:
+    assert stored.stripes is not None
+    gone = np.zeros(stored.placement.shard_count, bool)
+    gone[list(stored.lost)] = True
+    ordinal, k = expected.ordinal[request.places], stored.placement.k
+    wanted = expected.table[request.places], ordinal // k, ordinal % k
+    survivors = Survivors.of(stored.placement, gone)
+    return plan_decoding(stored.stripes(expected.lane), survivors, wanted, request.read.rows.shape[1], stored.keys(expected.lane))
+
+
+def missing_value(stored: StoredRows, lane: int, read: Read) -> RowError:
+    """The error for a row or parity row that a shard with the right marker lacks."""
+    assert read.missing is not None
+    name = int(read.fields[int(np.flatnonzero(read.missing)[0])])
+    return RowError(
+        f"store {stored.store.urls[read.shard]}: the value of field {name:#018x} of lane {lane} is missing: the store lost writes; "
+        "restore its data and --resume, or start again with --overwrite"
+    )

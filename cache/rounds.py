@@ -10,9 +10,8 @@ import numpy as np
 from cache.batch_log import BatchLog, LoggedBatch
 from cache.batches import WriteBackBatch, WriteBackStaging
 from cache.decoding import Decoding, plan_decoding
-from cache.errors import RowError
 from cache.marker import Marker
-from cache.reading import Expected, Request, StoredRows, accept, check_marker, plan_reads
+from cache.reading import Expected, Request, StoredRows, accept, check_marker, missing_value, plan_reads
 from cache.shards import Shards
 from cache.staging import Rows
 from cache.store import Read, Write
@@ -111,7 +110,7 @@ class Rounds:
                 moved.bytes_read += request.read.rows.nbytes
         for lane, read in parity:
             if read.missing is not None and self._live(read.shard):
-                raise self._missing(lane, read)
+                raise missing_value(self._stored, lane, read)
             moved.parity_rows_read += len(read.fields)
             moved.bytes_read += read.rows.nbytes
         for writes, batch in moved.written:
@@ -155,7 +154,7 @@ class Rounds:
         """Raise RowError if a live shard lacks a row that it must have."""
         for lane, read in reads:
             if read.missing is not None and self._live(read.shard):
-                raise self._missing(lane, read)
+                raise missing_value(self._stored, lane, read)
 
     def _exchange(self, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
         if self._shards is not None:
@@ -230,11 +229,3 @@ class Rounds:
         if work:
             self._on_action("rows decoded")
         return sum(len(request.places) for _, request, _ in work)
-
-    def _missing(self, lane: int, read: Read) -> RowError:
-        assert read.missing is not None
-        name = int(read.fields[int(np.flatnonzero(read.missing)[0])])
-        return RowError(
-            f"store {self._stored.store.urls[read.shard]}: the value of field {name:#018x} of lane {lane} is missing: the store lost writes; "
-            "restore its data and --resume, or start again with --overwrite"
-        )

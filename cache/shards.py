@@ -17,10 +17,11 @@ import numpy as np
 
 from cache.decoding import Survivors
 from cache.errors import Fenced, StoreError, StoreSilent, StoreUnavailable
-from cache.fence import fence_all
+from cache.fence import fence_all, read_epochs
 from cache.marker import Marker
-from cache.namespace import join, owner
+from cache.namespace import is_of, join
 from cache.reading import StoredRows
+from cache.resp import MARKER
 from cache.store import Read, Store, Write
 from cache.stripes import ALL_STRIPES
 from cache.url import StoreUrl, parse_url
@@ -40,6 +41,49 @@ class Ownership:
 
 
 ALONE = Ownership()
+
+
+def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, int]) -> None:
+    """Fence lanes on every store shard, and note in stored.lost the shards that do not have all of their rows.
+
+    batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
+    """
+    for shard in range(stored.placement.shard_count):
+        if shard in stored.store.down:
+            stored.lost.add(shard)
+            continue
+        if ownership.identity is not None and not is_of(stored.store, stored.namespace, ownership.identity, shard):
+            stored.lost.add(shard)
+            continue
+        found = fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term)
+        for lane, (epoch, marker) in found.items():
+            stored.epochs[lane, shard] = epoch
+            if marker != Marker(batches[lane], batches[lane]):
+                stored.lost.add(shard)
+    check_covered(stored)
+
+
+def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:
+    """The same for a reader: find each lane's fence epoch on every store shard, and note in stored.lost the shards that lack rows."""
+    for shard in range(stored.placement.shard_count):
+        if shard in stored.store.down:
+            stored.lost.add(shard)
+            continue
+        for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(batches))):
+            stored.epochs[lane, shard] = int(epoch)
+            found = stored.store.command(shard, "HGET", stored.key(lane, shard), MARKER)
+            assert found is None or isinstance(found, bytes)
+            if Marker.parse(found) != Marker(batches[lane], batches[lane]):
+                stored.lost.add(shard)
+    check_covered(stored)
+
+
+def check_covered(stored: StoredRows) -> None:
+    """Raise RowsLost where more shards of a stripe are lost than parity covers."""
+    if stored.lost:
+        gone = np.zeros(stored.placement.shard_count, bool)
+        gone[list(stored.lost)] = True
+        Survivors.of(stored.placement, gone)
 
 
 class Rejoining:
@@ -147,6 +191,11 @@ class Shards:
         self._rejoining = Rejoining(stored, ownership, wake)
         self._survivors: dict[bytes, Survivors] = {}
 
+    def begin(self) -> None:
+        """Go on without the shards that were found lost at the start."""
+        for shard in sorted(self._stored.lost):
+            self.lose(shard, str(self._stored.store.down.get(shard, f"store {self.urls[shard]}: lacks rows of the run")))
+
     @property
     def whole(self) -> bool:
         """Whether every shard has all rows of every lane."""
@@ -244,10 +293,8 @@ class Shards:
 
     def _fenced(self, fresh: Store, shard: int) -> dict[int, tuple[int, Marker]] | None:
         """Fence all lanes; None if the server is not the run's."""
-        if self._ownership.identity is not None:
-            note = owner(fresh, self._stored.namespace, 0)
-            if note is None or note["identity"] != dict(self._ownership.identity) or note["shard"] != shard:
-                return None
+        if self._ownership.identity is not None and not is_of(fresh, self._stored.namespace, self._ownership.identity, shard, 0):
+            return None
         return fence_all(fresh, 0, self._stored.namespace, self._lanes, self._ownership.term)
 
     def _adopt(self, shard: int, fresh: Store, epochs: Mapping[int, int]) -> None:

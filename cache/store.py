@@ -69,8 +69,9 @@ class Store:
     """Connections to all store shards. One thread uses a Store; another makes its own.
 
     timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. connect_timeout:
-    for how long a server that cannot be reached is tried at the start. Nothing reconnects by itself: after StoreUnavailable the Store is
-    closed, but for the shards that `attempt` goes on without, which `adopt` brings back.
+    for how long a server that cannot be reached is tried at the start. optional: such a shard stands in `down` (with the reason) instead of
+    being an error. Nothing reconnects by itself: after StoreUnavailable the Store is closed, but for the shards that `attempt` goes on without,
+    which `adopt` brings back.
     Counters: bytes_sent, bytes_received, commands, rows_read, rows_written, retries.
     """
 
@@ -79,21 +80,28 @@ class Store:
         urls: Sequence[str | StoreUrl],
         timeout: timedelta = timedelta(seconds=30),
         connect_timeout: timedelta = timedelta(seconds=10),
+        optional: bool = False,
     ) -> None:
         if not urls:
             raise StoreError("store: needs the URL of at least one store shard; got none")
         self.timeout = timeout
         self.commands = self.rows_read = self.rows_written = self.retries = 0
         self._closed = ""
-        self._down: dict[int, StoreUnavailable] = {}
+        self.down: dict[int, StoreUnavailable] = {}
         self._channels: list[Channel] = []
         try:
             for url in urls:
                 parsed = url if isinstance(url, StoreUrl) else parse_url(url)
-                self._channels.append(Channel(parsed, timeout, connect_timeout))
+                try:
+                    self._channels.append(Channel(parsed, timeout, connect_timeout))
+                except StoreUnavailable as error:
+                    if not optional:
+                        raise
+                    self.down[len(self._channels)] = error
+                    self._channels.append(Channel.absent(parsed))
             self._states = np.zeros((self.shards, frames.CONNECTION_COLUMNS), np.int64)
             self._make_buffers(_OUT_BYTES, _IN_BYTES)
-            self.server_versions = tuple(self._check_server(shard) for shard in range(self.shards))
+            self.server_versions = tuple(self._check_server(shard) for shard in range(self.shards) if shard not in self.down)
         except BaseException:
             self.close()
             raise
@@ -137,14 +145,14 @@ class Store:
         Returns why, by shard; what was asked of these is undone or done, and their connections are closed. Raises all else that exchange raises.
         """
         asked = {read.shard for read in reads} | {write.shard for write in writes}
-        failures = {shard: self._down[shard] for shard in asked & self._down.keys()}
+        failures = {shard: self.down[shard] for shard in asked & self.down.keys()}
         reads, writes = (
             [read for read in reads if read.shard not in failures],
             [write for write in writes if write.shard not in failures],
         )
         requests, replies = self._prepare(reads, writes)
         self._perform(requests, failures)
-        self._down |= failures
+        self.down |= failures
         for read, parts in replies:
             if read.shard not in failures:
                 self._finish(read, parts)
@@ -157,12 +165,12 @@ class Store:
         self._channels[shard] = channel
         self._states[shard] = 0
         channel.place(self._states[shard], self._out[shard], self._in[shard])
-        self._down.pop(shard, None)
+        self.down.pop(shard, None)
 
     def give_up(self, shard: int, why: str) -> None:
         """Close a shard's connection: from now on it counts as failed in `attempt`."""
         self._channels[shard].close()
-        self._down[shard] = StoreUnavailable(why)
+        self.down[shard] = StoreUnavailable(why)
 
     def _prepare(
         self, reads: Sequence[Read], writes: Sequence[Write]

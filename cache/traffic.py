@@ -329,6 +329,8 @@ class Traffic:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         seen = 0
         try:
+            if self._shards is not None:
+                self._shards.begin()
             while True:
                 with self._condition:
                     while self._signals == seen:

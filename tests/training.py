@@ -12,10 +12,9 @@ from pathlib import Path
 
 from cache.batch_log import FileLog
 from cache.placement import Placement
-from cache.reading import StoredRows
 from cache.store import Store
 from pipelines.schedule import Schedule
-from trainer.assembly import DensePart, Start, assemble
+from trainer.assembly import DensePart, Start, assemble, stored_rows_at
 from trainer.dense_optimizers import load_optimizer_state, optimizer_state
 from trainer.digest import Digest
 from trainer.job import TrainJob
@@ -123,7 +122,7 @@ def digest(job: TrainJob, schedule: Schedule, dense: DensePart, urls: Sequence[s
     found = Digest()
     found.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
     with Store(urls, timedelta(seconds=10)) as store:
-        stored = StoredRows(store, placement, dense.layouts, job.run_namespace)
+        stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
         rows = trained_rows(schedule, at.step, stored, at.batches)
         pending = next(rows, None)
         for number, table in enumerate(schedule.header.features.tables):

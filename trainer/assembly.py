@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from cache.partition import Partition
 from cache.placement import Placement
 from cache.reading import Expected, StoredRows, read_rows
 from cache.rows import RowLayout
+from cache.shards import ALONE, Ownership, find_rows, take_over
 from cache.staging import Staged
 from cache.store import Store
+from cache.stripes import LaneStripes
 from cache.traffic import LanePlan, Traffic
 from pipelines.replay import Position, state_after
 from pipelines.schedule import Schedule
@@ -91,6 +94,28 @@ def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[i
             yield event.index, schedule.arrivals(event, lane)
 
 
+def _written_stripes(placement: Placement, position: Position) -> Callable[[int], LaneStripes]:
+    """The stripes of each lane when the step before a position was the last, and all rows were written back."""
+
+    @cache
+    def of(lane: int) -> LaneStripes:
+        return placement.stripes(lane, np.array(position.lanes[lane].ordinals, np.int64))
+
+    return of
+
+
+def stored_rows_at(
+    store: Store, placement: Placement, rows: Sequence[RowLayout], namespace: str, schedule: Schedule, at: Start
+) -> StoredRows:
+    """The rows of a run that rests after a step, found on the store shards that have them. Raises StoreError and RowsLost."""
+    stored = StoredRows(store, placement, rows, namespace)
+    if placement.r:
+        find_rows(stored, at.batches)
+        if stored.lost:
+            stored.stripes = _written_stripes(placement, state_after(schedule, at.step))
+    return stored
+
+
 def _lane_plan(schedule: Schedule, position: Position, lane: int, start: Start, protected: bool) -> LanePlan:
     # What was given an ordinal was trained, and so written back when the step before `start` was the last.
     written = np.array(position.lanes[lane].ordinals, np.int64) if protected else None
@@ -128,10 +153,12 @@ def assemble(
     placement: Placement,
     log: BatchLog | None = None,
     check_tags: bool = True,
+    ownership: Ownership = ALONE,
+    on_shard: Callable[[int, str], None] | None = None,
 ) -> tuple[Part, Iterator[Event]]:
-    """One trainer's parts, and the events that it runs, from `start` on. log: needed where there is parity.
+    """One trainer's parts, and the events that it runs, from `start` on. log, ownership, on_shard: as Traffic has them, where there is parity.
 
-    Raises JobError where the partitions do not fit --memory.
+    Raises JobError where the partitions do not fit --memory, and CacheError.
     """
     device = torch.device(job.device)
     rows = dense.layouts
@@ -155,6 +182,9 @@ def assemble(
         )
         for lane in hosted
     }
+    if placement.r:
+        stored.stripes = _written_stripes(placement, position)
+        take_over(stored, ownership, {lane: start.batches[lane] for lane in hosted})
     for lane, partition in partitions.items():
         _enter(partition, position, lane, stored)
     traffic = Traffic(
@@ -164,6 +194,8 @@ def assemble(
         staging_rows=staging_rows,
         check_tags=check_tags,
         log=log,
+        ownership=ownership,
+        on_shard=on_shard,
     )
     kernels = kernels_for(job.device)
     part = Part(

@@ -44,7 +44,7 @@ def held(stored: StoredRows, traffic: Traffic) -> Contents:
     for lane in LANES:
         found[lane] = [{} for _ in range(store.shards)]
         for shard in range(store.shards):
-            if shard not in store._down:
+            if shard not in store.down:
                 pairs = store.command(shard, "HGETALL", stored.key(lane, shard))
                 assert isinstance(pairs, list)
                 fields = found[lane][shard] = dict(zip(pairs[::2], pairs[1::2], strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from cache.reading import StoredRows
 from cache.rows import RowLayout
 from cache.store import Store
 from pipelines.schedule import Schedule
+from trainer.assembly import Start, stored_rows_at
 from trainer.dense_file import read_dense
 from trainer.errors import RunError
 from trainer.job import TrainJob
@@ -58,7 +60,8 @@ def rest(run: Run, store: Store, status: Status) -> RestingRun:
         raise RunError(f"schedule {stage.path}: is not the one that run {run.path} was trained on; put that one back")
     common, single = job.row_optimizers()
     rows = layouts(schedule.header.features, load_model(job.model), job.dim, common, single)
-    stored = StoredRows(store, run.placement, rows, manifest.namespace)
+    at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
+    stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
     return RestingRun(run, manifest, status, job, schedule, rows, stored)
 
 
@@ -77,7 +80,10 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
             urls = list(stack.enter_context(local).urls)
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
-        opened = stack.enter_context(Store(urls, manifest.training_job.store_silence))
+        spared = run.placement.r
+        # A server that is gone is not waited for where parity has its rows.
+        patience = timedelta(seconds=1 if spared else 10)
+        opened = stack.enter_context(Store(urls, manifest.training_job.store_silence, patience, optional=spared > 0))
         # Another run may have taken the name since, with rows that look the same.
-        claim(opened, manifest.namespace, manifest.identity, "resume")
+        claim(opened, manifest.namespace, manifest.identity, "resume", spared)
         yield rest(run, opened, status)

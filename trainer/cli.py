@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from cache.errors import CacheError
+from cache.errors import CacheError, RowsLost
 from pipelines.errors import PipelineError
-from trainer.errors import JobError, TrainerError
+from trainer.errors import JobError, ShardsLost, TrainerError
 from trainer.job import Setting, TrainJob, flag, masked, read_job_file, settings
 
 _GROUPS = {
@@ -23,6 +23,8 @@ _GROUPS = {
     "where it runs": (
         "store",
         "parity",
+        "spare",
+        "no_restart",
         "trainers",
         "threads",
         "cpu_capability",
@@ -51,7 +53,10 @@ a first training, which needs nothing but this package:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it."""
+    """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it.
+
+    3: more store shards are lost than parity covers, so rows are gone.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     terminated: list[int] = []
 
@@ -73,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(parsed)
     except (PipelineError, CacheError, TrainerError) as error:
         print(f"foreload: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
+        return 3 if isinstance(error, RowsLost | ShardsLost) else 2
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
         return 128 + (terminated or [int(signal.SIGINT)])[0]

@@ -145,9 +145,12 @@ class Inbox:
 
 
 class ControlSocket:
-    """RUN/control.sock: JSON lines over a Unix socket, one request a line ({"do": "status"} or {"do": "stop"}), one answer a line."""
+    """RUN/control.sock: JSON lines over a Unix socket, one request a line ({"do": "status"} or {"do": "stop"}), one answer a line.
 
-    def __init__(self, run: Path, status: Callable[[], Mapping[str, Any]], stop: Callable[[], None]) -> None:
+    does: what can be asked for, by name; each is called with the request, in a thread of the socket's.
+    """
+
+    def __init__(self, run: Path, does: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]]) -> None:
         path = run / CONTROL
         path.unlink(missing_ok=True)
         self._path = path
@@ -165,15 +168,13 @@ class ControlSocket:
 
         def answer(line: bytes) -> Mapping[str, Any]:
             try:
-                do = json.loads(line)["do"]
+                request = json.loads(line)
+                do = request["do"]
             except (ValueError, KeyError, TypeError):
                 return {"error": 'a request is a line such as {"do": "status"}'}
-            if do == "status":
-                return status()
-            if do == "stop":
-                stop()
-                return {"stopping": True}
-            return {"error": f"cannot do {do!r}; there are status and stop"}
+            if do not in does:
+                return {"error": f"cannot do {do!r}; there are {', '.join(does)}"}
+            return does[do](request)
 
         class Server(socketserver.ThreadingUnixStreamServer):
             daemon_threads = True

@@ -25,3 +25,7 @@ class RunError(TrainerError):
 
 class PeerLost(TrainerError):
     """Another trainer of the job is gone, or was silent for longer than the timeout."""
+
+
+class ShardsLost(TrainerError):
+    """More store shards are lost than parity covers: rows are gone. `foreload train` exits with 3."""

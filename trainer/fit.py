@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelines.schedule import Schedule
 from trainer.assembly import default_staging_rows, partition_bytes
 from trainer.errors import JobError
-from trainer.job import TrainJob, local_shards
+from trainer.job import TrainJob
 from trainer.layout import layouts
 from trainer.models import load_model
 
@@ -25,7 +25,7 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     common, single = job.row_optimizers()
     rows = layouts(header.features, load_model(job.model), job.dim, common, single)
     lane = max(range(header.lanes), key=lambda v: header.slots[v])
-    protected = job.code(local_shards(job.store) or job.store.count(",") + 1)[1] > 0
+    protected = job.code(job.shards)[1] > 0
     taken = partition_bytes(schedule, rows, lane, default_staging_rows(schedule), with_base=protected)
     prepared = header.settings.get("memory_bytes")
     limit = job.memory_bytes if job.memory_bytes is not None else prepared

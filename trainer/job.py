@@ -84,9 +84,15 @@ class TrainJob:
         None, "text", "off, or K+R: any R of K+R store shards may be lost; by default 2+1 with three or more shards, else off",
         metavar="off|K+R",
     )  # fmt: skip
-    store_timeout: float = _setting(
-        10.0, "number", "seconds of silence after which a store shard counts as down", metavar="S", least=0.1
-    )
+    spare: str | None = _setting(
+        None, "text", "URLs of servers, empty ones, to take the place of store shards that are lost and do not come back",
+        metavar="URL,...", state=True,
+    )  # fmt: skip
+    no_restart: bool = _setting(False, "switch", "do not start a server of local:N again when it has died", state=True)
+    store_timeout: float | None = _setting(
+        None, "number", "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10", metavar="S",
+        least=0.1,
+    )  # fmt: skip
     peer_timeout: float = _setting(
         300.0, "number", "seconds of silence after which a trainer counts as lost", metavar="S", least=0.1
     )
@@ -146,7 +152,15 @@ class TrainJob:
     @property
     def store_silence(self) -> timedelta:
         """How long a store shard may be silent."""
-        return timedelta(seconds=self.store_timeout)
+        if self.store_timeout is not None:
+            return timedelta(seconds=self.store_timeout)
+        # Where its rows are elsewhere too, a shard is better lost than waited for.
+        return timedelta(seconds=1 if self.code(self.shards)[1] else 10)
+
+    @property
+    def shards(self) -> int:
+        """How many store shards there are."""
+        return local_shards(self.store) or self.store.count(",") + 1
 
     @property
     def peer_silence(self) -> timedelta:
@@ -243,7 +257,7 @@ def parse_parity(text: str) -> tuple[int, int]:
 
 
 def _check(name: str, setting: Setting, value: Any) -> None:
-    if value is None and name in ("memory", "namespace", "parity"):
+    if value is None and name in ("memory", "namespace", "parity", "spare", "store_timeout"):
         return
     wanted = {
         "text": isinstance(value, str),

@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
+from cache.errors import CacheError
 from cache.local import LocalStores
 from cache.namespace import claim, remove
 from cache.placement import Placement
@@ -32,7 +34,7 @@ from trainer.assembly import DensePart
 from trainer.commands.digest import model_digest
 from trainer.commands.resting import rest
 from trainer.coordinator import Board, ControlSocket, Inbox, ask, contiguous_lanes, host_store
-from trainer.errors import FingerprintError, JobError, RunError, TrainerError
+from trainer.errors import FingerprintError, JobError, RunError, ShardsLost, TrainerError
 from trainer.fit import check_fit
 from trainer.job import TrainJob, local_shards
 from trainer.layout import model_spec
@@ -175,12 +177,14 @@ class Launch:
         try:
             urls = list(local.urls) if local is not None else self._job.store.split(",")
             with self._claimed(run, manifest, urls):
-                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, urls)
+                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, urls, local)
                 ending = attempt.train(self._rendezvous, self._spawned)
             trained = True
             try:
                 if self._job.digest and attempt.failure is None:
-                    with Store(urls, self._job.store_silence) as store:
+                    spared = run.placement.r
+                    patience = timedelta(seconds=1 if spared else 10)
+                    with Store(attempt.urls, self._job.store_silence, patience, optional=spared > 0) as store:
                         ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
                     write_json(run.path / SUMMARY, ending.summary)
             finally:
@@ -190,6 +194,12 @@ class Launch:
                     local.stop(save=True)
                 run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
                 run.write_status(attempt.status)
+        except ShardsLost:
+            if local is not None:
+                # What is left can still be looked at.
+                local.stop(save=True)
+                local = None
+            raise
         finally:
             if local is not None and not trained:
                 local.stop(save=False)
@@ -200,10 +210,11 @@ class Launch:
     @contextlib.contextmanager
     def _claimed(self, run: Run, manifest: Manifest, urls: Sequence[str]) -> Iterator[None]:
         job = self._job
-        with Store(urls, job.store_silence) as store:
-            claim(
-                store, manifest.namespace, manifest.identity, "resume" if job.resume else "overwrite" if job.overwrite else "new"
-            )
+        # A run that goes on may do so without the shards whose rows parity has.
+        spared = run.placement.r if job.resume else 0
+        with Store(urls, job.store_silence, timedelta(seconds=1 if spared else 10), optional=spared > 0) as store:
+            mode: Literal["new", "resume", "overwrite"] = "resume" if job.resume else "overwrite" if job.overwrite else "new"
+            claim(store, manifest.namespace, manifest.identity, mode, spared)
         try:
             yield
         except BaseException:
@@ -226,9 +237,15 @@ class Attempt:
         start: Status,
         schedule: Schedule,
         urls: Sequence[str],
+        local: LocalStores | None,
     ) -> None:
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
-        self._schedule, self._urls = schedule, urls
+        self._schedule, self.urls, self._local = schedule, list(urls), local
+        self._protected = run.placement.r > 0
+        self._spares = [str(url) for url in parse_urls(job.spare)] if job.spare else []
+        self._wanted_replacements: deque[tuple[int, str]] = deque()  # filled by the control socket's threads
+        self._replacements = 0
+        self._lost: dict[int, set[int]] = {}
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
@@ -250,16 +267,20 @@ class Attempt:
             trainers=job.trainers,
             start_step=self._start.step,
             batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
-            stores=tuple(url.plain for url in parse_urls(list(self._urls), {})),
+            stores=tuple(url.plain for url in parse_urls(list(self.urls), {})),
             fingerprint=self.manifest.fingerprint,
             resumes=job.resume,
+            servers_return=self._restarts or bool(self._spares),
         )
         board.publish_lane_map(TERM, self._lane_map)
         # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
-        board.publish("call", asdict(replace(call, job=call.job | {"store": self.manifest.job["store"]})))
+        board.publish("call", asdict(replace(call, job=call.job | {"store": self.manifest.job["store"], "spare": None})))
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
         report = RunReport(self._run.path, Totals(**self._start.totals), self._start.step + 1, steps, job.trainers)  # type: ignore[arg-type]
-        control = ControlSocket(self._run.path, lambda: self._told(report), self._want_stop)
+        control = ControlSocket(
+            self._run.path,
+            {"status": lambda _: self._told(report), "stop": lambda _: self._want_stop(), "replace": self._want_replacement},
+        )
         self._interrupts.gentle = True
         try:
             self._spawn(spawned, store)
@@ -279,7 +300,7 @@ class Attempt:
                 "PYTHONPATH": path,
                 RENDEZVOUS: f"{store.host}:{store.port}" if hasattr(store, "host") else _scheduler_address(),
                 TRAINER: str(trainer),
-                STORES_VARIABLE: json.dumps(list(self._urls)),
+                STORES_VARIABLE: json.dumps(list(self.urls)),
             }
             # A session of its own: Ctrl-C in the terminal is for the launcher, which stops trainers after the same step.
             command = [sys.executable, "-P", "-m", "trainer.worker"]
@@ -301,6 +322,7 @@ class Attempt:
                 gone = True
                 self._linger(inbox, board, report)
                 continue
+            self._see_to_stores(board)
             if len(self._interrupts.received) > 1:
                 raise KeyboardInterrupt
             if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
@@ -340,12 +362,16 @@ class Attempt:
                 board.publish("go", True)
         elif kind == "ended":
             self._ended[trainer] = mail
+        elif kind == "shard":
+            self._shard_changed(trainer, mail["shard"], mail["what"])
         elif kind == "error":
             self._errors.append(mail)
 
     def _reason(self) -> TrainerError:
         causes = [error for error in self._errors if not error["peer_lost"]]
         if causes:
+            if causes[0].get("rows_lost"):
+                return ShardsLost(causes[0]["message"])
             kind = FingerprintError if causes[0]["message"].startswith("numerics fingerprint") else TrainerError
             return kind(causes[0]["message"])
         spoken = {error["trainer"] for error in self._errors}
@@ -365,13 +391,19 @@ class Attempt:
         batches = {lane: number for mail in ended for lane, number in mail["batches"].items()}
         self.failure = first["failure"]
         stopped = bool(first["stopped"])
+        lost = sorted({shard for mail in ended for shard in mail["lost"]})
+        if lost:
+            sys.stderr.write(
+                f"foreload: warning: store shard {', '.join(map(str, lost))} is lost, and its rows come from parity; "
+                "the next --resume, with a server there, rebuilds it\n"
+            )
         written = sum(mail["flushed"] for mail in ended)
         if stopped:
             report.totals.rows_flushed += written
         else:
             # The end of a schedule ends every residency.
             report.totals.rows_written_back += written
-        self.status = Status("stopped" if stopped else "ended", first["step"], batches, asdict(report.totals))
+        self.status = Status("stopped" if stopped else "ended", first["step"], batches, asdict(report.totals), lost)
         traffic = {name: sum(mail["traffic"][name] for mail in ended) for name in first["traffic"]}
         summary = report.summary(state=self.status.state, trainers=self._job.trainers, store_traffic=traffic)
         return Ending(
@@ -386,8 +418,62 @@ class Attempt:
         for process in self._processes.values():
             process.wait()
 
-    def _want_stop(self) -> None:
+    def _want_stop(self) -> dict[str, Any]:
         self._stop_wanted = True
+        return {"stopping": True}
+
+    def _want_replacement(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to `replace` on the control socket: {"old": URL or number of a shard, "new": URL}."""
+        old, new = str(request.get("old")), str(request.get("new"))
+        if not self._protected:
+            return {"error": "the run has no parity, so a shard's rows are nowhere else; train with --parity"}
+        plain = [url.plain for url in parse_urls(list(self.urls), {})]
+        shard = int(old) if old.isdigit() and int(old) < len(plain) else plain.index(old) if old in plain else None
+        if shard is None:
+            return {"error": f"no store shard of the run is {old}; there are {', '.join(plain)}"}
+        try:
+            (url,) = parse_urls(new)
+        except (CacheError, ValueError) as error:
+            return {"error": f"cannot use {new}: {error}"}
+        self._wanted_replacements.append((shard, str(url)))
+        return {"replacing": shard, "by": url.plain}
+
+    @property
+    def _restarts(self) -> bool:
+        return self._local is not None and self._protected and not self._job.no_restart
+
+    def _see_to_stores(self, board: Board) -> None:
+        """Start dead local servers again, and tell all trainers of servers that take the place of others."""
+        if self._restarts and self._local is not None:
+            for shard in range(self._local.count):
+                if self._local.restart(shard):
+                    sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
+        while self._wanted_replacements:
+            shard, url = self._wanted_replacements.popleft()
+            plain = parse_urls([url], {})[0].plain
+            self.urls[shard] = url
+            board.publish(f"stores/{self._replacements}", {"shard": shard, "url": plain})
+            self._replacements += 1
+            if self.manifest.local_stores is None:
+                plains = tuple(url.plain for url in parse_urls(list(self.urls), {}))
+                job = self.manifest.job | {"store": ",".join(plains)}
+                self.manifest = replace(self.manifest, store_urls=plains, job=job)
+                self._run.write_manifest(self.manifest)
+            sys.stderr.write(f"store shard {shard}: {plain} takes its place\n")
+
+    def _shard_changed(self, trainer: int, shard: int, what: str) -> None:
+        lost_by = self._lost.setdefault(shard, set())
+        first = what == "lost" and not lost_by
+        if what == "lost":
+            lost_by.add(trainer)
+        elif what == "ok":
+            lost_by.discard(trainer)
+        if first:
+            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity\n")
+            if self._spares and not self._restarts:
+                self._wanted_replacements.append((shard, self._spares.pop(0)))
+        elif what == "ok" and not lost_by:
+            sys.stderr.write(f"store shard {shard}: is whole again\n")
 
     def _told(self, report: RunReport) -> dict[str, Any]:
         """The answer to `status` on the control socket."""

@@ -95,13 +95,15 @@ class Manifest:
 class Status:
     """How far a run is: step, the last one trained (first_step - 1: none); batches: per lane, the number of its last write-back batch.
 
-    totals: what the metrics so far add up to. While state is "training" the others say where this call began.
+    totals: what the metrics so far add up to. While state is "training" the others say where this call began. lost: store shards whose rows only
+    their stripes give.
     """
 
     state: State
     step: int
     batches: dict[str, int] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
 
 
 class Run:
@@ -293,7 +295,8 @@ def open_stores(run: Run) -> LocalStores | None:
         return None
     stores = LocalStores(count, run.path / STORES)
     missing = [shard for shard in range(count) if not (stores.directory / f"shard-{shard}.rdb").exists()]
-    if missing:
+    # A shard of which parity has the rows begins empty, and is noticed by that.
+    if len(missing) > run.placement.r:
         raise CacheError(
             f"run {run.path}: the rows of local store shard {missing[0]} are not in {stores.directory}; train it anew"
         )

@@ -10,7 +10,9 @@ import errno
 import json
 import os
 import sys
+import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,9 +27,11 @@ numerics.set_environment()
 import torch  # noqa: E402
 
 from cache.batch_log import FileLog  # noqa: E402
-from cache.errors import CacheError  # noqa: E402
+from cache.errors import CacheError, RowsLost  # noqa: E402
 from cache.placement import Placement  # noqa: E402
+from cache.shards import Ownership  # noqa: E402
 from cache.store import Store  # noqa: E402
+from cache.traffic import Traffic  # noqa: E402
 from pipelines.errors import PipelineError, ScheduleError  # noqa: E402
 from pipelines.schedule import Schedule  # noqa: E402
 from trainer.assembly import DensePart, Start, assemble  # noqa: E402
@@ -35,12 +39,14 @@ from trainer.coordinator import Board, Mail, StopAgreement, join_store  # noqa: 
 from trainer.dense_file import load_dense, save_dense  # noqa: E402
 from trainer.errors import PeerLost, TrainerError  # noqa: E402
 from trainer.job import TrainJob  # noqa: E402
-from trainer.run import DENSE, LOG, PLACEMENT  # noqa: E402
+from trainer.run import DENSE, LOG, PLACEMENT, Run  # noqa: E402
 from trainer.step import EvaluationReport, StepReport, Trainer  # noqa: E402
 from trainer.transport import GlooTransport, NcclTransport, Transport  # noqa: E402
 
 STORES, RENDEZVOUS, TRAINER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER"
 JOIN_TIMEOUT = timedelta(minutes=5)
+RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
+SHARDS_PAUSE = timedelta(milliseconds=250)
 TERM = 0
 
 
@@ -55,6 +61,7 @@ class Call:
     stores: tuple[str, ...]
     fingerprint: dict[str, str] | None
     resumes: bool
+    servers_return: bool = False  # servers of lost shards are started again, or others take their place
 
 
 def main() -> int:
@@ -77,7 +84,8 @@ def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
         TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores)).run()
     except (PipelineError, CacheError, TrainerError) as error:
         with contextlib.suppress(PeerLost):
-            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost))
+            rows_lost = isinstance(error, RowsLost)
+            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=rows_lost)
         return 2
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -100,6 +108,9 @@ class TrainerProcess:
         self._job = TrainJob.of(call.job)
         self._run = Path(self._job.run)
         self._last_step = call.start_step
+        self._shard_changes: deque[tuple[int, str]] = deque()  # filled by the traffic's thread
+        self._replaced = 0
+        self._asked_at = 0.0
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
@@ -111,17 +122,26 @@ class TrainerProcess:
         if call.resumes:
             load_dense(self._run / DENSE, dense.module, dense.optimizer, call.start_step)
         lane_map = self._board.lane_map(TERM)
-        with self._transport() as transport, Store(self._store_urls, job.store_silence) as store:
+        placement = Placement.load(self._run / PLACEMENT)
+        patience = timedelta(seconds=1 if placement.r else 10)
+        with (
+            self._transport() as transport,
+            Store(self._store_urls, job.store_silence, patience, optional=placement.r > 0) as store,
+        ):
             start = Start(call.start_step, tuple(call.batches))
             log = FileLog(self._run / LOG)
-            placement = Placement.load(self._run / PLACEMENT)
-            part, events = assemble(job, schedule, dense, start, lane_map, transport, store, placement, log)
+            owner = Ownership(TERM, Run.open(self._run).manifest.identity)
+            part, events = assemble(
+                job, schedule, dense, start, lane_map, transport, store, placement, log,
+                ownership=owner, on_shard=lambda shard, what: self._shard_changes.append((shard, what)),
+            )  # fmt: skip
             with part.traffic:
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 self._board.read("go")
                 trainer = Trainer(part)
                 stopped, failure = self._train(trainer, events)
                 flushed = trainer.write_everything_back(self._last_step + 1, beyond=stopped)
+                lost = self._mend(part.traffic)
                 batches = {lane: part.traffic.batches(lane) for lane in part.partitions}
                 counters = {
                     name: value.total_seconds() if isinstance(value, timedelta) else int(value)
@@ -130,7 +150,7 @@ class TrainerProcess:
             if self._trainer == lane_map[0]:
                 save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
             self._mail.send(
-                "ended", step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, batches=batches, traffic=counters
+                "ended", step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, batches=batches, traffic=counters, lost=lost,
             )  # fmt: skip
             transport.barrier()
 
@@ -141,6 +161,7 @@ class TrainerProcess:
         def on_step(report: StepReport) -> None:
             self._last_step = report.step
             self._mail.send("step", report=asdict(report))
+            self._see_to_shards(trainer.part.traffic)
 
         def on_evaluation(report: EvaluationReport) -> None:
             self._mail.send("evaluation", report=asdict(report))
@@ -152,6 +173,27 @@ class TrainerProcess:
             if not self._job.follow:
                 raise
             return True, str(error)
+
+    def _see_to_shards(self, traffic: Traffic) -> None:
+        """Tell what became of store shards, and take servers in their place, as the coordinator says."""
+        while self._shard_changes:
+            shard, what = self._shard_changes.popleft()
+            self._mail.send("shard", shard=shard, what=what)
+        if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
+            return
+        self._asked_at = time.monotonic()
+        while (change := self._board.poll(f"stores/{self._replaced}")) is not None:
+            self._replaced += 1
+            traffic.replace(change["shard"], change["url"])
+
+    def _mend(self, traffic: Traffic) -> list[int]:
+        """Wait until all shards are whole again, as long as there is hope; returns those that are not."""
+        deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if self._call.servers_return else 0.0)
+        while True:
+            lost = traffic.mend(SHARDS_PAUSE if self._call.servers_return else timedelta())
+            self._see_to_shards(traffic)
+            if not lost or time.monotonic() >= deadline:
+                return lost
 
     def _check_fingerprint(self) -> None:
         mine = numerics.fingerprint(self._device())

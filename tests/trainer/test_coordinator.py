@@ -100,10 +100,10 @@ def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
     run = tmp_path.joinpath(*["a folder"] * depth)
     run.mkdir(parents=True)
     stopped = threading.Event()
-    control = ControlSocket(run, lambda: {"step": 7}, stopped.set)
+    control = ControlSocket(run, {"status": lambda _: {"step": 7}, "stop": lambda _: stopped.set() or {"stopping": True}})
     try:
         assert ask(run, {"do": "status"}) == {"step": 7}
-        assert ask(run, {"do": "fly"}) == {"error": "cannot do 'fly'; there are status and stop"}
+        assert ask(run, {"do": "fly"}) == {"error": "cannot do 'fly'; there are status, stop"}
         assert ask(run, {"do": "stop"}) == {"stopping": True}
         assert stopped.is_set()
     finally:
@@ -113,7 +113,7 @@ def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
 
 
 def test_the_control_socket_survives_rubbish(tmp_path: Path) -> None:
-    control = ControlSocket(tmp_path, lambda: {"step": 7}, lambda: None)
+    control = ControlSocket(tmp_path, {"status": lambda _: {"step": 7}})
     try:
         with socket.socket(socket.AF_UNIX) as rude, rude.makefile("rwb") as stream:
             rude.connect(str(tmp_path / "control.sock"))

@@ -244,7 +244,7 @@ class Traffic:
         deadline = time.monotonic() + grace.total_seconds()
         with self._condition:
             self._signal()
-            while not self._shards.whole and (self._failure is None) and not self._stopping:
+            while (self._replaced or not self._shards.whole) and self._failure is None and not self._stopping:
                 lost = bool(self._shards.lost)
                 if lost and time.monotonic() >= deadline:
                     break
@@ -411,9 +411,14 @@ class Traffic:
         return True
 
     def _replacements(self) -> list[tuple[int, str]]:
+        """The servers to be used from now on; one for a shard that is not lost waits until all are whole."""
+        assert self._shards is not None
         with self._condition:
-            found, self._replaced = self._replaced, []
-            return found
+            ready = [change for change in self._replaced if change[0] in self._shards.lost]
+            if not ready and self._replaced and self._shards.whole:
+                ready = self._replaced[:1]
+            self._replaced = [change for change in self._replaced if change not in ready]
+            return ready
 
     def _changed(self, shard: int, what: str) -> None:
         self._on_shard(shard, what)

@@ -1,0 +1,137 @@
+"""`foreload train` while store shards die: the same model, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_launch import Launched, arguments, reached, summary
+
+from cache.local import LocalStores
+from pipelines import prepare
+from trainer.cli import main
+from trainer.coordinator import ask
+from trainer.run import STORES, Run
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An epoch of 80 steps in two lanes, with so few slots that rows come back from the store."""
+    out = tmp_path_factory.mktemp("schedule") / "clicks"
+    prepare.run(f"--format synthetic --rows 10240 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
+    return out
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of a run without parity that nothing happened to."""
+    run = tmp_path_factory.mktemp("run") / "undisturbed"
+    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    return str(summary(run)["digest"])
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def launch(*arguments: str) -> Launched:
+        started.append(Launched(arguments))
+        return started[-1]
+
+    yield launch
+    for one in started:
+        for process in one.started:
+            if process.is_running():
+                process.kill()
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+def kill_shard(run: Path, shard: int) -> None:
+    stores = LocalStores.find(run / STORES)
+    assert stores is not None
+    pid = stores.pids[shard]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("trainers", ["1", "2"])
+def test_a_dead_server_is_started_again_and_rebuilt(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], trainers: str
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers, "--digest"))
+    job.until(reached(run, 10))
+    kill_shard(run, 1)
+    job.until(reached(run, 15))
+    status, _, err = job.end()
+    assert status == 0, err
+    assert "store shard 1: is lost" in err
+    assert "store shard 1: is whole again" in err
+    assert "warning" not in err
+    assert summary(run)["digest"] == undisturbed
+    assert Run.open(run).resting().lost == []
+
+
+def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart"))
+    job.until(reached(run, 10))
+    kill_shard(run, 2)
+    job.until(reached(run, 20))
+    job.process.send_signal(signal.SIGINT)
+    status, _, err = job.end()
+    assert status == 130, err
+    assert "warning: store shard 2 is lost" in err
+    assert Run.open(run).resting().lost == [2]
+    # The rows of the lost shard are decoded, and the server that then is there is rebuilt.
+    assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
+    assert "store shard 2: is whole again" in capsys.readouterr().err
+    assert summary(run)["digest"] == undisturbed
+    assert Run.open(run).resting().lost == []
+
+
+def test_a_spare_takes_the_place_of_a_lost_shard(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with LocalStores(5, tmp_path / "stores") as servers:
+        store, spare = ",".join(servers.urls[:3]), servers.urls[3]
+        job = launched(*arguments(schedule, run, "--store", store, "--spare", spare, "--digest"))
+        job.until(reached(run, 10))
+        pid = servers.pids[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        servers._processes[0].wait()
+        job.until(reached(run, 25))
+        answer = ask(run, {"do": "replace", "old": servers.urls[1], "new": servers.urls[4]})
+        assert answer is not None
+        status, _, err = job.end()
+        assert status == 0, err
+        assert answer == {"replacing": 1, "by": servers.urls[4]}
+        assert summary(run)["digest"] == undisturbed
+        assert Run.open(run).manifest.store_urls == (spare, servers.urls[4], servers.urls[2])
+        assert main(["digest", str(run)]) == 0
+        assert capsys.readouterr().out.strip() == undisturbed
+
+
+def test_more_losses_than_parity_covers_end_the_run_with_their_own_status(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Launched]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart"))
+    job.until(reached(run, 10))
+    kill_shard(run, 0)
+    kill_shard(run, 1)
+    status, _, err = job.end()
+    assert status == 3, err
+    assert "store shards 0, 1 are lost, and parity covers 1" in err
+    assert json.loads((run / "status.json").read_text())["state"] == "training"
+    assert (run / STORES / "shard-2.rdb").exists()

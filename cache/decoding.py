@@ -190,3 +190,32 @@ def rows_on_shard(stripes: LaneStripes, table: int, first: int, shard: int, most
         written.room[table], stripe, place,
     )  # fmt: skip
     return ShardRows(stripe[:count], place[:count], int(after))
+
+
+@nb.njit(nogil=True, cache=True)
+def _count_lost(prefix, table, count, members, k, gone, covered, flags):  # type: ignore[no-untyped-def]
+    groups = np.uint64(members.shape[0])
+    lost = 0
+    for ordinal in range(count):
+        stripe = ordinal // k
+        group = np.int64(stripe_hash(prefix, table, stripe) % groups)
+        missing = 0
+        for place in range(members.shape[1]):
+            missing += gone[members[group, place]]
+        if flags[ordinal] and missing > covered and gone[members[group, ordinal - stripe * k]]:
+            lost += 1
+    return lost
+
+
+def lost_rows(stripes: LaneStripes, tables: int, gone: np.ndarray) -> np.ndarray:
+    """How many rows of each table cannot be had where the shards `gone` (bool [shards]) are lost: int64 [tables]."""
+    written, covered = stripes.written, stripes.members.shape[1] - stripes.k
+    return np.array(
+        [
+            _count_lost(
+                stripes.prefix, table, int(written.counts[table]), stripes.members, stripes.k, gone, covered,
+                written.flags[written.starts[table] :],
+            )
+            for table in range(tables)
+        ]
+    )  # fmt: skip

@@ -12,12 +12,16 @@ class RowError(CacheError):
 
 
 class RowsLost(CacheError):
-    """More store shards are lost than parity covers."""
+    """More store shards are lost than parity covers: rows are gone. shards: the lost ones, covered: how many losses a stripe survives."""
 
-    def __init__(self, shards: list[int], covered: int, what: str = "") -> None:
+    def __init__(self, shards: list[int], covered: int, rows: str = "rows") -> None:
         names = ", ".join(str(shard) for shard in shards)
-        super().__init__(f"store shards {names} are lost, and parity covers {covered}{what}")
+        super().__init__(
+            f"store shards {names} are lost, and parity covers {covered}: {rows} cannot be had; what the other shards hold stays there; "
+            "train again with --overwrite"
+        )
         self.shards = shards
+        self.covered = covered
 
 
 class StoreError(CacheError):

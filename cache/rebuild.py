@@ -17,11 +17,10 @@ from cache.marker import Marker
 from cache.reading import StoredRows
 from cache.rounds import LaneWrites, Rounds
 from cache.shards import Shards
-from cache.store import COMMAND_ROWS, Write
+from cache.store import COMMAND_ROWS, NO_ROWS, Write
 
 SHARE = 0.25  # of the traffic thread's time, at most: training comes first
 _TABLE_SHIFT = np.uint64(48)
-_NO_ROWS = np.empty(0, np.uint64), np.empty((0, 1), np.uint8)
 
 
 @dataclass(slots=True)
@@ -92,6 +91,6 @@ class Rebuild:
     def _finish(self, writes: LaneWrites, shard: int) -> None:
         lane = writes.lane
         marker = Marker(writes.batches, writes.batches).stored()
-        self._rounds.exchange_alone([], [(lane, Write(shard, self._stored.key(lane, shard), *_NO_ROWS, marker))])
+        self._rounds.exchange_alone([], [(lane, Write(shard, self._stored.key(lane, shard), *NO_ROWS, marker))])
         if shard not in self._shards.lost:
             self._shards.rebuilt(lane, shard)

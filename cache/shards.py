@@ -22,7 +22,7 @@ from cache.marker import Marker
 from cache.namespace import is_of, join
 from cache.reading import StoredRows
 from cache.resp import MARKER
-from cache.store import Read, Store, Write
+from cache.store import NO_ROWS, Read, Store, Write
 from cache.stripes import ALL_STRIPES
 from cache.url import StoreUrl, parse_url
 
@@ -315,7 +315,7 @@ class Shards:
                     for lane in self._lanes:
                         number, key = batches[lane], self._stored.key(lane, shard)
                         fresh.command(0, "UNLINK", key)
-                        fresh.exchange([], [Write(0, key, *_NO_ROWS, Marker(number, number, rebuilding=True).stored())])
+                        fresh.exchange([], [Write(0, key, *NO_ROWS, Marker(number, number, rebuilding=True).stored())])
                     self._stored.store.adopt(shard, fresh)
                 finally:
                     fresh.close()
@@ -336,6 +336,3 @@ class Shards:
     def close(self) -> None:
         """Stop looking for lost shards."""
         self._rejoining.close()
-
-
-_NO_ROWS = np.empty(0, np.uint64), np.empty((0, 1), np.uint8)

@@ -18,6 +18,7 @@ from cache.resp import HmgetReply, PlainReply, Request, hmget, hset, lay_out, pl
 from cache.url import StoreUrl, parse_url
 
 COMMAND_ROWS = 2048
+NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone
 _OUT_BYTES = 1 << 17  # a processor's nearer caches hold both buffers
 _IN_BYTES = 1 << 18
 _PAUSE_NS = 500_000_000  # how often, at least, Python may see to signals

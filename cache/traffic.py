@@ -25,12 +25,14 @@ import numpy as np
 
 from cache.batch_log import BatchLog
 from cache.batches import WriteBackBatch, WriteBackStaging
-from cache.errors import CacheError
+from cache.decoding import lost_rows
+from cache.errors import CacheError, RowsLost
 from cache.reading import Expected, StoredRows
 from cache.rebuild import Rebuild
 from cache.rounds import LaneWrites, Moved, PlannedFetch, Rounds
 from cache.shards import ALONE, Ownership, Shards
 from cache.staging import EndedRows, EventStaging, Staged
+from cache.store import NO_ROWS, Read
 from pipelines.schedule_format import Arrivals
 
 NICENESS = 10  # of the thread
@@ -162,6 +164,7 @@ class Traffic:
         self._counters = Counters()
         self._condition = threading.Condition()
         self._replaced: list[tuple[int, str]] = []
+        self._probing = False
         writes = [state.writes for state in self._lanes.values()]
         self._shards: Shards | None = None
         if stored.placement.r:
@@ -243,14 +246,16 @@ class Traffic:
         self._rebuild.throttled = False
         deadline = time.monotonic() + grace.total_seconds()
         with self._condition:
+            # A shard that died since the last round is noticed now.
+            self._probing = True
             self._signal()
-            while (self._replaced or not self._shards.whole) and self._failure is None and not self._stopping:
-                lost = bool(self._shards.lost)
-                if lost and time.monotonic() >= deadline:
+            while self._probing or self._replaced or not self._shards.whole:
+                if self._failure is not None:
+                    raise self._failure
+                lost = not self._probing and bool(self._shards.lost)
+                if self._stopping or (lost and time.monotonic() >= deadline):
                     break
                 self._condition.wait(0.05 if lost else 1.0)
-            if self._failure is not None:
-                raise self._failure
             return sorted(self._shards.lost)
 
     def batches(self, lane: int) -> int:
@@ -341,10 +346,28 @@ class Traffic:
                     pass
                 if self._stopping:
                     return
+        except RowsLost as error:
+            self._fail(self._described(error))
         except BaseException as error:
-            with self._condition:
-                self._failure = error
-                self._condition.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._condition:
+            self._failure = error
+            self._condition.notify_all()
+
+    def _described(self, error: RowsLost) -> RowsLost:
+        """The same error with the rows, by table, that are gone."""
+        gone = np.zeros(self._stored.placement.shard_count, bool)
+        gone[error.shards] = True
+        tables = len(self._stored.layouts)
+        lost = sum(lost_rows(state.writes.stripes, tables, gone) for state in self._lanes.values())
+        rows = ", ".join(
+            f"{int(count):,} rows of table {layout.name}"
+            for layout, count in zip(self._stored.layouts, np.broadcast_to(lost, tables), strict=True)
+            if count
+        )
+        return RowsLost(error.shards, error.covered, rows or "rows to come")
 
     def _patience(self) -> float | None:
         """Seconds after which the thread looks again by itself."""
@@ -388,6 +411,14 @@ class Traffic:
         """While not all shards are whole: take back those that are there again, and rebuild; False if there was nothing to do."""
         if self._shards is None or self._rebuild is None:
             return False
+        if self._probing:
+            reads = [
+                (lane, Read(shard, key, *NO_ROWS)) for lane in self._lanes for shard, key in enumerate(self._stored.keys(lane))
+            ]
+            self._rounds.exchange_alone(reads, [])
+            with self._condition:
+                self._probing = False
+                self._condition.notify_all()
         for shard, url in self._replacements():
             self._shards.replace(shard, url)
         if self._shards.whole:

@@ -216,7 +216,9 @@ def test_two_of_six_shards_are_lost_at_once(tmp_path: Path, undisturbed: Callabl
 
 def test_more_losses_than_parity_covers_stop_the_traffic(stores: LocalStores, tmp_path: Path) -> None:
     disturber = Disturber({("data leaves", 9): kill(stores, 0), ("batch logged", 12): kill(stores, 2)})
-    with pytest.raises(RowsLost, match="store shards 0, 2 are lost, and parity covers 1"):
+    with pytest.raises(
+        RowsLost, match=r"store shards 0, 2 are lost, and parity covers 1: \d+ rows of table wide, .* cannot be had"
+    ):
         run(stores, tmp_path / "logs", 2, 1, disturber)
 
 
@@ -235,3 +237,19 @@ def test_a_connection_that_is_reset_is_made_again_and_nothing_is_lost(
     assert disturber.states == []
     assert counters.rows_decoded == 0
     assert found == undisturbed(3, 2, 1)
+
+
+def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    program = make_program(1, 10, SLOTS, SLOTS, EVALUATION_SLOTS)
+    with Store(stores.urls, timedelta(seconds=5)) as store:
+        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
+        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path / "logs")) as traffic:
+            run_lane(traffic, 0, program)
+            assert traffic.mend(timedelta()) == []
+            kill(stores, 1)()
+            assert traffic.mend(timedelta()) == [1]
+            assert stores.restart(1)
+            assert traffic.mend(PATIENCE) == []
+            assert traffic.counters().rows_rebuilt > 0

@@ -1,0 +1,86 @@
+"""Finishing the write-back batch that a writer died in, from its log, so that no stripe is left inconsistent."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache.batch_log import BatchLog, LoggedBatch
+from cache.erasure import accumulate, difference
+from cache.errors import CacheError
+from cache.fence import fence
+from cache.marker import Marker
+from cache.reading import StoredRows
+from cache.shards import Ownership, check_covered, is_of
+from cache.store import NO_ROWS, Read, Write
+from cache.stripes import ALL_STRIPES, Arrangement
+
+_ORDINAL_BITS, _ORDINAL = np.uint64(48), np.uint64((1 << 48) - 1)
+
+
+def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) -> int:
+    """Fence a lane on every store shard, and bring each to the last batch in the log; returns its number.
+
+    Where the parity of batch n is not there, parity ^= c * (old ^ new); once it is everywhere, the new rows go where the data is not. Each
+    phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are down, stale or
+    were being rebuilt are noted in stored.lost. Raises Fenced, RowsLost, StoreError, CacheError.
+    """
+    code = stored.placement.code
+    assert code is not None
+    batch = log.held(lane) or LoggedBatch(0, NO_ROWS[0], NO_ROWS[1], NO_ROWS[1])
+    found: dict[int, Marker] = {}
+    for shard in range(stored.placement.shard_count):
+        if shard in stored.store.down or not _is_of(stored, ownership, shard):
+            stored.lost.add(shard)
+            continue
+        stored.epochs[lane, shard], marker = fence(stored.store, shard, stored.namespace, lane, ownership.term)
+        if max(marker.parity, marker.data) > batch.number:
+            raise CacheError(
+                f"store {stored.store.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}; the log is not the run's"
+            )
+        if marker.rebuilding or marker.data < batch.number - 1:
+            stored.lost.add(shard)
+        else:
+            found[shard] = marker
+    check_covered(stored)
+    if not len(batch.fields):
+        return batch.number
+    stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
+    table, ordinal = (batch.fields >> _ORDINAL_BITS).astype(np.int16), (batch.fields & _ORDINAL).astype(np.int64)
+    everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
+    placed = stripes.arrange(table, ordinal, everywhere)
+    _finish_parity(stored, lane, batch, placed, {s: m for s, m in found.items() if m.parity < batch.number})
+    inverse = np.argsort(placed.position)
+    marker = Marker(batch.number, batch.number).stored()
+    writes = []
+    for shard in (shard for shard, marker in found.items() if marker.data < batch.number):
+        own = inverse[placed.rows_of(shard)]
+        writes.append(Write(shard, stored.key(lane, shard), batch.fields[own], batch.new[own], marker))
+    stored.store.exchange([], writes)
+    return batch.number
+
+
+def _finish_parity(stored: StoredRows, lane: int, batch: LoggedBatch, placed: Arrangement, behind: dict[int, Marker]) -> None:
+    """Bring the parity rows of a batch to the shards that do not have them."""
+    code = stored.placement.code
+    assert code is not None
+    parity = np.zeros((len(placed.entry_fields), batch.new.shape[1]), np.uint8)
+    reads = []
+    for shard in behind:
+        own = placed.entries_of(shard)
+        reads.append(Read(shard, stored.key(lane, shard), placed.entry_fields[own], parity[own]))
+    # A parity row that is not there under the right marker is one of a stripe that had no rows: it stays zeros.
+    stored.store.exchange(reads, [])
+    delta = difference(batch.new, batch.old)
+    for i in range(code.r):
+        factors = code.coefficients[i][placed.member]
+        accumulate(delta, np.arange(len(delta)), factors, parity, placed.entry_of[:, i][placed.stripe_of])
+    writes = []
+    for shard, marker in behind.items():
+        own = placed.entries_of(shard)
+        stored_marker = Marker(batch.number, marker.data).stored()
+        writes.append(Write(shard, stored.key(lane, shard), placed.entry_fields[own], parity[own], stored_marker))
+    stored.store.exchange([], writes)
+
+
+def _is_of(stored: StoredRows, ownership: Ownership, shard: int) -> bool:
+    return ownership.identity is None or is_of(stored.store, stored.namespace, ownership.identity, shard)

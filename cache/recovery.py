@@ -21,8 +21,8 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     """Fence a lane on every store shard, and bring each to the last batch in the log; returns its number.
 
     Where the parity of batch n is not there, parity ^= c * (old ^ new); once it is everywhere, the new rows go where the data is not. Each
-    phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are down, stale or
-    were being rebuilt are noted in stored.lost. Raises Fenced, RowsLost, StoreError, CacheError.
+    phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are
+    down, stale or were being rebuilt are noted in stored.lost. Raises Fenced, RowsLost, StoreError, CacheError.
     """
     code = stored.placement.code
     assert code is not None
@@ -35,7 +35,8 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
         stored.epochs[lane, shard], marker = fence(stored.store, shard, stored.namespace, lane, ownership.term)
         if max(marker.parity, marker.data) > batch.number:
             raise CacheError(
-                f"store {stored.store.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}; the log is not the run's"
+                f"store {stored.store.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}: the log is not "
+                "the run's; put that one back"
             )
         if marker.rebuilding or marker.data < batch.number - 1:
             stored.lost.add(shard)

@@ -202,6 +202,12 @@ class Arrangement:
         return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 2]))
 
 
+@nb.njit(nogil=True, cache=True)
+def _groups(prefix, table, stripe, groups, out):  # type: ignore[no-untyped-def]
+    for i in range(stripe.size):
+        out[i] = np.int64(stripe_hash(prefix, table, stripe[i]) % np.uint64(groups))
+
+
 @dataclass(frozen=True, slots=True)
 class LaneStripes:
     """The stripes of one lane: which rows were written, and the arrangement of batches. members: of the placement, k of them for rows."""
@@ -237,3 +243,9 @@ class LaneStripes:
         No shard gets more than `limit` of either; the counts go up by those that fit.
         """
         return int(_room_for(self.prefix, table, ordinal, places, first, self.members, self.k, limit, *counts))
+
+    def shards(self, table: int, stripe: np.ndarray) -> np.ndarray:
+        """The store shards of stripes (int64 [n]) of a table, members first: int32 [n, k + r]."""
+        group = np.empty(len(stripe), np.int64)
+        _groups(self.prefix, table, stripe, len(self.members), group)
+        return self.members[group]

@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, export, digest, stores status."""
+"""The command line: prepare, train, evaluate, export, digest, stores, scrub."""
 
 from __future__ import annotations
 
@@ -133,6 +133,19 @@ def parser() -> argparse.ArgumentParser:
     _add(
         of_stores, "status", _stores_status, "whether each shard is up, and what it holds",
         "Asks each store shard of a run for its state, rows and memory. Exits with 2 if one is down or lost.",
+    )  # fmt: skip
+    replaced = of_stores.add_parser(
+        "replace", help="use another server in place of a shard's, while the run trains", allow_abbrev=False,
+        description="Has a run that trains use another, empty server in place of a store shard's; its rows are rebuilt there from parity.",
+    )  # fmt: skip
+    replaced.add_argument("run", metavar="RUN", help="the folder of a run that trains")
+    replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
+    replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
+    replaced.set_defaults(command=_stores_replace)
+    _add(
+        commands, "scrub", _scrub, "check the parity of a run's rows, and repair them",
+        "Reads every stripe of a run that is not being trained. Repairs a row that is missing, or has a wrong id or tag, or that several parity "
+        "rows single out; names every other stripe whose parity does not agree, leaves it alone, and exits with 2.",
     )  # fmt: skip
     return top
 
@@ -285,6 +298,32 @@ def _stores_status(parsed: argparse.Namespace) -> int:
         lines.append("  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]]))
     _tell(parsed, found, "\n".join(lines))
     return 2 if any(shard["state"] in ("down", "lost") for shard in found["shards"]) else 0
+
+
+def _stores_replace(parsed: argparse.Namespace) -> int:
+    from trainer.coordinator import ask
+    from trainer.errors import RunError
+
+    answer = ask(Path(parsed.run), {"do": "replace", "old": parsed.old, "new": parsed.new})
+    if answer is None:
+        raise RunError(f"run {parsed.run}: is not being trained; name its servers to --resume, in order")
+    if "error" in answer:
+        raise RunError(f"stores replace: {answer['error']}")
+    print(f"shard {answer['replacing']}: {answer['by']} takes its place")
+    return 0
+
+
+def _scrub(parsed: argparse.Namespace) -> int:
+    from trainer.commands import scrub
+
+    found = scrub.run(parsed.run, parsed.store)
+    lines = [f"{found['stripes']:,} stripes, {len(found['repaired'])} repaired, {len(found['damaged'])} damaged"]
+    for kind in ("repaired", "damaged"):
+        lines += [
+            f"{kind}: lane {one['lane']}, table {one['table']}, stripe {one['stripe']}: {one['what']}" for one in found[kind]
+        ]
+    _tell(parsed, found, "\n".join(lines))
+    return 2 if found["damaged"] else 0
 
 
 def _tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:

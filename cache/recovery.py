@@ -9,8 +9,9 @@ from cache.erasure import accumulate, difference
 from cache.errors import CacheError
 from cache.fence import fence
 from cache.marker import Marker
+from cache.namespace import is_of
 from cache.reading import StoredRows
-from cache.shards import Ownership, check_covered, is_of
+from cache.shards import Ownership, check_covered
 from cache.store import NO_ROWS, Read, Write
 from cache.stripes import ALL_STRIPES, Arrangement
 
@@ -51,11 +52,11 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     placed = stripes.arrange(table, ordinal, everywhere)
     _finish_parity(stored, lane, batch, placed, {s: m for s, m in found.items() if m.parity < batch.number})
     inverse = np.argsort(placed.position)
-    marker = Marker(batch.number, batch.number).stored()
+    whole = Marker(batch.number, batch.number).stored()
     writes = []
-    for shard in (shard for shard, marker in found.items() if marker.data < batch.number):
+    for shard in (shard for shard, before in found.items() if before.data < batch.number):
         own = inverse[placed.rows_of(shard)]
-        writes.append(Write(shard, stored.key(lane, shard), batch.fields[own], batch.new[own], marker))
+        writes.append(Write(shard, stored.key(lane, shard), batch.fields[own], batch.new[own], whole))
     stored.store.exchange([], writes)
     return batch.number
 

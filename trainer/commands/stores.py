@@ -22,7 +22,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     """Ask every shard; returns {"run", "state", "shards": [{"url", "state", ...}]}. A shard that is down is told, not raised."""
     found = Run.open(path)
     manifest, status = found.manifest, found.status
-    shards = []
+    shards: list[dict[str, Any]] = []
     lost = status.lost if status else []
     if manifest.local_stores is not None and (local := LocalStores.find(found.path / STORES)) is None:
         for shard in range(manifest.local_stores):

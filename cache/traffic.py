@@ -15,8 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
@@ -24,38 +23,19 @@ from types import TracebackType
 import numpy as np
 
 from cache.batch_log import BatchLog
-from cache.batches import WriteBackBatch, WriteBackStaging
+from cache.batches import WriteBackBatch
 from cache.decoding import lost_rows
 from cache.errors import CacheError, RowsLost
+from cache.lanes import Boundary, Fetch, LanePlan, LaneTraffic
 from cache.reading import Expected, StoredRows
 from cache.rebuild import Rebuild
 from cache.rounds import LaneWrites, Moved, PlannedFetch, Rounds
 from cache.shards import ALONE, Ownership, Shards
 from cache.staging import EndedRows, EventStaging, Staged
 from cache.store import NO_ROWS, Read
-from pipelines.schedule_format import Arrivals
 
 NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)
-
-Plan = Iterator[tuple[int, Arrivals] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class LanePlan:
-    """What one lane will need, and where its traffic stands at the start.
-
-    plan: (event index, arrivals) in order of the program; None where the next event is not known yet (it is asked for again, after a
-    while). An exception that it raises is raised by the `take` of the event that it stands for. batches: the number of the lane's last
-    write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: int64 [tables], the lane's
-    ordinals that the store has, all below it (None: none).
-    """
-
-    lane: int
-    plan: Plan
-    batches: int = 0
-    released_boundary: int = -1
-    written: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -80,47 +60,6 @@ class Counters:
     batches: int = 0
     stalled_rows: int = 0
     waited: timedelta = timedelta()
-
-
-@dataclass(slots=True)
-class _Boundary:
-    number: int
-    left: int  # rows not yet acknowledged
-    beyond: bool
-
-
-@dataclass(slots=True)
-class _Fetch:
-    event: EventStaging
-    places: np.ndarray  # int64 [n], of arrivals that nothing was asked for yet
-
-
-class _Lane:
-    """One lane. The fields of the first group belong to the thread, the others to whoever holds the condition."""
-
-    def __init__(self, plan: LanePlan, stored: StoredRows) -> None:
-        self.lane = plan.lane
-        self.plan = plan.plan
-        self.next: tuple[int, Arrivals] | None = None
-        self.unknown = False  # the plan's next event is not known yet
-        self.fetches: list[_Fetch] = []
-        written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
-        stripes = stored.placement.stripes(plan.lane, written)
-        staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.batches)
-        self.writes = LaneWrites(plan.lane, stripes, staging, plan.batches)
-
-        self.pulled = -1  # index of the last event staged or taken
-        self.wanted = -1  # index of the last event that the trainer waits for
-        self.ended = False
-        self.plan_error: Exception | None = None
-        self.events: dict[int, EventStaging] = {}
-        self.staged_rows = 0
-        self.handed: deque[tuple[int, EndedRows]] = deque()
-        self.last_boundary = plan.released_boundary
-        self.boundaries: deque[_Boundary] = deque()
-        self.unwritten_rows = 0
-        self.batches = plan.batches
-        self.released_boundary = plan.released_boundary
 
 
 class Traffic:
@@ -160,7 +99,7 @@ class Traffic:
         self._staging_rows = staging_rows
         self._on_action = on_action or (lambda action: None)
         self._on_shard = on_shard or (lambda shard, what: None)
-        self._lanes = {plan.lane: _Lane(plan, stored) for plan in plans}
+        self._lanes = {plan.lane: LaneTraffic(plan, stored) for plan in plans}
         self._counters = Counters()
         self._condition = threading.Condition()
         self._replaced: list[tuple[int, str]] = []
@@ -220,7 +159,7 @@ class Traffic:
             self._wait(lambda: not state.unwritten_rows or state.unwritten_rows + len(changed) <= self._staging_rows)
             state.last_boundary = boundary
             state.unwritten_rows += len(changed)
-            state.boundaries.append(_Boundary(boundary, len(changed), beyond))
+            state.boundaries.append(Boundary(boundary, len(changed), beyond))
             state.handed.append((boundary, changed))
             self._release(state)
             self._signal()
@@ -294,7 +233,7 @@ class Traffic:
         else:
             self.abort()
 
-    def _await_event(self, state: _Lane, event_index: int) -> EventStaging:
+    def _await_event(self, state: LaneTraffic, event_index: int) -> EventStaging:
         if event_index > state.wanted:
             state.wanted = event_index
             if event_index > state.pulled:
@@ -383,7 +322,7 @@ class Traffic:
     def _round(self) -> bool:
         """One round with the store; False if there was nothing to exchange."""
         mended = self._mend()
-        fetches: list[tuple[_Lane, _Fetch, PlannedFetch]] = []
+        fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]] = []
         cut: list[tuple[LaneWrites, WriteBackBatch]] = []
         for state in self._lanes.values():
             self._pull(state)
@@ -456,7 +395,7 @@ class Traffic:
         with self._condition:
             self._signal()
 
-    def _note(self, fetches: list[tuple[_Lane, _Fetch, PlannedFetch]], moved: Moved) -> None:
+    def _note(self, fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]], moved: Moved) -> None:
         counters = self._counters
         counters.rounds += 1
         counters.batches += len(moved.written)
@@ -481,11 +420,11 @@ class Traffic:
                     counters.rows_written += rows
             self._release(state)
 
-    def _release(self, state: _Lane) -> None:
+    def _release(self, state: LaneTraffic) -> None:
         while state.boundaries and not state.boundaries[0].left:
             state.released_boundary = state.boundaries.popleft().number
 
-    def _pull(self, state: _Lane) -> None:
+    def _pull(self, state: LaneTraffic) -> None:
         """Stage the arrivals of coming events, as far as there is room; make the initial ones."""
         while state.next is not None or self._advance(state):
             assert state.next is not None
@@ -499,7 +438,7 @@ class Traffic:
             made = event.fill_initial(self._seed, self._stored.layouts)
             places = np.flatnonzero(arrivals.tag)
             if len(places):
-                state.fetches.append(_Fetch(event, places))
+                state.fetches.append(Fetch(event, places))
             with self._condition:
                 event.ready[made] = True
                 event.undue = int(np.count_nonzero(arrivals.after[places] > state.released_boundary))
@@ -509,7 +448,7 @@ class Traffic:
                 state.staged_rows += len(arrivals)
                 self._condition.notify_all()
 
-    def _advance(self, state: _Lane) -> bool:
+    def _advance(self, state: LaneTraffic) -> bool:
         """Ask the plan for its next event; False if there is none, or not yet."""
         if state.ended:
             return False
@@ -528,7 +467,7 @@ class Traffic:
             self._condition.notify_all()
         return False
 
-    def _stage(self, state: _Lane) -> None:
+    def _stage(self, state: LaneTraffic) -> None:
         """Move what the trainer handed over to write-back staging."""
         while True:
             with self._condition:
@@ -537,21 +476,21 @@ class Traffic:
                 boundary, ended = state.handed.popleft()
             state.writes.staging.add(boundary, ended)
 
-    def _due(self, state: _Lane) -> list[_Fetch]:
+    def _due(self, state: LaneTraffic) -> list[Fetch]:
         """The fetches that may leave now; the others stay."""
         due, undue = [], []
         for fetch in state.fetches:
             late = fetch.event.arrivals.after[fetch.places] > state.released_boundary
             if not late.all():
-                due.append(_Fetch(fetch.event, fetch.places[~late]))
+                due.append(Fetch(fetch.event, fetch.places[~late]))
             if late.any():
-                undue.append(_Fetch(fetch.event, fetch.places[late]))
+                undue.append(Fetch(fetch.event, fetch.places[late]))
             with self._condition:
                 fetch.event.undue = int(np.count_nonzero(late))
         state.fetches = undue
         return due
 
-    def _planned(self, state: _Lane, fetch: _Fetch) -> PlannedFetch:
+    def _planned(self, state: LaneTraffic, fetch: Fetch) -> PlannedFetch:
         arrivals, places = fetch.event.arrivals, fetch.places
         arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
         return PlannedFetch(state.writes, Expected(state.lane, *arrays), fetch.event.rows, places)

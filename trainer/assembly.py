@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cache.batch_log import BatchLog
+from cache.lanes import LanePlan
 from cache.partition import Partition
 from cache.placement import Placement
 from cache.reading import Expected, StoredRows, read_rows
@@ -20,7 +21,7 @@ from cache.shards import ALONE, Ownership, find_rows, take_over
 from cache.staging import Staged
 from cache.store import Store
 from cache.stripes import LaneStripes
-from cache.traffic import LanePlan, Traffic
+from cache.traffic import Traffic
 from pipelines.replay import Position, state_after
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Arrivals, Event

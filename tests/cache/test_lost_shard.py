@@ -14,6 +14,7 @@ from test_parity import plan, run_lane
 
 from cache.batch_log import FileLog
 from cache.errors import RowsLost
+from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.namespace import claim
@@ -21,7 +22,7 @@ from cache.placement import Placement
 from cache.reading import StoredRows
 from cache.shards import Ownership
 from cache.store import Store
-from cache.traffic import Counters, LanePlan, Traffic
+from cache.traffic import Counters, Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 LANES = (0, 3)

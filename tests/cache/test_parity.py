@@ -13,6 +13,7 @@ from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, 
 
 from cache.batch_log import FileLog, LoggedBatch
 from cache.errors import CacheError, StoreUnavailable
+from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.partition import Partition
@@ -20,7 +21,7 @@ from cache.placement import Placement, fields
 from cache.reading import Expected, StoredRows, read_rows
 from cache.store import Read, Store, Write
 from cache.stripes import PARITY_BIT
-from cache.traffic import LanePlan, Traffic
+from cache.traffic import Traffic
 from pipelines.schedule_format import Arrivals
 
 SLOTS, EVALUATION_SLOTS = 12, 6

@@ -14,6 +14,7 @@ from test_parity import contents, plan, run_lane
 
 from cache.batch_log import FileLog
 from cache.errors import StoreUnavailable
+from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.placement import Placement
@@ -22,7 +23,7 @@ from cache.recovery import recover
 from cache.shards import Ownership
 from cache.store import Read, Store, Write
 from cache.stripes import PARITY_BIT
-from cache.traffic import LanePlan, Traffic
+from cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 OWNER = Ownership()

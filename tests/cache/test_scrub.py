@@ -12,13 +12,14 @@ from lane_program import LAYOUTS, SEED, LaneProgram, make_program
 from test_parity import contents, plan, run_lane
 
 from cache.batch_log import FileLog
+from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.placement import Placement, fields
 from cache.reading import StoredRows
 from cache.scrub import Findings, TableRows, scrub_table
 from cache.store import Store, Write
 from cache.stripes import PARITY_BIT
-from cache.traffic import LanePlan, Traffic
+from cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 TABLE, STRIPE = 0, 2

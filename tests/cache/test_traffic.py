@@ -15,13 +15,14 @@ from hold_proxy import HoldingProxy
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, initial, make_program, train_slots, values
 
 from cache.errors import CacheError, RowError, StoreError, StoreUnavailable
+from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.partition import Partition
 from cache.placement import Placement, fields
 from cache.reading import Expected, StoredRows, read_rows
 from cache.staging import EndedRows
 from cache.store import Read, Store, Write
-from cache.traffic import LanePlan, Traffic
+from cache.traffic import Traffic
 from pipelines.schedule_format import Arrivals
 
 SLOTS, EVALUATION_SLOTS = 12, 6

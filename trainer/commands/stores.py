@@ -38,10 +38,10 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
         shards = [{"shard": shard, **_ask(url, manifest.namespace, manifest.lanes)} for shard, url in enumerate(urls)]
-    for shard in shards:
+    for told in shards:
         # The servers may be up: what they hold is not all that they should.
-        if shard["shard"] in lost and shard["state"] in ("up", "at rest"):
-            shard["state"] = "degraded"
+        if told["shard"] in lost and told["state"] in ("up", "at rest"):
+            told["state"] = "degraded"
     return {"run": path, "namespace": manifest.namespace, "state": status.state if status else "never trained", "shards": shards}
 
 

@@ -7,7 +7,7 @@ counts as lost. So a chunk is read and written while no batch is under way, and 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -23,20 +23,12 @@ SHARE = 0.25  # of the traffic thread's time, at most: training comes first
 _TABLE_SHIFT = np.uint64(48)
 
 
-@dataclass(slots=True)
-class Progress:
-    """Of one shard's rebuild: rows and parity rows written so far, of all lanes."""
-
-    rows: int = 0
-
-
 class Rebuild:
     """Rebuilds the shards that are not readable, one chunk at a time. throttled: no more than a quarter of the time goes into it."""
 
     def __init__(self, stored: StoredRows, shards: Shards, rounds: Rounds) -> None:
         self._stored, self._shards, self._rounds = stored, shards, rounds
         self.throttled = True
-        self.progress: dict[int, Progress] = {}
         self._not_before = 0.0
 
     def wanted(self, lanes: list[LaneWrites]) -> tuple[LaneWrites, int] | None:
@@ -46,6 +38,17 @@ class Rebuild:
                 if self._shards.rebuilding(writes.lane, shard):
                     return writes, shard
         return None
+
+    def done(self, lanes: Sequence[LaneWrites], shard: int) -> float:
+        """How much of a shard is rebuilt, as a share of the stripes."""
+        passed = total = 0
+        for writes in lanes:
+            stripes = -(-writes.stripes.written.counts // writes.stripes.k)
+            cursor = int(self._shards.cursors[writes.lane][shard])
+            table, stripe = cursor >> 48, cursor & ((1 << 48) - 1)
+            total += int(stripes.sum())
+            passed += int(stripes[:table].sum()) + (min(stripe, int(stripes[table])) if table < len(stripes) else 0)
+        return passed / total if total else 1.0
 
     def wait(self) -> timedelta:
         """How long the next chunk is to wait, if training is to come first."""
@@ -83,7 +86,6 @@ class Rebuild:
         self._shards.cursors[lane][shard] = (np.uint64(table) << _TABLE_SHIFT) | np.uint64(found.end)
         if not more:
             self._shards.cursors[lane][shard] = np.uint64(table + 1) << _TABLE_SHIFT
-        self.progress.setdefault(shard, Progress()).rows += len(found.place)
         now = time.monotonic()
         self._not_before = now + (now - begun) * (1 / SHARE - 1)
         return len(found.place)

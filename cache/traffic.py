@@ -197,6 +197,18 @@ class Traffic:
                 self._condition.wait(0.05 if lost else 1.0)
             return sorted(self._shards.lost)
 
+    def rebuilding(self) -> dict[int, float]:
+        """The shards that are being rebuilt, and how much of each is, from 0 to 1."""
+        if self._shards is None or self._rebuild is None or self._shards.whole:
+            return {}
+        writes = [state.writes for state in self._lanes.values()]
+        shards = range(self._stored.placement.shard_count)
+        return {
+            shard: self._rebuild.done(writes, shard)
+            for shard in shards
+            if any(self._shards.rebuilding(lane, shard) for lane in self._lanes)
+        }
+
     def batches(self, lane: int) -> int:
         """The number of the lane's last write-back batch that all shards acknowledged; RUN keeps it for a resume."""
         with self._condition:

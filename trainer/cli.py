@@ -295,6 +295,8 @@ def _stores_status(parsed: argparse.Namespace) -> int:
             for name in ("rows", "memory_bytes", "saved_bytes")
             if shard.get(name) is not None
         ]
+        if "rebuilt" in shard:
+            facts.insert(0, f"{shard['rebuilt']:.0%} rebuilt")
         lines.append("  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]]))
     _tell(parsed, found, "\n".join(lines))
     return 2 if any(shard["state"] in ("down", "lost") for shard in found["shards"]) else 0

@@ -246,6 +246,7 @@ class Attempt:
         self._wanted_replacements: deque[tuple[int, str]] = deque()  # filled by the control socket's threads
         self._replacements = 0
         self._lost: dict[int, set[int]] = {}
+        self._shard_states: dict[int, dict[str, Any]] = {}
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
@@ -363,7 +364,7 @@ class Attempt:
         elif kind == "ended":
             self._ended[trainer] = mail
         elif kind == "shard":
-            self._shard_changed(trainer, mail["shard"], mail["what"])
+            self._shard_changed(trainer, mail)
         elif kind == "error":
             self._errors.append(mail)
 
@@ -461,7 +462,9 @@ class Attempt:
                 self._run.write_manifest(self.manifest)
             sys.stderr.write(f"store shard {shard}: {plain} takes its place\n")
 
-    def _shard_changed(self, trainer: int, shard: int, what: str) -> None:
+    def _shard_changed(self, trainer: int, mail: dict[str, Any]) -> None:
+        shard, what = mail["shard"], mail["what"]
+        self._shard_states[shard] = {"state": what} | ({"rebuilt": mail["done"]} if "done" in mail else {})
         lost_by = self._lost.setdefault(shard, set())
         first = what == "lost" and not lost_by
         if what == "lost":
@@ -483,6 +486,7 @@ class Attempt:
             "term": TERM,
             "lanes": self._lane_map,
             "trainers": {trainer: process.pid for trainer, process in self._processes.items()},
+            "shards": {shard: dict(state) for shard, state in self._shard_states.items()},
         }
 
 

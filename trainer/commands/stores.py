@@ -13,6 +13,7 @@ from cache.namespace import lane_key
 from cache.resp import MARKER
 from cache.store import Store
 from cache.url import parse_url
+from trainer.coordinator import ask
 from trainer.run import STORES, Run
 
 TIMEOUT = timedelta(seconds=5)
@@ -38,10 +39,14 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
         shards = [{"shard": shard, **_ask(url, manifest.namespace, manifest.lanes)} for shard, url in enumerate(urls)]
+    training = ask(found.path, {"do": "status"}) or {}
     for told in shards:
         # The servers may be up: what they hold is not all that they should.
         if told["shard"] in lost and told["state"] in ("up", "at rest"):
             told["state"] = "degraded"
+        seen = training.get("shards", {}).get(str(told["shard"]), {"state": "ok"})
+        if told["state"] == "up" and seen["state"] != "ok":
+            told |= seen
     return {"run": path, "namespace": manifest.namespace, "state": status.state if status else "never trained", "shards": shards}
 
 

@@ -102,6 +102,9 @@ class Store:
                     self._channels.append(Channel.absent(parsed))
             self._states = np.zeros((self.shards, frames.CONNECTION_COLUMNS), np.int64)
             self._make_buffers(_OUT_BYTES, _IN_BYTES)
+            for shard in range(self.shards) if optional else ():
+                # A stopped server takes connections, and no more.
+                self._perform({} if shard in self.down else {shard: [plain("PING")]}, self.down)
             self.server_versions = tuple(self._check_server(shard) for shard in range(self.shards) if shard not in self.down)
         except BaseException:
             self.close()

@@ -21,7 +21,7 @@ from cache.namespace import claim
 from cache.placement import Placement
 from cache.reading import StoredRows
 from cache.shards import Ownership
-from cache.store import Store
+from cache.store import NO_ROWS, Read, Store
 from cache.traffic import Counters, Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
@@ -254,3 +254,16 @@ def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(
             assert stores.restart(1)
             assert traffic.mend(PATIENCE) == []
             assert traffic.counters().rows_rebuilt > 0
+
+
+def test_a_store_whose_shards_are_optional_begins_without_those_that_do_not_answer(stores: LocalStores) -> None:
+    kill(stores, 0)()
+    kill(stores, 1, signal.SIGSTOP)()
+    try:
+        with Store(stores.urls, timedelta(seconds=0.3), timedelta(), optional=True) as store:
+            assert sorted(store.down) == [0, 1]
+            assert store.command(2, "PING") == "PONG"
+            read = Read(2, b"k", *NO_ROWS)
+            assert sorted(store.attempt([read, Read(0, b"k", *NO_ROWS)], [])) == [0]
+    finally:
+        kill(stores, 1, signal.SIGCONT)()

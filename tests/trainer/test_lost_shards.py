@@ -62,7 +62,12 @@ def kill_shard(run: Path, shard: int) -> None:
 
 @pytest.mark.parametrize("trainers", ["1", "2"])
 def test_a_dead_server_is_started_again_and_rebuilt(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], trainers: str
+    schedule: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    launched: Callable[..., Launched],
+    trainers: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers, "--digest"))
@@ -76,6 +81,8 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     assert "warning" not in err
     assert summary(run)["digest"] == undisturbed
     assert Run.open(run).resting().lost == []
+    assert main(["scrub", str(run)]) == 0
+    assert ", 0 repaired, 0 damaged" in capsys.readouterr().out
 
 
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(

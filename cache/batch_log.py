@@ -1,4 +1,8 @@
-"""The log of the write-back batch that is not yet released: what a writer will change, held outside it before the first byte leaves."""
+"""The log of the write-back batch that is not yet released: what a writer will change, held outside it before the first byte leaves.
+
+It also says which batch that is, and with that which markers a store shard may have. So the record of batch n stays whole until that of n + 1 is:
+a writer that dies while it writes a record leaves the one before.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +42,16 @@ class BatchLog(Protocol):
 
 
 class FileLog:
-    """A BatchLog in memory-mapped files, one a lane, which survive the process that writes them."""
+    """A BatchLog in memory-mapped files, two a lane that are used in turn, which survive the process that writes them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
 
     def hold(self, lane: int, batch: LoggedBatch) -> None:
-        """Hold a batch. A writer that dies meanwhile leaves none, and no byte of the batch has left by then."""
+        """Hold a batch. A writer that dies meanwhile leaves the batch before, and no byte of this one has left by then."""
         parts = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (batch.fields, batch.old, batch.new)]
-        file = self._mapped(lane, _HEADER_BYTES + sum(part.nbytes for part in parts))
+        file = self._mapped(self._path(lane, batch.number), _HEADER_BYTES + sum(part.nbytes for part in parts))
         header = np.frombuffer(file, np.int64, _HEADER_BYTES // 8)
         header[_WHOLE] = 0
         at = _HEADER_BYTES
@@ -59,7 +63,10 @@ class FileLog:
 
     def held(self, lane: int) -> LoggedBatch | None:
         """The batch held for a lane, None if there is none. Raises CacheError for a file that is not a log."""
-        path = self._path(lane)
+        found = [batch for batch in (self._record(self._path(lane, turn)) for turn in range(2)) if batch is not None]
+        return max(found, key=lambda batch: batch.number, default=None)
+
+    def _record(self, path: Path) -> LoggedBatch | None:
         if not path.exists():
             return None
         data = path.read_bytes()
@@ -79,20 +86,20 @@ class FileLog:
             file.close()
         self._maps.clear()
 
-    def _path(self, lane: int) -> Path:
-        return self._directory / f"lane-{lane}.log"
+    def _path(self, lane: int, number: int) -> Path:
+        return self._directory / f"lane-{lane}-{number % 2}.log"
 
-    def _mapped(self, lane: int, size: int) -> mmap.mmap:
-        file = self._maps.get(lane)
+    def _mapped(self, path: Path, size: int) -> mmap.mmap:
+        file = self._maps.get(path)
         if file is not None and len(file) >= size:
             return file
         self._directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path(lane), os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # Room beforehand: a full disk is told here, by an error, and not later, by a signal.
             size = max(2 * size, os.fstat(descriptor).st_size)
             os.posix_fallocate(descriptor, 0, size)
-            self._maps[lane] = mmap.mmap(descriptor, size)
+            self._maps[path] = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        return self._maps[lane]
+        return self._maps[path]

@@ -13,7 +13,7 @@ import numpy as np
 
 from cache.errors import Fenced, StoreError
 from cache.marker import Marker
-from cache.namespace import lane_key
+from cache.namespace import EPOCH, lane_key
 from cache.resp import MARKER
 from cache.store import Store
 
@@ -23,7 +23,7 @@ _FENCED = b"fenced"
 
 def epoch_key(namespace: str, lane: int) -> bytes:
     """The key of a lane's fence epoch and of the term of who set it, "e t"; it is in the same slot of a cluster as the lane's hashes."""
-    return b"{%b:%d}:epoch" % (namespace.encode(), lane)
+    return b"{%b:%d}%b" % (namespace.encode(), lane, EPOCH)
 
 
 def _parse(stored: object) -> tuple[int, int]:

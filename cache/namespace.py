@@ -13,6 +13,7 @@ from cache.store import Store
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _SCAN_KEYS = 1000
+EPOCH = b":epoch"
 
 
 def check_name(namespace: str) -> None:
@@ -131,7 +132,8 @@ def remove(store: Store, namespace: str) -> int:
             page = store.command(shard, "SCAN", _bytes(cursor), "MATCH", pattern, "COUNT", _SCAN_KEYS)
             assert isinstance(page, list)
             cursor, keys = page
-            keys = [key for key in keys if mine.fullmatch(key)]
+            # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again.
+            keys = [key for key in keys if mine.fullmatch(key) and not key.endswith(EPOCH)]
             if keys:
                 # UNLINK frees in the background; DEL would block the server for everyone.
                 store.command(shard, "UNLINK", *keys)

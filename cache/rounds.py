@@ -103,6 +103,10 @@ class Rounds:
         if out:
             self._on_action("data acknowledged")
         moved = Moved(written=[(writes, writes.pending) for writes in sent if writes.pending is not None])
+        # Before anything is decoded: a shard that comes back without these rows now is not the one that acknowledged them.
+        for writes, batch in moved.written:
+            writes.pending, writes.batches = None, batch.number
+            moved.bytes_written += batch.new.nbytes
         moved.rows_decoded = self._decode_lost(fetches)
         for fetch in fetches:
             for request in fetch.requests:
@@ -113,9 +117,6 @@ class Rounds:
                 raise missing_value(self._stored, lane, read)
             moved.parity_rows_read += len(read.fields)
             moved.bytes_read += read.rows.nbytes
-        for writes, batch in moved.written:
-            writes.pending, writes.batches = None, batch.number
-            moved.bytes_written += batch.new.nbytes
         if parity:
             self._on_action("parity rows read")
         return moved

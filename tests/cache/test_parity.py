@@ -222,7 +222,7 @@ def test_the_log_gives_back_the_last_batch_that_was_held_whole(tmp_path: Path) -
         assert np.array_equal(held.old, rows[0])
         assert np.array_equal(held.new, rows[1])
     log.close()
-    (tmp_path / "lane-4.log").write_bytes(b"x" * 100)
+    (tmp_path / "lane-4-0.log").write_bytes(b"x" * 100)
     with pytest.raises(CacheError, match="is not the log"):
         log.held(4)
 

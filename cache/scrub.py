@@ -98,7 +98,7 @@ def _read(stored: StoredRows, lane: int, expected: TableRows, code: Code) -> Ite
 def _syndromes(rows: np.ndarray, code: Code) -> np.ndarray:
     """What the parity rows are off: uint8 [n, r, row_bytes], zeros where they agree with the members."""
     count, width, row_bytes = rows.shape
-    out = np.ascontiguousarray(rows[:, code.k :]).reshape(-1, row_bytes)
+    out = rows[:, code.k :].reshape(-1, row_bytes).copy()
     members = np.ascontiguousarray(rows).reshape(-1, row_bytes)
     for i in range(code.r):
         for j in range(code.k):

@@ -50,10 +50,13 @@ def train(
     check_tags: bool = True,
     parity: tuple[int, int] = (1, 0),
     break_it: Callable[[int, Trainer], None] = lambda rank, trainer: None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    timeout: timedelta = timedelta(seconds=10),
 ) -> Trained:
     """Run a schedule to its end, or to a stop, with `trainers` trainers in threads.
 
-    parity: k and r; (1, 0): none. break_it: may put faults into a rank's trainer.
+    parity: k and r; (1, 0): none. break_it: may put faults into a rank's trainer. on_step: called by rank 0 after each step. With parity, shards that
+    are lost meanwhile are waited for at the end.
     """
     hub = LocalHub(trainers)
     transports = hub.transports()
@@ -72,8 +75,12 @@ def train(
 
     logs = Path(tempfile.mkdtemp())
 
+    def note(report: StepReport) -> None:
+        outcome.steps.append(report)
+        on_step(report)
+
     def run(rank: int) -> None:
-        store = Store(urls, timedelta(seconds=10))
+        store = Store(urls, timeout)
         try:
             part, events = assemble(
                 job, schedule, denses[rank], start, lane_map, transports[rank], store, placement, FileLog(logs), check_tags
@@ -85,11 +92,12 @@ def train(
                 stopped = trainer.run(
                     events,
                     stop_after,
-                    outcome.steps.append if mine else lambda report: None,
+                    note if mine else lambda report: None,
                     outcome.evaluations.append,
                 )
                 last = schedule.header.end_step - 1 if stopped is None else stopped
                 trainer.write_everything_back(last + 1, beyond=stopped is not None)
+                assert part.traffic.mend(timedelta(seconds=30)) == []
                 for lane in trainer.lanes:
                     batches[lane] = part.traffic.batches(lane)
                 if mine:

@@ -197,8 +197,8 @@ class Traffic:
                 self._condition.wait(0.05 if lost else 1.0)
             return sorted(self._shards.lost)
 
-    def rebuilding(self) -> dict[int, float]:
-        """The shards that are being rebuilt, and how much of each is, from 0 to 1."""
+    def lost_or_rebuilding(self) -> dict[int, float]:
+        """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
         if self._shards is None or self._rebuild is None or self._shards.whole:
             return {}
         writes = [state.writes for state in self._lanes.values()]
@@ -206,7 +206,7 @@ class Traffic:
         return {
             shard: self._rebuild.done(writes, shard)
             for shard in shards
-            if any(self._shards.rebuilding(lane, shard) for lane in self._lanes)
+            if not all(self._shards.readable(lane, shard) for lane in self._lanes)
         }
 
     def batches(self, lane: int) -> int:

@@ -182,8 +182,9 @@ class TrainerProcess:
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
-        for shard, done in traffic.rebuilding().items():
-            self._mail.send("shard", shard=shard, what="rebuilding", done=done)
+        for shard, done in traffic.lost_or_rebuilding().items():
+            if done:
+                self._mail.send("shard", shard=shard, what="rebuilding", done=done)
         while (change := self._board.poll(f"stores/{self._replaced}")) is not None:
             self._replaced += 1
             traffic.replace(change["shard"], change["url"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from cache.fence import read_epochs
 from cache.local import LocalStores
 from cache.namespace import lane_key
 from cache.store import Store
+from cache.traffic import Traffic
 from pipelines import prepare
 from pipelines.schedule import Schedule
 from trainer import numerics
@@ -27,6 +29,7 @@ from trainer.step import StepReport
 Contents = list[list[dict[bytes, bytes]]]
 CODES = [(2, 1), (4, 1), (4, 2)]
 NAMESPACE = "losses"
+DEADLINE_SECONDS = 30
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +71,28 @@ def run(
 ) -> Outcome:
     """Train on stores of one's own; losses: what happens to the stores after which step."""
     left = dict(losses)
+    traffics: list[Traffic] = []
 
     def on_step(report: StepReport) -> None:
         if report.step in left:
+            if report.step == schedule.header.end_step - 1:
+                # Another shard than before: that one must be whole again.
+                deadline = time.monotonic() + DEADLINE_SECONDS
+                while any(traffic.lost_or_rebuilding() for traffic in traffics):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
             left.pop(report.step)(stores)
 
     with LocalStores(sum(code), folder / "stores") as stores:
-        trained = train(job(), schedule, stores.urls, trainers, parity=code, on_step=on_step)
+        trained = train(
+            job(),
+            schedule,
+            stores.urls,
+            trainers,
+            parity=code,
+            on_step=on_step,
+            break_it=lambda _, trainer: traffics.append(trainer.part.traffic),
+        )
         assert not left
         with Store(stores.urls) as store:
             contents = []

@@ -1,0 +1,169 @@
+"""Bugs put back on purpose: the checks of the other tests find each of them on real servers, so these checks can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lane_program import LAYOUTS, SEED, make_program
+from test_lost_shard import PATIENCE, Disturber, kill, restart, run
+from test_parity import EVALUATION_SLOTS, SLOTS, Recording, check_stripes, plan, run_lane
+
+from cache import batches, decoding, rebuild, rounds
+from cache.batch_log import FileLog
+from cache.batches import WriteBackBatch
+from cache.decoding import ShardRows
+from cache.erasure import Code
+from cache.errors import CacheError
+from cache.local import LocalStores
+from cache.marker import Marker
+from cache.placement import Placement
+from cache.reading import StoredRows
+from cache.rounds import Rounds
+from cache.store import Read, Write
+from cache.stripes import LaneStripes
+from cache.traffic import LanePlan, Traffic
+
+Check = Callable[[LocalStores, Path], None]
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[LocalStores]:
+    """Three servers of a test's own."""
+    with LocalStores(3, tmp_path / "stores") as stores:
+        yield stores
+
+
+def phases_stay_apart(stores: LocalStores, folder: Path) -> None:
+    """No exchange carries the parity rows and the rows of one batch."""
+    program = make_program(7, 15, SLOTS, SLOTS, EVALUATION_SLOTS)
+    with Recording(stores.urls) as store, closing(FileLog(folder)) as log:
+        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
+        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
+            run_lane(traffic, 0, program)
+    for _, writes in store.exchanges:
+        sent = {Marker.parse(write.marker) for write in writes}
+        assert len(sent) <= 1
+
+
+def stripes_agree(stores: LocalStores, folder: Path) -> None:
+    """Every parity row in the store is that of its members."""
+    program = make_program(7, 15, SLOTS, SLOTS, EVALUATION_SLOTS)
+    with Recording(stores.urls) as store, closing(FileLog(folder)) as log:
+        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
+        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
+            run_lane(traffic, 0, program)
+        assert check_stripes(store, stored, 0, program)
+
+
+def a_lost_shard_is_decoded(stores: LocalStores, folder: Path) -> None:
+    """Every row used is the true one, though a shard is lost."""
+    run(stores, folder, 2, 1, Disturber({("parity acknowledged", 9): kill(stores, 1)}))
+
+
+def a_lost_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
+    """A shard that was lost holds in the end what one of an undisturbed run holds."""
+    disturbed = run(stores, folder / "a", 2, 1, Disturber({("parity leaves", 9): restart(stores, 1)}), grace=PATIENCE)[0]
+    with LocalStores(3, folder / "stores") as others:
+        assert disturbed == run(others, folder / "b", 2, 1)[0]
+
+
+def parity_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """The parity rows of a batch leave together with its rows."""
+    exchange = Rounds._exchange
+    held: list[tuple[int, Write]] = []
+
+    def late(self: Rounds, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
+        if self._phase:
+            held.extend(out)
+            return
+        some, held[:] = list(held), []
+        exchange(self, reads, [*some, *out])
+
+    patch.setattr(Rounds, "_exchange", late)
+
+
+def the_difference_is_added_twice(patch: pytest.MonkeyPatch) -> None:
+    update = WriteBackBatch.update
+
+    def twice(self: WriteBackBatch, code: Code) -> None:
+        update(self, code)
+        update(self, code)
+
+    patch.setattr(WriteBackBatch, "update", twice)
+
+
+def a_range_is_left_out_of_the_rebuild(patch: pytest.MonkeyPatch) -> None:
+    found = rebuild.rows_on_shard
+
+    def fewer(stripes: LaneStripes, table: int, first: int, shard: int, most: int) -> ShardRows:
+        rows = found(stripes, table, first, shard, most)
+        return ShardRows(rows.stripe[2:], rows.place[2:], rows.end)
+
+    patch.setattr(rebuild, "rows_on_shard", fewer)
+
+
+def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
+    """Parity is a sum of values and not of bits: what is decoded is nearly right."""
+
+    def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            values: np.ndarray = (a.view(np.float32) - b.view(np.float32)).view(np.uint8)
+        return values
+
+    def into_parity(source: np.ndarray, places: np.ndarray, factors: np.ndarray, target: np.ndarray, targets: np.ndarray) -> None:
+        for place, to in zip(places, targets, strict=True):
+            if to >= 0:
+                with np.errstate(all="ignore"):
+                    target.view(np.float32)[to] += source.view(np.float32)[place]
+
+    def out_of_parity(
+        source: np.ndarray, places: np.ndarray, factors: np.ndarray, target: np.ndarray, targets: np.ndarray
+    ) -> None:
+        # With one parity row the wanted one is the parity less the others; which of the sources is the parity, its size does not say.
+        for to in np.unique(targets):
+            rows = source.view(np.float32)[places[targets == to]]
+            with np.errstate(all="ignore"):
+                target.view(np.float32)[to] = rows[np.argmax(np.abs(rows).sum(axis=1))] * 2 - rows.sum(axis=0)
+
+    patch.setattr(batches, "difference", difference)
+    patch.setattr(batches, "accumulate", into_parity)
+    patch.setattr(decoding, "accumulate", out_of_parity)
+
+
+def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
+    """A server that came back empty counts as if it had everything."""
+    patch.setattr(rounds.Shards, "_expected", lambda self, lane, shard, marker, markers: True)
+    patch.setattr("cache.shards.is_of", lambda *_: True)
+
+
+MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [
+    (parity_is_not_awaited, phases_stay_apart),
+    (the_difference_is_added_twice, stripes_agree),
+    (the_difference_is_added_twice, a_lost_shard_is_decoded),
+    (a_range_is_left_out_of_the_rebuild, a_lost_shard_is_rebuilt),
+    (sums_are_of_floats, stripes_agree),
+    (sums_are_of_floats, a_lost_shard_is_decoded),
+    (a_marker_is_trusted_unseen, a_lost_shard_is_rebuilt),
+]
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for _, check in MUTATIONS), ids=lambda check: check.__name__)
+def test_without_a_bug_each_check_passes(stores: LocalStores, tmp_path: Path, check: Check) -> None:
+    check(stores, tmp_path / "logs")
+
+
+@pytest.mark.parametrize(("mutate", "check"), MUTATIONS, ids=lambda value: value.__name__)
+def test_a_bug_is_found(
+    stores: LocalStores,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    check: Check,
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, CacheError)):
+        check(stores, tmp_path / "logs")

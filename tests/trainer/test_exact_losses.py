@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,9 +123,8 @@ def restart(*shards: int) -> Callable[[LocalStores], None]:
 
     def do(stores: LocalStores) -> None:
         for shard in shards:
-            pid = stores.pids[shard]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            # The process itself: a server that has just been restarted may not have written its process id yet.
+            stores._processes[shard].kill()
             stores._processes[shard].wait()
         for shard in shards:
             assert stores.restart(shard)

@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, export, digest, stores, scrub."""
+"""The command line: prepare, train, evaluate, export, digest, stores, scrub, drill."""
 
 from __future__ import annotations
 
@@ -147,6 +147,10 @@ def parser() -> argparse.ArgumentParser:
         "Reads every stripe of a run that is not being trained. Repairs a row that is missing, or has a wrong id or tag, or that several parity "
         "rows single out; names every other stripe whose parity does not agree, leaves it alone, and exits with 2.",
     )  # fmt: skip
+    drills = commands.add_parser("drill", help="practise a failure").add_subparsers(
+        title="commands", metavar="COMMAND", required=True
+    )
+    _add_drill(drills)
     return top
 
 
@@ -167,15 +171,44 @@ def _add_train(commands: Any) -> None:
         description="Trains a model from a schedule. Ctrl-C stops after the step, with everything saved; --resume goes on.",
         epilog="Every flag can also stand in the table [train] of a job file, as in `row-optimizer = \"adagrad\"`; flags win.",
     )  # fmt: skip
-    train.add_argument("schedule", nargs="?", metavar="SCHEDULE", help=settings()["schedule"].help)
+    _add_settings(train)
+    train.set_defaults(command=_train)
+
+
+def _add_drill(drills: Any) -> None:
+    lost = drills.add_parser(
+        "lost-shard", help="train, kill a store shard on the way, and see what that does to the training", allow_abbrev=False,
+        description="Trains, kills a local store shard at a step, and goes on. Tells the longest gap between steps and the throughput meanwhile, "
+        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
+    )  # fmt: skip
+    group = lost.add_argument_group("the drill")
+    group.add_argument(
+        "--at", type=int, metavar="STEP", help="after this step (default: one of the second quarter, drawn by --seed)"
+    )
+    group.add_argument("--shard", type=int, metavar="N", help="kill this store shard (default: drawn by --seed)")
+    group.add_argument(
+        "--stop", action="store_true", help="stop it (SIGSTOP) and let it go on later, instead of killing it (SIGKILL)"
+    )
+    group.add_argument(
+        "--down",
+        type=float,
+        metavar="S",
+        help="seconds until its server is back (default 1; with --stop 1 more than --store-timeout)",
+    )
+    group.add_argument("--check", action="store_true", help="train again, undisturbed, and compare the digests of the two models")
+    _add_settings(lost)
+    lost.set_defaults(command=_drill)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("schedule", nargs="?", metavar="SCHEDULE", help=settings()["schedule"].help)
     defaults = {item.name: item.default for item in TrainJob.__dataclass_fields__.values()}
     for title, names in _GROUPS.items():
-        group = train.add_argument_group(title)
+        group = command.add_argument_group(title)
         for name in names:
             _add_setting(group, name, settings()[name], defaults[name])
-    train.add_argument("--job", metavar="FILE.toml", help="take settings from this file")
-    train.add_argument("--json", metavar="FILE", help="write the summary there too, for programs")
-    train.set_defaults(command=_train)
+    command.add_argument("--job", metavar="FILE.toml", help="take settings from this file")
+    command.add_argument("--json", metavar="FILE", help="write the summary there too, for programs")
 
 
 def _add_setting(group: Any, name: str, setting: Setting, default: Any) -> None:
@@ -198,6 +231,10 @@ def _add_setting(group: Any, name: str, setting: Setting, default: Any) -> None:
 
 def job_of(parsed: argparse.Namespace) -> TrainJob:
     """The job of a call: flags, else the job file, else (with --resume) what the run was started with. Raises JobError and RunError."""
+    return TrainJob.of(_values(parsed))
+
+
+def _values(parsed: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(parsed, name, None) for name in settings()}
     flags = {name: value for name, value in given.items() if value is not None}
     for name in ("model_options", "dense_options"):
@@ -212,7 +249,7 @@ def job_of(parsed: argparse.Namespace) -> TrainJob:
         if not values.get("run"):
             raise JobError("--run: is missing; give the run that --resume goes on with")
         values = Run.open(values["run"]).manifest.job | values
-    return TrainJob.of(values)
+    return values
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -326,6 +363,20 @@ def _scrub(parsed: argparse.Namespace) -> int:
         ]
     _tell(parsed, found, "\n".join(lines))
     return 2 if found["damaged"] else 0
+
+
+def _drill(parsed: argparse.Namespace) -> int:
+    values = _values(parsed)
+    values = {"run": "drill", "store": "local:3"} | values
+    make = not values.get("schedule")
+    if make:
+        values["schedule"] = f"{values['run']}-schedule"
+    job = TrainJob.of(values)
+    from trainer.commands import drill
+
+    plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)
+    found = drill.run(job, plan)
+    return _tell(parsed, found, drill.text(found))
 
 
 def _tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:

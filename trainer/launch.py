@@ -35,6 +35,7 @@ from trainer.commands.digest import model_digest
 from trainer.commands.resting import rest
 from trainer.coordinator import Board, ControlSocket, Inbox, ask, contiguous_lanes, host_store
 from trainer.errors import FingerprintError, JobError, RunError, ShardsLost, TrainerError
+from trainer.faults import Witness
 from trainer.fit import check_fit
 from trainer.job import TrainJob, local_shards
 from trainer.layout import model_spec
@@ -84,8 +85,10 @@ def under_scheduler() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def train(job: TrainJob) -> Ending | None:
+def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
     """Train as the job says. Returns None in a process that is only one of a scheduler's trainers.
+
+    witness: sees it, and may have put faults in.
 
     Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
     """
@@ -93,7 +96,7 @@ def train(job: TrainJob) -> Ending | None:
     numerics.check_processor()
     if not under_scheduler():
         with Interrupts() as interrupts:
-            return Launch(job, interrupts).run()
+            return Launch(job, interrupts, None, witness or Witness()).run()
     store, rank, world = _scheduled_store()
     if world != job.trainers:
         job = replace(job, trainers=world)
@@ -104,7 +107,7 @@ def train(job: TrainJob) -> Ending | None:
             raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
         return None
     with Interrupts() as interrupts:
-        return Launch(job, interrupts, store).run()
+        return Launch(job, interrupts, store, witness or Witness()).run()
 
 
 def _scheduled_store() -> tuple[Any, int, int]:
@@ -117,8 +120,9 @@ def _scheduled_store() -> tuple[Any, int, int]:
 class Launch:
     """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job, else one is made here."""
 
-    def __init__(self, job: TrainJob, interrupts: Interrupts, rendezvous: Any = None) -> None:
+    def __init__(self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, witness: Witness) -> None:
         self._job = job
+        self._witness = witness
         self._interrupts = interrupts
         self._rendezvous = rendezvous
         self._spawned = range(1) if rendezvous is not None else range(job.trainers)
@@ -177,7 +181,7 @@ class Launch:
         try:
             urls = list(local.urls) if local is not None else self._job.store.split(",")
             with self._claimed(run, manifest, urls):
-                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, urls, local)
+                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, urls, local, self._witness)
                 ending = attempt.train(self._rendezvous, self._spawned)
             trained = True
             try:
@@ -238,8 +242,10 @@ class Attempt:
         schedule: Schedule,
         urls: Sequence[str],
         local: LocalStores | None,
+        witness: Witness,
     ) -> None:
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
+        self._witness = witness
         self._schedule, self.urls, self._local = schedule, list(urls), local
         self._protected = run.placement.r > 0
         self._spares = [str(url) for url in parse_urls(job.spare)] if job.spare else []
@@ -272,6 +278,7 @@ class Attempt:
             fingerprint=self.manifest.fingerprint,
             resumes=job.resume,
             servers_return=self._restarts or bool(self._spares),
+            faults=tuple(asdict(fault) for fault in self._witness.faults),
         )
         board.publish_lane_map(TERM, self._lane_map)
         # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
@@ -349,6 +356,7 @@ class Attempt:
 
     def _receive(self, mail: dict[str, Any], board: Board, report: RunReport) -> None:
         kind, trainer = mail["kind"], mail["trainer"]
+        self._witness.see(mail)
         if kind == "step":
             report.step(mail["report"])
         elif kind == "evaluation":
@@ -447,7 +455,7 @@ class Attempt:
         """Start dead local servers again, and tell all trainers of servers that take the place of others."""
         if self._restarts and self._local is not None:
             for shard in range(self._local.count):
-                if self._local.restart(shard):
+                if self._witness.may_start(shard) and self._local.restart(shard):
                     sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
         while self._wanted_replacements:
             shard, url = self._wanted_replacements.popleft()

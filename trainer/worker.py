@@ -38,8 +38,10 @@ from trainer.assembly import DensePart, Start, assemble  # noqa: E402
 from trainer.coordinator import Board, Mail, StopAgreement, join_store  # noqa: E402
 from trainer.dense_file import load_dense, save_dense  # noqa: E402
 from trainer.errors import PeerLost, TrainerError  # noqa: E402
+from trainer.faults import Fault  # noqa: E402
 from trainer.job import TrainJob  # noqa: E402
 from trainer.run import DENSE, LOG, PLACEMENT, Run  # noqa: E402
+from trainer.run import STORES as STORES_FOLDER  # noqa: E402
 from trainer.step import EvaluationReport, StepReport, Trainer  # noqa: E402
 from trainer.transport import GlooTransport, NcclTransport, Transport  # noqa: E402
 
@@ -62,6 +64,7 @@ class Call:
     fingerprint: dict[str, str] | None
     resumes: bool
     servers_return: bool = False  # servers of lost shards are started again, or others take their place
+    faults: tuple[dict[str, int], ...] = ()  # trainer.faults.Fault
 
 
 def main() -> int:
@@ -108,7 +111,8 @@ class TrainerProcess:
         self._job = TrainJob.of(call.job)
         self._run = Path(self._job.run)
         self._last_step = call.start_step
-        self._shard_changes: deque[tuple[int, str]] = deque()  # filled by the traffic's thread
+        self._shard_changes: deque[tuple[int, str, float]] = deque()  # filled by the traffic's thread
+        self._faults: list[Fault] = []  # of the trainer that hosts lane 0
         self._replaced = 0
         self._asked_at = 0.0
 
@@ -122,6 +126,8 @@ class TrainerProcess:
         if call.resumes:
             load_dense(self._run / DENSE, dense.module, dense.optimizer, call.start_step)
         lane_map = self._board.lane_map(TERM)
+        if lane_map[0] == self._trainer:
+            self._faults = [Fault(**fault) for fault in call.faults]
         placement = Placement.load(self._run / PLACEMENT)
         patience = timedelta(seconds=1 if placement.r else 10)
         with (
@@ -133,7 +139,7 @@ class TrainerProcess:
             owner = Ownership(TERM, Run.open(self._run).manifest.identity)
             part, events = assemble(
                 job, schedule, dense, start, lane_map, transport, store, placement, log,
-                ownership=owner, on_shard=lambda shard, what: self._shard_changes.append((shard, what)),
+                ownership=owner, on_shard=lambda shard, what: self._shard_changes.append((shard, what, time.monotonic())),
             )  # fmt: skip
             with part.traffic:
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
@@ -160,7 +166,8 @@ class TrainerProcess:
 
         def on_step(report: StepReport) -> None:
             self._last_step = report.step
-            self._mail.send("step", report=asdict(report))
+            self._mail.send("step", report=asdict(report), at=time.monotonic())
+            self._strike()
             self._see_to_shards(trainer.part.traffic)
 
         def on_evaluation(report: EvaluationReport) -> None:
@@ -174,11 +181,19 @@ class TrainerProcess:
                 raise
             return True, str(error)
 
+    def _strike(self) -> None:
+        """Put in the faults that are due after the last step."""
+        for fault in self._faults:
+            if fault.step == self._last_step:
+                at = time.monotonic()
+                fault.strike(self._run / STORES_FOLDER)
+                self._mail.send("fault", shard=fault.shard, at=at)
+
     def _see_to_shards(self, traffic: Traffic) -> None:
         """Tell what became of store shards, and take servers in their place, as the coordinator says."""
         while self._shard_changes:
-            shard, what = self._shard_changes.popleft()
-            self._mail.send("shard", shard=shard, what=what)
+            shard, what, at = self._shard_changes.popleft()
+            self._mail.send("shard", shard=shard, what=what, at=at)
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()

@@ -21,7 +21,20 @@ def parsed_job(*arguments: str) -> TrainJob:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["evaluate"], ["export"], ["digest"], ["stores"], ["stores", "status"], ["prepare"]], ids=" ".join
+    "command",
+    [
+        [],
+        ["train"],
+        ["evaluate"],
+        ["export"],
+        ["digest"],
+        ["stores"],
+        ["stores", "status"],
+        ["drill"],
+        ["drill", "lost-shard"],
+        ["prepare"],
+    ],
+    ids=" ".join,
 )
 def test_every_command_has_a_help_page(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

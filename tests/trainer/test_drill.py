@@ -1,0 +1,155 @@
+"""`foreload drill lost-shard`: at named steps, on real servers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from test_timeline import steady
+
+from pipelines import prepare
+from pipelines.schedule import Schedule
+from trainer.cli import main
+from trainer.commands import drill
+from trainer.commands.drill import Drill
+from trainer.job import TrainJob
+from trainer.run import DRILL, SUMMARY, Run
+from trainer.timeline import Moments
+
+LAST = 79
+MODEL = ["--dim", "4", "--model-options", "top=8-1", "bottom=8-4"]
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An epoch of 80 steps in two lanes, with so few slots that rows come back from the store."""
+    out = tmp_path_factory.mktemp("schedule") / "clicks"
+    prepare.run(f"--format synthetic --rows 10240 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
+    return out
+
+
+def drilled(schedule: Path, run: Path, *further: str) -> dict[str, Any]:
+    """The run's summary after a drill that must succeed."""
+    assert main(["drill", "lost-shard", str(schedule), "--run", str(run), *MODEL, *further]) == 0
+    found: dict[str, Any] = json.loads((run / SUMMARY).read_text())
+    return found
+
+
+def check_picture(path: Path) -> None:
+    """A picture, and something in it."""
+    pixels = matplotlib.image.imread(path)
+    assert min(pixels.shape[:2]) > 100
+    assert len(np.unique(pixels)) > 10
+
+
+@pytest.mark.parametrize(("at", "trainers"), [(20, "1"), (20, "2"), (LAST, "1")])
+def test_a_killed_shard_is_rebuilt_and_the_model_is_that_of_an_undisturbed_run(
+    schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int, trainers: str
+) -> None:
+    run = tmp_path / "run"
+    summary = drilled(schedule, run, "--at", str(at), "--shard", "1", "--down", "0", "--check", "--trainers", trainers)
+    found = summary["drill"]
+    assert (found["signal"], found["step"], found["shard"]) == ("SIGKILL", at, 1)
+    assert 0 <= found["seconds_until_lost"] <= found["seconds_until_back"] <= found["seconds_until_whole"]
+    assert found["rows_rebuilt"] > 0
+    assert (found["longest_gap_seconds"] is None) == (at == LAST)
+    assert found["median_step_seconds"] > 0
+    assert summary["digest"] == found["digest_undisturbed"]
+    assert (summary["state"], summary["steps"]) == ("ended", LAST + 1)
+    assert Run.open(run).resting().lost == []
+    check_picture(run / DRILL)
+    out = capsys.readouterr().out
+    assert f"store shard 1: struck by SIGKILL after step {at}" in out
+    assert f"the model is that of an undisturbed run: digest {summary['digest']}" in out
+
+
+def test_a_stopped_shard_is_lost_after_its_timeout_and_rebuilt_when_it_goes_on(schedule: Path, tmp_path: Path) -> None:
+    further = ("--at", "20", "--shard", "0", "--stop", "--store-timeout", "0.2", "--down", "0.5", "--check")
+    summary = drilled(schedule, tmp_path / "run", *further)
+    found = summary["drill"]
+    assert found["signal"] == "SIGSTOP"
+    assert found["seconds_until_lost"] >= 0.2
+    assert found["seconds_until_back"] >= 0.5
+    assert found["seconds_until_whole"] >= found["seconds_until_back"]
+    assert summary["digest"] == found["digest_undisturbed"]
+
+
+def test_without_a_server_to_come_back_the_run_ends_degraded(schedule: Path, tmp_path: Path) -> None:
+    found = drilled(schedule, tmp_path / "run", "--at", "20", "--shard", "2", "--no-restart", "--check")["drill"]
+    assert found["seconds_until_lost"] is not None
+    assert found["seconds_until_back"] is found["seconds_until_whole"] is None
+    assert Run.open(tmp_path / "run").resting().lost == [2]
+
+
+def test_without_a_schedule_clicks_are_made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(drill, "MADE_UP", "--format synthetic --rows 5120 --batch-size 128 --lanes 2 --slots 900")
+    assert main(["drill", "lost-shard", *MODEL]) == 0
+    assert Schedule("drill-schedule").header.end_step == 40
+    found = json.loads(Path("drill", SUMMARY).read_text())["drill"]
+    assert 10 <= found["step"] <= 20
+    check_picture(Path("drill", DRILL))
+    # As for any run, the folder is not free now; a drill that may have it uses the same schedule.
+    assert main(["drill", "lost-shard", *MODEL]) == 2
+    assert "--run: drill holds a run already" in capsys.readouterr().err
+    assert main(["drill", "lost-shard", *MODEL, "--overwrite"]) == 0
+
+
+def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> None:
+    opened = Schedule(schedule)
+
+    def chosen(seed: int, **further: int) -> tuple[int, int]:
+        job = TrainJob(schedule=str(schedule), run=str(tmp_path / "run"), store="local:3", seed=seed)
+        fault = drill.choose_fault(job, Drill(**further), opened)
+        return fault.step, fault.shard
+
+    assert [chosen(seed) for seed in range(30)] == [chosen(seed) for seed in range(30)]
+    steps, shards = zip(*(chosen(seed) for seed in range(30)), strict=True)
+    assert len(set(steps)) > 10
+    assert all(20 <= step <= 40 for step in steps)
+    assert set(shards) == {0, 1, 2}
+    assert chosen(5, at=LAST, shard=2) == (LAST, 2)
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        (["--at", "80"], "--at: must be a step of"),
+        (["--at", "-1"], "--at: must be a step of"),
+        (["--shard", "3"], "--shard: must be a store shard of local:3, 0 to 2; got 3"),
+        (["--down", "-1"], "--down: must be 0 to 20 seconds; got -1"),
+        (["--down", "21"], "--down: must be 0 to 20 seconds; got 21"),
+        (["--store", "local:2"], "--store: a drill needs parity, which local:2 has not"),
+        (["--parity", "off"], "--store: a drill needs parity, which local:3 has not"),
+        (["--store", "redis://127.0.0.1:1"], "--store: a drill kills servers of its own only"),
+        (["--follow"], "--follow: cannot be given to a drill"),
+        (["--spare", "redis://127.0.0.1:1"], "--spare: cannot be given to a drill"),
+    ],
+)
+def test_what_cannot_be_drilled_is_refused_in_one_line_before_anything_is_made(
+    schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], further: list[str], message: str
+) -> None:
+    assert main(["drill", "lost-shard", str(schedule), "--run", str(tmp_path / "run"), *further]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"foreload: error: {message}")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_matplotlib_a_line_says_so_and_nothing_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    figures = {"signal": "SIGKILL", "shard": 0, "step": 3, "longest_gap_seconds": None, "median_step_seconds": 0.5}
+    assert drill.draw(tmp_path / DRILL, steady(20), Moments(2.0), figures) is None
+    assert "matplotlib is not installed; `pip install matplotlib`" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert drill.draw(tmp_path / DRILL, steady(20), Moments(2.0), figures) == str(tmp_path / DRILL)
+    check_picture(tmp_path / DRILL)

@@ -1,0 +1,82 @@
+"""Gaps and throughput of steps in time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from trainer.timeline import Moments, StepTimes, Timeline, account
+
+STEP = 0.5
+GAP = 3.0
+
+
+def told(step: int, at: float, trainer: int = 0, seconds: float = STEP, epoch: int = 0) -> dict[str, object]:
+    report = {"step": step, "epoch": epoch, "samples": 100, "seconds": seconds}
+    return {"kind": "step", "trainer": trainer, "report": report, "at": at}
+
+
+def steady(count: int, begin: float = 0.0) -> Timeline:
+    """Steps of half a second and 100 samples."""
+    ended = begin + STEP * np.arange(1, count + 1)
+    return Timeline(ended, np.full(count, STEP), np.full(count, 100))
+
+
+def joined(*parts: Timeline) -> Timeline:
+    return Timeline(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ended", "took", "samples")))
+
+
+def test_a_step_has_ended_when_the_last_trainer_has_ended_it() -> None:
+    times = StepTimes()
+    for mail in (told(7, 10.0), told(8, 11.0), told(7, 10.25, trainer=1), told(8, 11.5, trainer=1)):
+        times.note(mail)
+    assert times.timeline.ended.tolist() == [10.25, 11.5]
+    assert times.timeline.took.tolist() == [STEP, 1.25]
+
+
+def test_evaluation_between_epochs_is_no_step_s_time() -> None:
+    times = StepTimes()
+    for mail in (told(0, 1.0), told(1, 1.5), told(2, 9.0, epoch=1), told(3, 9.5, epoch=1)):
+        times.note(mail)
+    assert times.timeline.took.tolist() == [STEP] * 4
+
+
+def test_the_longest_gap_begins_with_the_strike_and_may_end_after_the_time_asked_for() -> None:
+    pause = Timeline(np.array([10 * STEP + GAP]), np.array([GAP]), np.array([100]))
+    timeline = joined(steady(10), pause, steady(10, 10 * STEP + GAP))
+    struck = 10 * STEP + 1.0
+    assert timeline.longest_gap(10 * STEP, 20.0) == pytest.approx(GAP)
+    assert timeline.longest_gap(struck, struck) == pytest.approx(GAP - 1.0)
+    assert timeline.longest_gap(0.0, 2.0) == pytest.approx(STEP)
+    assert math.isnan(timeline.longest_gap(100.0, 200.0))
+
+
+def test_throughput_cuts_steps_at_the_ends_of_a_span_and_is_not_told_of_too_few() -> None:
+    timeline = joined(steady(20), Timeline(np.array([14.0]), np.array([4.0]), np.array([100])))
+    assert timeline.throughput((0.25, 9.75)) == pytest.approx(200)
+    # 10 whole steps, and half of the samples of the slow one in half of its time.
+    assert timeline.throughput((5.0, 12.0)) == pytest.approx((1000 + 50) / 7)
+    assert math.isnan(timeline.throughput((0.0, 1.0)))
+    assert timeline.throughput((0.0, 1.0), (2.0, 4.0)) == pytest.approx(200)
+
+
+def test_bins_hold_all_samples() -> None:
+    timeline = joined(steady(20), Timeline(np.array([14.0]), np.array([4.0]), np.array([100])))
+    edges, rates = timeline.bins(0.3)
+    assert (rates * np.diff(edges)).sum() == pytest.approx(timeline.samples.sum())
+
+
+def test_what_did_not_happen_has_no_figure() -> None:
+    whole = account(steady(100), Moments(10.0, 11.0, 20.0, 30.0))
+    assert all(value is not None for value in whole.values())
+    assert whole["throughput_degraded"] == pytest.approx(1)
+    assert whole["throughput_rebuilding"] == pytest.approx(1)
+    assert (whole["seconds_until_lost"], whole["seconds_until_back"], whole["seconds_until_whole"]) == (1, 10, 20)
+    degraded = account(steady(100), Moments(10.0, 11.0))
+    assert degraded["throughput_degraded"] == pytest.approx(1)
+    assert degraded["throughput_rebuilding"] is degraded["seconds_until_back"] is degraded["seconds_until_whole"] is None
+    last = account(steady(100), Moments(50.0, 51.0, 52.0, 53.0))
+    assert last["longest_gap_seconds"] is None
+    assert last["median_step_seconds"] == STEP

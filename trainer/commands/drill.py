@@ -1,0 +1,265 @@
+"""`foreload drill lost-shard`: trains, kills a store shard on the way, and tells and draws what that did to the training."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cache.local import LocalStores
+from pipelines.files import write_json
+from pipelines.schedule import Schedule
+from trainer.errors import JobError, TrainerError
+from trainer.faults import Fault, Witness
+from trainer.job import TrainJob, local_shards
+from trainer.launch import train, under_scheduler
+from trainer.run import DRILL, STORES, SUMMARY, check_free
+from trainer.timeline import Moments, StepTimes, Timeline, account
+
+MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
+_BINS = 120
+MADE_UP = "--format synthetic --rows 400000 --batch-size 1024 --lanes 2 --slots 30000"
+_WORDS = {"lost": "lost", "back": "server back", "whole": "rebuilt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """What is done to the store: at: the step after which, None: drawn from the job's seed, as shard is.
+
+    stop: the server is stopped and later continued, not killed; down_seconds: how long it stays away, None: a second, or when it is stopped,
+    one more than it may be silent. check: train again, undisturbed, and compare the digests. make: the job's schedule is made up if it is not there.
+    """
+
+    at: int | None = None
+    shard: int | None = None
+    stop: bool = False
+    down_seconds: float | None = None
+    check: bool = False
+    make: bool = False
+
+
+class LostShard(Witness):
+    """The fault, and all that is seen of it: steps and moments, in seconds of time.monotonic()."""
+
+    def __init__(self, fault: Fault, stores: Path, down_seconds: float) -> None:
+        self.faults = (fault,)
+        self._shard, self._signal = fault.shard, fault.signal_number
+        self._stores = stores
+        self._steps = StepTimes()
+        self._struck: float | None = None
+        self._lost: dict[int, float] = {}
+        self._back: dict[int, float] = {}
+        self._whole: dict[int, float] = {}
+        self._return = threading.Timer(down_seconds, self._come_back)
+        self._may_start = self._signal != signal.SIGKILL
+
+    def see(self, mail: Mapping[str, Any]) -> None:
+        """Note steps and what becomes of the shard; once it is struck, see to its return."""
+        if mail["kind"] == "step":
+            self._steps.note(mail)
+        elif mail["kind"] == "fault":
+            self._struck = mail["at"]
+            self._return.start()
+        elif mail["kind"] == "shard" and mail["shard"] == self._shard:
+            moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}[mail["what"]]
+            moments[mail["trainer"]] = mail["at"]
+
+    def may_start(self, shard: int) -> bool:
+        """Not before the server was down for long enough."""
+        return shard != self._shard or self._may_start
+
+    def _come_back(self) -> None:
+        self._may_start = True
+        self.release()
+
+    def release(self) -> None:
+        """Whatever happened, no server stays stopped."""
+        self._return.cancel()
+        local = LocalStores.find(self._stores) if self._signal == signal.SIGSTOP else None
+        pid = local.pids[self._shard] if local is not None else None
+        if pid is not None:
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def timeline(self) -> Timeline:
+        """All steps, one at least."""
+        return self._steps.timeline
+
+    @property
+    def moments(self) -> Moments | None:
+        """None where training ended before the fault."""
+        if self._struck is None:
+            return None
+        whole = max(self._whole.values()) if self._lost and self._whole.keys() >= self._lost.keys() else None
+        return Moments(self._struck, min(self._lost.values(), default=None), min(self._back.values(), default=None), whole)
+
+
+def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
+    """Train with the fault; returns the run's summary with the drill's figures in "drill".
+
+    Raises JobError for what cannot be drilled, TrainerError where the model is not the undisturbed one, and what training raises.
+    """
+    _check(job, drill)
+    check_free(Path(job.run), job.overwrite)
+    if drill.make and not (Path(job.schedule) / "schedule.json").exists():
+        from pipelines import prepare
+
+        prepare.run([*MADE_UP.split(), "--seed", str(job.seed), "--out", job.schedule])
+    fault = choose_fault(job, drill, Schedule(job.schedule))
+    down = drill.down_seconds
+    if down is None:
+        down = 1.0 + (job.store_silence.total_seconds() if drill.stop else 0.0)
+    witness = LostShard(fault, Path(job.run) / STORES, down)
+    try:
+        ending = train(replace(job, digest=job.digest or drill.check), witness)
+    finally:
+        witness.release()
+    assert ending is not None
+    moments = witness.moments
+    if moments is None:
+        raise TrainerError(f"drill: training stopped after step {ending.step}, before the store shard was to be struck")
+    timeline = witness.timeline
+    begin = float(timeline.ended[0] - timeline.took[0])
+    figures: dict[str, Any] = {
+        "signal": signal.Signals(fault.signal_number).name,
+        "shard": fault.shard,
+        "step": fault.step,
+        "down_seconds": down,
+        "struck_at_seconds": moments.struck - begin,
+        **account(timeline, moments),
+        "rows_rebuilt": ending.summary["store_traffic"]["rows_rebuilt"],
+    }
+    found = ending.summary | {"drill": figures}
+    figures["picture"] = draw(Path(job.run) / DRILL, timeline, moments, figures)
+    if drill.check and not ending.stopped:
+        figures["digest_undisturbed"] = _undisturbed(job)
+    write_json(Path(job.run) / SUMMARY, found)
+    if ending.signal_number is not None:
+        raise KeyboardInterrupt
+    if figures.get("digest_undisturbed", found.get("digest")) != found.get("digest"):
+        raise TrainerError(
+            f"drill: the model is not that of an undisturbed run: digest {found['digest']}, undisturbed {figures['digest_undisturbed']}; "
+            f"this must not be: please report it with {job.run}/{SUMMARY}"
+        )
+    return found
+
+
+def _check(job: TrainJob, drill: Drill) -> None:
+    count = local_shards(job.store)
+    if count is None:
+        raise JobError("--store: a drill kills servers of its own only; give local:N")
+    if not job.code(count)[1]:
+        raise JobError(
+            f"--store: a drill needs parity, which {job.store} has not; give local:3 or more without --parity off, or --parity 1+1"
+        )
+    for name in ("resume", "follow", "spare"):
+        if getattr(job, name):
+            raise JobError(
+                f"--{name}: cannot be given to a drill, which trains a whole schedule from its beginning on local stores"
+            )
+    if under_scheduler():
+        raise JobError("drill: must be started by itself, not by torchrun or another scheduler")
+    if drill.shard is not None and not 0 <= drill.shard < count:
+        raise JobError(f"--shard: must be a store shard of {job.store}, 0 to {count - 1}; got {drill.shard}")
+    if drill.down_seconds is not None and not 0 <= drill.down_seconds <= MOST_DOWN_SECONDS:
+        raise JobError(f"--down: must be 0 to {MOST_DOWN_SECONDS:g} seconds; got {drill.down_seconds:g}")
+
+
+def choose_fault(job: TrainJob, drill: Drill, schedule: Schedule) -> Fault:
+    """What is done, and when: as the drill says, else drawn from the job's seed. Raises JobError."""
+    first, end = schedule.header.first_step, schedule.header.end_step
+    chance = random.Random(job.seed)
+    # Late enough to see what is normal, and early enough to see the rebuild.
+    step, shard = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1), chance.randrange(job.shards)
+    if drill.at is not None:
+        step = drill.at
+        if not first <= step < end:
+            raise JobError(f"--at: must be a step of {schedule.path}, {first} to {end - 1}; got {step}")
+    if drill.shard is not None:
+        shard = drill.shard
+    return Fault(step, shard, signal.SIGSTOP if drill.stop else signal.SIGKILL)
+
+
+def _undisturbed(job: TrainJob) -> str:
+    """The digest of the same training without a fault."""
+    sys.stderr.write("drill: training again, undisturbed\n")
+    with tempfile.TemporaryDirectory(prefix="foreload-") as folder:
+        ending = train(replace(job, run=str(Path(folder) / "run"), namespace=None, overwrite=False, digest=True))
+        assert ending is not None
+        if ending.stopped:
+            raise KeyboardInterrupt
+        return str(ending.summary["digest"])
+
+
+def text(summary: Mapping[str, Any]) -> str:
+    """What `run` found, for a person."""
+    found = summary["drill"]
+
+    def after(name: str) -> str:
+        seconds = found[f"seconds_until_{name}"]
+        return "never" if seconds is None else f"after {seconds:.3f} s"
+
+    def of_normal(name: str) -> str:
+        return "-" if found[name] is None else f"{found[name]:.1%}"
+
+    struck = f"struck by {found['signal']} after step {found['step']}, {found['struck_at_seconds']:.2f} s into the training"
+    lines = [
+        f"store shard {found['shard']}: {struck}; its server was away for {found['down_seconds']:g} s",
+        f"given up {after('lost')}, back {after('back')}, whole {after('whole')}: {found['rows_rebuilt']:,} rows rebuilt",
+        f"longest gap between steps {milliseconds(found['longest_gap_seconds'])}, counted from the strike; "
+        f"median step {milliseconds(found['median_step_seconds'])}",
+        f"throughput, of {found['samples_per_second_normal'] or 0:,.0f} samples a second: {of_normal('throughput_degraded')} while the shard was "
+        f"lost, {of_normal('throughput_rebuilding')} while it was rebuilt",
+    ]
+    if "digest_undisturbed" in found:
+        lines.append(f"the model is that of an undisturbed run: digest {summary['digest']}")
+    if found["picture"] is not None:
+        lines.append(f"drawn in {found['picture']}")
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A time for a person; - where there is none."""
+    return "-" if seconds is None else f"{1000 * seconds:,.1f} ms"
+
+
+def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str, Any]) -> str | None:
+    """Throughput over time with the moments; returns the file, None where there is nothing to draw with."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.stderr.write(
+            "drill: no picture is drawn, since matplotlib is not installed; `pip install matplotlib` and drill again\n"
+        )
+        return None
+    begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
+    edges, rates = timeline.bins(max((end - begin) / _BINS, 1e-3))
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.stairs(rates, edges - begin, baseline=0, fill=True, alpha=0.35, label="samples a second")
+    struck = "killed" if figures["signal"] == "SIGKILL" else "stopped"
+    after = {"lost": moments.lost, "back": moments.back, "whole": moments.whole}
+    shown = [(struck, moments.struck), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
+    for place, (word, at) in enumerate(shown):
+        axes.axvline(at - begin, color=f"C{place + 1}", label=f"{word}, {at - begin:.2f} s")
+    if moments.lost is not None:
+        axes.axvspan(moments.lost - begin, (moments.back or end) - begin, color="C3", alpha=0.08)
+    if moments.back is not None:
+        axes.axvspan(moments.back - begin, (moments.whole or end) - begin, color="C2", alpha=0.08)
+    gap, median = (milliseconds(figures[name]) for name in ("longest_gap_seconds", "median_step_seconds"))
+    axes.set_title(
+        f"Store shard {figures['shard']} {struck} after step {figures['step']}: longest gap {gap}, median step {median}"
+    )
+    axes.set_xlabel("seconds since training began")
+    axes.set_ylabel("samples a second")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=110)
+    return str(path)

@@ -1,0 +1,117 @@
+"""Training steps in time, and what a lost store shard did to them: the gap it left, and throughput before, meanwhile and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_FEWEST_STEPS = 5  # of which a throughput is told
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """When a store shard was struck, when the first trainer went on without it, reached its server again, and the last one had it whole.
+
+    Seconds on one clock; None: that did not happen.
+    """
+
+    struck: float
+    lost: float | None = None
+    back: float | None = None
+    whole: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Training steps in order: ended float64 [n], when, in seconds; took float64 [n], seconds since the step before; samples int64 [n].
+
+    Evaluation lies between steps: no step took its time.
+    """
+
+    ended: np.ndarray
+    took: np.ndarray
+    samples: np.ndarray
+
+    def longest_gap(self, since: float, until: float) -> float:
+        """The longest time between two steps from `since`, where the first gap begins, to the first step that ends at `until` or later.
+
+        nan where no step ends after `since`.
+        """
+        first = int(np.searchsorted(self.ended, since, "right"))
+        last = int(np.searchsorted(self.ended, until, "left"))
+        begun = np.maximum(self.ended - self.took, since)
+        gaps = (self.ended - begun)[first : last + 1]
+        return float(gaps.max()) if len(gaps) else float("nan")
+
+    def median_step(self, begin: float, end: float) -> float:
+        """Seconds of a step, of those that lie within begin .. end; nan where there is none."""
+        within = (self.ended - self.took >= begin) & (self.ended <= end)
+        return float(np.median(self.took[within])) if within.any() else float("nan")
+
+    def throughput(self, *spans: tuple[float, float]) -> float:
+        """Samples a second of training time within the spans (begin, end), steps cut at their ends; nan of fewer than 5 steps."""
+        samples = seconds = steps = 0.0
+        for begin, end in spans:
+            overlap = np.clip(np.minimum(self.ended, end) - np.maximum(self.ended - self.took, begin), 0, None)
+            shares = overlap / np.maximum(self.took, 1e-9)
+            samples, seconds, steps = samples + shares @ self.samples, seconds + overlap.sum(), steps + shares.sum()
+        return float(samples / seconds) if steps >= _FEWEST_STEPS else float("nan")
+
+    def bins(self, width: float) -> tuple[np.ndarray, np.ndarray]:
+        """(edges float64 [m + 1], samples a second float64 [m]) in bins of `width` seconds from the first step on."""
+        times = np.column_stack([self.ended - self.took, self.ended]).reshape(-1)
+        done = np.cumsum(np.column_stack([np.zeros_like(self.took), self.samples]).reshape(-1))
+        edges = np.arange(times[0], self.ended[-1] + width, width)
+        return edges, np.diff(np.interp(edges, times, done)) / width
+
+
+class StepTimes:
+    """Collects what trainers tell of their steps (mails of kind "step") into a Timeline."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[float, float, int, int]] = {}
+
+    def note(self, mail: Mapping[str, Any]) -> None:
+        """One trainer's mail about one step, which has ended when the last trainer has ended it."""
+        report = mail["report"]
+        ended, own, *_ = self._steps.get(report["step"], (0.0, 0.0))
+        self._steps[report["step"]] = max(ended, mail["at"]), max(own, report["seconds"]), report["epoch"], report["samples"]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps so far, of which there is one at least."""
+        ended, own, epoch, samples = map(np.array, zip(*(self._steps[step] for step in sorted(self._steps)), strict=True))
+        since = np.diff(ended, prepend=-np.inf)
+        # Evaluation comes between epochs: there, a step took what it says itself.
+        took = np.where(np.diff(epoch, prepend=epoch[0] - 1) == 0, since, np.minimum(since, own))
+        return Timeline(ended, took, samples)
+
+
+def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
+    """What losing the shard meant, in figures; None for what there is no measure of.
+
+    longest_gap_seconds is counted from the strike until the shard is whole again. Normal are the steps before the strike, without the first tenth of
+    them, and those after the shard is whole.
+    """
+    begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
+    struck = moments.struck
+    whole = end if moments.whole is None else moments.whole
+    normal = [(begin + (struck - begin) / 10, struck), (whole, end)]
+    rate = timeline.throughput(*normal)
+    found = {
+        "median_step_seconds": timeline.median_step(*normal[0]),
+        "longest_gap_seconds": timeline.longest_gap(struck, whole),
+        "samples_per_second_normal": rate,
+        "throughput_degraded": float("nan"),
+        "throughput_rebuilding": float("nan"),
+    }
+    if moments.lost is not None:
+        found["throughput_degraded"] = timeline.throughput((moments.lost, moments.back or end)) / rate
+    if moments.back is not None:
+        found["throughput_rebuilding"] = timeline.throughput((moments.back, whole)) / rate
+    for name, moment in (("lost", moments.lost), ("back", moments.back), ("whole", moments.whole)):
+        found[f"seconds_until_{name}"] = float("nan") if moment is None else moment - struck
+    return {name: value if np.isfinite(value) else None for name, value in found.items()}

@@ -372,6 +372,9 @@ def _drill(parsed: argparse.Namespace) -> int:
     if make:
         values["schedule"] = f"{values['run']}-schedule"
     job = TrainJob.of(values)
+    from trainer import numerics
+
+    numerics.set_environment(job.cpu_capability)  # the next line imports torch
     from trainer.commands import drill
 
     plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)

@@ -35,7 +35,7 @@ class Witness:
     faults: Sequence[Fault] = ()
 
     def see(self, mail: Mapping[str, Any]) -> None:
-        """A trainer's mail: {"kind", "trainer", ...}. "at", of steps, faults and shards, is time.monotonic() on the trainer's machine."""
+        """A trainer's mail: {"kind", "trainer", ...}. "at" is time.monotonic() of the trainer's machine; mails of a shard's progress have none."""
 
     def may_start(self, shard: int) -> bool:
         """Whether the dead server of a local store shard may be started again now."""

@@ -67,7 +67,7 @@ class LostShard(Witness):
         elif mail["kind"] == "fault":
             self._struck = mail["at"]
             self._return.start()
-        elif mail["kind"] == "shard" and mail["shard"] == self._shard:
+        elif mail["kind"] == "shard" and mail["shard"] == self._shard and "at" in mail:
             moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}[mail["what"]]
             moments[mail["trainer"]] = mail["at"]
 

@@ -215,7 +215,7 @@ class Exchange:
         return totals
 
     def begin_dense(self, flat: Mapping[int, Tensor]) -> DenseSum:
-        """Begin to add the lanes' dense vectors in lane order: every trainer adds one chunk, of which it gets each lane's part.
+        """Begin to add the dense vectors of two or more lanes in lane order: every trainer adds one chunk, of which it gets each lane's part.
 
         flat: hosted lane -> float32 [P]; they must stay as they are until `finish_dense`.
         """
@@ -240,10 +240,7 @@ class Exchange:
             parts.update(zip(self._lanes[peer], split, strict=True))
         total = dense.total = torch.empty(bounds[-1], device=self._transport.device)
         own = total[chunk]
-        if len(self._map) > 1:
-            torch.add(parts[0], parts[1], out=own)
-        else:
-            own.copy_(parts[0])
+        torch.add(parts[0], parts[1], out=own)
         for lane in range(2, len(self._map)):
             own.add_(parts[lane])
         dense.outgoing = dict.fromkeys(self._peers, own)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lane_program import LAYOUTS, SEED, make_program
+from lane_program import LAYOUTS, SEED, LaneProgram, make_program
 from test_lost_shard import PATIENCE, Disturber, kill, restart, run
 from test_parity import EVALUATION_SLOTS, SLOTS, Recording, check_stripes, plan, run_lane
 
@@ -37,25 +37,29 @@ def stores(tmp_path: Path) -> Iterator[LocalStores]:
         yield stores
 
 
-def phases_stay_apart(stores: LocalStores, folder: Path) -> None:
-    """No exchange carries the parity rows and the rows of one batch."""
+@contextmanager
+def trained(stores: LocalStores, folder: Path) -> Iterator[tuple[Recording, StoredRows, LaneProgram]]:
+    """The store after a lane was trained on it, 2+1."""
     program = make_program(7, 15, SLOTS, SLOTS, EVALUATION_SLOTS)
     with Recording(stores.urls) as store, closing(FileLog(folder)) as log:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
         with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
             run_lane(traffic, 0, program)
-    for _, writes in store.exchanges:
+        yield store, stored, program
+
+
+def phases_stay_apart(stores: LocalStores, folder: Path) -> None:
+    """No exchange carries the parity rows and the rows of one batch."""
+    with trained(stores, folder) as (store, _, _):
+        exchanges = store.exchanges
+    for _, writes in exchanges:
         sent = {Marker.parse(write.marker) for write in writes}
         assert len(sent) <= 1
 
 
 def stripes_agree(stores: LocalStores, folder: Path) -> None:
     """Every parity row in the store is that of its members."""
-    program = make_program(7, 15, SLOTS, SLOTS, EVALUATION_SLOTS)
-    with Recording(stores.urls) as store, closing(FileLog(folder)) as log:
-        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
-            run_lane(traffic, 0, program)
+    with trained(stores, folder) as (store, stored, program):
         assert check_stripes(store, stored, 0, program)
 
 

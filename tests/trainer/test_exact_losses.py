@@ -149,22 +149,10 @@ LOSSES = [
 SOME = [one for one in LOSSES if one[1] == 1 + one[2][0] % 2 and (len(one[2]) == 1 or one[2] in ((1, 2), (4, 5)))]
 
 
-@pytest.mark.parametrize(("code", "trainers", "lost"), SOME)
+@pytest.mark.parametrize(
+    ("code", "trainers", "lost"), [pytest.param(*one, marks=() if one in SOME else pytest.mark.full) for one in LOSSES]
+)
 def test_shards_killed_at_a_seeded_step(
-    schedule: Schedule,
-    tmp_path: Path,
-    undisturbed: Callable[[tuple[int, int]], Outcome],
-    code: tuple[int, int],
-    trainers: int,
-    lost: tuple[int, ...],
-) -> None:
-    step = seeded_step(schedule, *code, trainers, *lost)
-    check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}), undisturbed(code))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("code", "trainers", "lost"), [one for one in LOSSES if one not in SOME])
-def test_shards_killed_at_a_seeded_step_in_full(
     schedule: Schedule,
     tmp_path: Path,
     undisturbed: Callable[[tuple[int, int]], Outcome],

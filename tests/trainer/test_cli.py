@@ -21,7 +21,20 @@ def parsed_job(*arguments: str) -> TrainJob:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["evaluate"], ["export"], ["digest"], ["stores"], ["stores", "status"], ["prepare"]], ids=" ".join
+    "command",
+    [
+        [],
+        ["train"],
+        ["evaluate"],
+        ["export"],
+        ["digest"],
+        ["stores"],
+        ["stores", "status"],
+        ["stores", "replace"],
+        ["scrub"],
+        ["prepare"],
+    ],
+    ids=" ".join,
 )
 def test_every_command_has_a_help_page(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -83,6 +96,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
         (["digest", "r"], "run r: has no manifest.json"),
         (["export", "r", "--out", "x"], "run r: has no manifest.json"),
         (["stores", "status", "r"], "run r: has no manifest.json"),
+        (["scrub", "r"], "run r: has no manifest.json"),
         (["prepare", "--format", "criteo"], "--out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

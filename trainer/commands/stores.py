@@ -22,6 +22,7 @@ from pipelines.errors import ScheduleError
 from pipelines.schedule import Schedule
 from trainer.commands.resting import layouts_of
 from trainer.coordinator import ask
+from trainer.errors import TrainerError
 from trainer.known_rows import given_ordinals
 from trainer.run import STORES, Manifest, Run, Status
 
@@ -39,8 +40,9 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     found = Run.open(path)
     manifest, status, placement = found.manifest, found.status, found.placement
     training = ask(found.path, {"do": "status"})
-    shards = _shards(found, store, status, (training or {}).get("shards", {}))
-    schedule = _schedule(manifest)
+    # What the status says is of the beginning while a run trains.
+    shards = _shards(found, store, status if training is None else None, (training or {}).get("shards", {}))
+    plan = _plan(manifest)
     lag = forecast = None
     if training is not None:
         trainers = (ask(found.path, {"do": "census"}) or {"trainers": []})["trainers"]
@@ -48,14 +50,14 @@ def run(path: str, store: str | None) -> dict[str, Any]:
             _tell(shards, name, np.sum([part[name] for part in trainers], axis=0) if trainers else None)
         if trainers:
             lag = {name: sum(part["lag"][name] for part in trainers) for name in trainers[0]["lag"]}
-    elif schedule is not None and status is not None and status.state != "training":
-        rows = layouts_of(manifest.training_job, schedule)
+    elif plan is not None and status is not None and status.state != "training":
+        schedule, rows = plan
         held = _arithmetic(placement, given_ordinals(schedule, status.step), len(rows))
         _tell(shards, "rows", held.rows.sum(axis=0))
         _tell(shards, "parity_rows", held.parity_rows.sum(axis=0))
         _tell(shards, "row_bytes", held.row_bytes(rows))
-    if schedule is not None:
-        rows = layouts_of(manifest.training_job, schedule)
+    if plan is not None:
+        schedule, rows = plan
         forecast = _forecast(_arithmetic(placement, given_ordinals(schedule, None), len(rows)), rows, shards)
     return {
         "run": path,
@@ -68,11 +70,14 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     }
 
 
-def _schedule(manifest: Manifest) -> Schedule | None:
-    """The run's schedule, if it is there and complete."""
+def _plan(manifest: Manifest) -> tuple[Schedule, list[RowLayout]] | None:
+    """The run's schedule and how its rows look, if the schedule is there and complete, and the model can be loaded."""
+    if not manifest.stages:
+        return None
     try:
-        return Schedule(manifest.stages[-1].path) if manifest.stages else None
-    except ScheduleError:
+        schedule = Schedule(manifest.stages[-1].path)
+        return schedule, layouts_of(manifest.training_job, schedule)
+    except (ScheduleError, TrainerError):
         return None
 
 

@@ -149,6 +149,15 @@ def test_batches_on_their_way_are_never_taken_for_damage(
         assert (found.repaired, found.damaged) == ([], [])
 
 
+def test_a_scrub_that_does_not_wait_for_these_batches_is_caught(
+    four: LocalStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Traffic, "_settle", lambda self: False)
+    scrubbing = Scrubbing("parity acknowledged", 3, again=True)
+    scrubbing.train(four, 3, 2, 1, tmp_path)
+    assert any(found.stripes_damaged or found.stripes_repaired for found in scrubbing.found)
+
+
 def damage(four: LocalStores, scrubbing: Scrubbing, places: tuple[int, ...], byte: int | None) -> Callable[[Traffic], None]:
     """Flips a bit of rows of a stripe of the lane and table that are scrubbed first, or removes them."""
 

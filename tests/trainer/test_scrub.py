@@ -22,9 +22,9 @@ from trainer.run import SCRUB, STORES, Run
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An epoch of 400 steps in two lanes, with so few slots that rows come back from the store."""
+    """An epoch of 1,200 steps in two lanes, with so few slots that rows come back from the store."""
     out = tmp_path_factory.mktemp("schedule") / "clicks"
-    prepare.run(f"--format synthetic --rows 51200 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
+    prepare.run(f"--format synthetic --rows 153600 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
     return out
 
 

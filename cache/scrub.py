@@ -145,13 +145,13 @@ class StripeChunk:
         code = self.stored.placement.code
         assert code is not None
         shape = self.shards.shape
-        rows = np.zeros((self.shards.size, self.stored.layouts[self.known.table].row_bytes), np.uint8)
-        missing = np.zeros(self.shards.size, bool)
+        rows = np.zeros((*shape, self.stored.layouts[self.known.table].row_bytes), np.uint8)
+        missing = np.zeros(shape, bool)
+        flat_rows, flat_missing = rows.reshape(self.shards.size, -1), missing.reshape(-1)
         for read, places in zip(self.reads, self.places, strict=True):
-            rows[places] = read.rows
+            flat_rows[places] = read.rows
             if read.missing is not None:
-                missing[places] = read.missing
-        rows, missing = rows.reshape(*shape, -1), missing.reshape(shape)
+                flat_missing[places] = read.missing
         rows[missing] = 0
         wrong = self._wrong(rows, missing)
         erased = (wrong != _FINE) | self.absent

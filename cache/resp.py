@@ -184,7 +184,7 @@ class HmgetReply:
     """The reply to an HMGET of the marker and n fields: fills rows in place.
 
     rows: uint8 [n, row_bytes]. Afterwards `missing` is bool [n] or None where nothing is missing, `marker` the marker's bytes or None, and
-    `other_length` the first (row, bytes) whose value is not a row of this length, or None.
+    `other_length` the first (row, bytes) whose value is not a row of this length, or None; all such rows count as missing.
     """
 
     def __init__(self, rows: np.ndarray) -> None:
@@ -290,6 +290,7 @@ class HmgetReply:
             if status != _OTHER_LENGTH:
                 return int(start)
             self.other_length = self.other_length or (row, int(length))
+            self._missing[row] = True
             self._skip = int(length) + 2
             self._request[frames.NEXT] = row + 1
 

@@ -30,7 +30,8 @@ class Read:
     """Rows wanted from one store shard, and the marker.
 
     fields: uint64 [n]; rows: uint8 [n, row_bytes], its last axis contiguous. exchange fills rows in place (those of missing rows stay as
-    they were), missing (bool [n], or None where nothing is missing) and marker (None where there is none).
+    they were), missing (bool [n], or None where nothing is missing) and marker (None where there is none). any_length: a value that is not as
+    long as a row counts as missing, and is no error.
     """
 
     shard: int
@@ -39,6 +40,7 @@ class Read:
     rows: np.ndarray
     missing: np.ndarray | None = None
     marker: bytes | None = None
+    any_length: bool = False
 
 
 @dataclass(slots=True)
@@ -259,7 +261,7 @@ class Store:
         """Gather what the commands of one read found."""
         url = self.urls[read.shard]
         for part, reply in enumerate(parts):
-            if reply.other_length is not None:
+            if reply.other_length is not None and not read.any_length:
                 row, length = reply.other_length
                 field = int(read.fields[part * COMMAND_ROWS + row])
                 raise RowError(

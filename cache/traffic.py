@@ -26,6 +26,7 @@ from cache.batch_log import BatchLog
 from cache.batches import WriteBackBatch
 from cache.decoding import lost_rows
 from cache.errors import CacheError, RowsLost
+from cache.inspection import Inspection
 from cache.lanes import Boundary, Fetch, LanePlan, LaneTraffic
 from cache.reading import Expected, StoredRows
 from cache.rebuild import Rebuild
@@ -69,8 +70,8 @@ class Traffic:
     waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. check_tags=False leaves
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
-    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shard is
-    called with (shard, "lost", "rebuilding" or "ok").
+    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost, "inspected"
+    after `inspection` did something. on_shard is called with (shard, "lost", "rebuilding" or "ok").
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -110,6 +111,8 @@ class Traffic:
             self._shards = Shards(stored, list(self._lanes), ownership, self._wake, self._changed)
         self._rounds = Rounds(stored, writes, self._shards, log, check_tags, self._on_action)
         self._rebuild = Rebuild(stored, self._shards, self._rounds) if self._shards is not None else None
+        lanes = list(self._lanes.values())
+        self.inspection = Inspection(stored, self._shards, self._rounds, lanes, self._condition, self._wait, self._signal)
         self._signals = 1  # raised by whatever may give the thread something to do
         self._stopping = False
         self._failure: BaseException | None = None
@@ -325,6 +328,8 @@ class Traffic:
         waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.values()) else []
         if self._rebuild is not None and self._rebuild.wanted([state.writes for state in self._lanes.values()]) is not None:
             waits.append(self._rebuild.wait().total_seconds())
+        if (due := self.inspection.patience()) is not None:
+            waits.append(due)
         return min(waits, default=None)
 
     def _wake(self) -> None:
@@ -334,6 +339,9 @@ class Traffic:
     def _round(self) -> bool:
         """One round with the store; False if there was nothing to exchange."""
         mended = self._mend()
+        if self.inspection.work(self._settle):
+            self._on_action("inspected")
+            mended = True
         fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]] = []
         cut: list[tuple[LaneWrites, WriteBackBatch]] = []
         for state in self._lanes.values():
@@ -374,23 +382,27 @@ class Traffic:
             self._shards.replace(shard, url)
         if self._shards.whole:
             return False
-        # Whatever is read or written here must meet no batch that is half written.
-        sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
-        if sent:
-            moved = self._rounds.read_phase([], [], sent)
-            with self._condition:
-                self._note([], moved)
-                self._condition.notify_all()
+        settled = self._settle()
         self._shards.take_back({state.lane: state.writes.batches for state in self._lanes.values()})
         work = self._rebuild.wanted([state.writes for state in self._lanes.values()])
         if work is None or self._rebuild.wait():
-            return bool(sent)
+            return settled
         rows = self._rebuild.chunk(*work)
         with self._condition:
             self._counters.rows_rebuilt += rows
             self._condition.notify_all()
         self._on_action("rows rebuilt")
         return True
+
+    def _settle(self) -> bool:
+        """Send the rows of all batches under way, so that what is then read or written meets none half written; whether there were any."""
+        sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
+        if sent:
+            moved = self._rounds.read_phase([], [], sent)
+            with self._condition:
+                self._note([], moved)
+                self._condition.notify_all()
+        return bool(sent)
 
     def _replacements(self) -> list[tuple[int, str]]:
         """The servers to be used from now on; one for a shard that is not lost waits until all are whole."""

@@ -37,6 +37,8 @@ _GROUPS = {
     ),
     "this call": ("follow", "resume", "overwrite", "digest"),
 }
+_NAMED = 20  # stripes that scrub names on the terminal
+ROWS_LOST, DAMAGED = 3, 4  # exit statuses
 _STORE_HELP = "URLs of the run's store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give"
 
 ABOUT = """\
@@ -55,7 +57,7 @@ a first training, which needs nothing but this package:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it.
 
-    3: more store shards are lost than parity covers, so rows are gone.
+    3: more store shards are lost than parity covers, so rows are gone. 4: `scrub` found a stripe that it cannot repair.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     terminated: list[int] = []
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(parsed)
     except (PipelineError, CacheError, TrainerError) as error:
         print(f"foreload: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 3 if isinstance(error, RowsLost | ShardsLost) else 2
+        return ROWS_LOST if isinstance(error, RowsLost | ShardsLost) else 2
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
         return 128 + (terminated or [int(signal.SIGINT)])[0]
@@ -144,8 +146,8 @@ def parser() -> argparse.ArgumentParser:
     replaced.set_defaults(command=_stores_replace)
     _add(
         commands, "scrub", _scrub, "check the parity of a run's rows, and repair them",
-        "Reads every stripe of a run that is not being trained. Repairs a row that is missing, or has a wrong id or tag, or that several parity "
-        "rows single out; names every other stripe whose parity does not agree, leaves it alone, and exits with 2.",
+        "Reads every stripe of a run, also while it is trained. Repairs a row that is missing, or has a wrong id or tag, a parity row that is "
+        "missing, and what several parity rows single out; names every other stripe that does not agree, leaves it alone, and exits with 4.",
     )  # fmt: skip
     drills = commands.add_parser("drill", help="practise a failure").add_subparsers(
         title="commands", metavar="COMMAND", required=True
@@ -325,16 +327,31 @@ def _stores_status(parsed: argparse.Namespace) -> int:
     from trainer.commands import stores
 
     found = stores.run(parsed.run, parsed.store)
-    lines = [f"run {found['run']}: {found['state']}, namespace {found['namespace']}"]
+    parity = found["parity"]
+    lines = [
+        f"run {found['run']}: {found['state']}, namespace {found['namespace']}, parity {parity['code']} {parity['state'] or ''}".rstrip()
+    ]
     for shard in found["shards"]:
         facts = [
             f"{shard[name]:,} {name.replace('_', ' ')}"
-            for name in ("rows", "memory_bytes", "saved_bytes")
+            for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")
             if shard.get(name) is not None
         ]
         if "rebuilt" in shard:
             facts.insert(0, f"{shard['rebuilt']:.0%} rebuilt")
         lines.append("  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]]))
+    if found["lag"] is not None:
+        lag = found["lag"]
+        lines.append(
+            f"on the way to the store: {lag['rows']:,} rows of {lag['boundaries']:,} boundaries, {lag['batches']:,} batches not yet "
+            "released"
+        )
+    if found["forecast"] is not None:
+        end = found["forecast"]
+        lines.append(
+            f"at the end of the schedule: {end['rows']:,} rows and {end['parity_rows']:,} parity rows, {end['memory_bytes'] / 2**20:,.1f} MiB in all "
+            f"shards ({end['overhead_bytes_a_row']:.0f} bytes a row beyond its own{', measured' if end['overhead_measured'] else ''})"
+        )
     _tell(parsed, found, "\n".join(lines))
     return 2 if any(shard["state"] in ("down", "lost") for shard in found["shards"]) else 0
 
@@ -356,13 +373,23 @@ def _scrub(parsed: argparse.Namespace) -> int:
     from trainer.commands import scrub
 
     found = scrub.run(parsed.run, parsed.store)
-    lines = [f"{found['stripes']:,} stripes, {len(found['repaired'])} repaired, {len(found['damaged'])} damaged"]
+    lines = [
+        f"{found['stripes']:,} stripes, {found['rows']:,} rows and {found['parity_rows']:,} parity rows checked: "
+        f"{found['stripes_repaired']:,} stripes repaired, {found['stripes_damaged']:,} damaged"
+    ]
+    if found["lost_shards"]:
+        lines.append(f"not checked: store shard {', '.join(map(str, found['lost_shards']))}, which is lost")
     for kind in ("repaired", "damaged"):
-        lines += [
-            f"{kind}: lane {one['lane']}, table {one['table']}, stripe {one['stripe']}: {one['what']}" for one in found[kind]
-        ]
+        for one in found[kind][:_NAMED]:
+            first, last = one["ordinals"]
+            shards = ", ".join(map(str, one["shards"]))
+            lines.append(
+                f"{kind}: lane {one['lane']}, table {one['table']}, ordinals {first} to {last}, shards {shards}: {one['what']}"
+            )
+        if found[f"stripes_{kind}"] > _NAMED:
+            lines.append(f"{kind}: {found[f'stripes_{kind}'] - _NAMED:,} more; --json has the first 1,000")
     _tell(parsed, found, "\n".join(lines))
-    return 2 if found["damaged"] else 0
+    return DAMAGED if found["stripes_damaged"] else 0
 
 
 def _drill(parsed: argparse.Namespace) -> int:

@@ -145,7 +145,7 @@ class Inbox:
 
 
 class ControlSocket:
-    """RUN/control.sock: JSON lines over a Unix socket, one request a line ({"do": "status"} or {"do": "stop"}), one answer a line.
+    """RUN/control.sock: JSON lines over a Unix socket, one request a line, such as {"do": "status"}, and one answer a line.
 
     does: what can be asked for, by name; each is called with the request, in a thread of the socket's.
     """

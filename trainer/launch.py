@@ -34,6 +34,7 @@ from trainer.assembly import DensePart
 from trainer.commands.digest import model_digest
 from trainer.commands.resting import rest
 from trainer.coordinator import Board, ControlSocket, Inbox, ask, contiguous_lanes, host_store
+from trainer.errands import Errands
 from trainer.errors import FingerprintError, JobError, RunError, ShardsLost, TrainerError
 from trainer.faults import Witness
 from trainer.fit import check_fit
@@ -250,7 +251,7 @@ class Attempt:
         self._protected = run.placement.r > 0
         self._spares = [str(url) for url in parse_urls(job.spare)] if job.spare else []
         self._wanted_replacements: deque[tuple[int, str]] = deque()  # filled by the control socket's threads
-        self._replacements = 0
+        self._orders = 0
         self._lost: dict[int, set[int]] = {}
         self._shard_states: dict[int, dict[str, Any]] = {}
         self.manifest = manifest
@@ -263,6 +264,7 @@ class Attempt:
         self._errors: list[dict[str, Any]] = []
         self._stop_wanted = False
         self._stop_told = False
+        self._errands = Errands(job.trainers, self._protected, lambda: len(self._ready) == job.trainers)
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
@@ -287,7 +289,14 @@ class Attempt:
         report = RunReport(self._run.path, Totals(**self._start.totals), self._start.step + 1, steps, job.trainers)  # type: ignore[arg-type]
         control = ControlSocket(
             self._run.path,
-            {"status": lambda _: self._told(report), "stop": lambda _: self._want_stop(), "replace": self._want_replacement},
+            {
+                "status": lambda _: self._told(report),
+                "stop": lambda _: self._want_stop(),
+                "replace": self._want_replacement,
+                "scrub": self._errands.scrub,
+                "scrubbed": self._errands.scrubbed,
+                "census": self._errands.census,
+            },
         )
         self._interrupts.gentle = True
         try:
@@ -331,6 +340,8 @@ class Attempt:
                 self._linger(inbox, board, report)
                 continue
             self._see_to_stores(board)
+            for order in self._errands.take():
+                self._tell_all(board, order)
             if len(self._interrupts.received) > 1:
                 raise KeyboardInterrupt
             if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
@@ -373,6 +384,8 @@ class Attempt:
             self._ended[trainer] = mail
         elif kind == "shard":
             self._shard_changed(trainer, mail)
+        elif kind == "errand":
+            self._errands.receive(mail)
         elif kind == "error":
             self._errors.append(mail)
 
@@ -461,14 +474,17 @@ class Attempt:
             shard, url = self._wanted_replacements.popleft()
             plain = parse_urls([url], {})[0].plain
             self.urls[shard] = url
-            board.publish(f"stores/{self._replacements}", {"shard": shard, "url": plain})
-            self._replacements += 1
+            self._tell_all(board, {"do": "replace", "shard": shard, "url": plain})
             if self.manifest.local_stores is None:
                 plains = tuple(url.plain for url in parse_urls(list(self.urls), {}))
                 job = self.manifest.job | {"store": ",".join(plains)}
                 self.manifest = replace(self.manifest, store_urls=plains, job=job)
                 self._run.write_manifest(self.manifest)
             sys.stderr.write(f"store shard {shard}: {plain} takes its place\n")
+
+    def _tell_all(self, board: Board, order: Mapping[str, Any]) -> None:
+        board.publish(f"orders/{self._orders}", dict(order))
+        self._orders += 1
 
     def _shard_changed(self, trainer: int, mail: dict[str, Any]) -> None:
         shard, what = mail["shard"], mail["what"]

@@ -2,7 +2,7 @@
 
 manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part are where it says), dense.safetensors,
 placement.json, metrics.jsonl, summary.json, tensorboard/, stores/ (rows of local stores), write-back/ (with parity, each
-lane's last write-back batch), drill.png (of `foreload drill`), control.sock while it trains.
+lane's last write-back batch), drill.png (of `foreload drill`), control.sock while it trains, scrub/ while that is scrubbed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trainer.job import TrainJob, settings
 VERSION = 1
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
-LOG, DRILL = "write-back", "drill.png"
-_FILES = (MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL)
+LOG, DRILL, SCRUB = "write-back", "drill.png", "scrub"
+_FILES = (MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL, SCRUB)
 
 State = Literal["training", "stopped", "ended"]
 

@@ -37,6 +37,7 @@ from pipelines.schedule import Schedule  # noqa: E402
 from trainer.assembly import DensePart, Start, assemble  # noqa: E402
 from trainer.coordinator import Board, Mail, StopAgreement, join_store  # noqa: E402
 from trainer.dense_file import load_dense, save_dense  # noqa: E402
+from trainer.errands import TrainerErrands  # noqa: E402
 from trainer.errors import PeerLost, TrainerError  # noqa: E402
 from trainer.faults import Fault  # noqa: E402
 from trainer.job import TrainJob  # noqa: E402
@@ -113,7 +114,7 @@ class TrainerProcess:
         self._last_step = call.start_step
         self._shard_changes: deque[tuple[int, str, float]] = deque()  # filled by the traffic's thread
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
-        self._replaced = 0
+        self._orders = 0
         self._asked_at = 0.0
 
     def run(self) -> None:
@@ -141,6 +142,7 @@ class TrainerProcess:
                 job, schedule, dense, start, lane_map, transport, store, placement, log,
                 ownership=owner, on_shard=lambda shard, what: self._shard_changes.append((shard, what, time.monotonic())),
             )  # fmt: skip
+            self._errands = TrainerErrands(self._mail, self._run, part.traffic, list(part.partitions), dense.layouts)
             with part.traffic:
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 self._board.read("go")
@@ -148,6 +150,7 @@ class TrainerProcess:
                 stopped, failure = self._train(trainer, events)
                 flushed = trainer.write_everything_back(self._last_step + 1, beyond=stopped)
                 lost = self._mend(part.traffic)
+                self._errands.finish()
                 batches = {lane: part.traffic.batches(lane) for lane in part.partitions}
                 counters = {
                     name: value.total_seconds() if isinstance(value, timedelta) else int(value)
@@ -190,7 +193,7 @@ class TrainerProcess:
                 self._mail.send("fault", shard=fault.shard, at=at)
 
     def _see_to_shards(self, traffic: Traffic) -> None:
-        """Tell what became of store shards, and take servers in their place, as the coordinator says."""
+        """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
         while self._shard_changes:
             shard, what, at = self._shard_changes.popleft()
             self._mail.send("shard", shard=shard, what=what, at=at)
@@ -200,9 +203,13 @@ class TrainerProcess:
         for shard, done in traffic.lost_or_rebuilding().items():
             if done:
                 self._mail.send("shard", shard=shard, what="rebuilding", done=done)
-        while (change := self._board.poll(f"stores/{self._replaced}")) is not None:
-            self._replaced += 1
-            traffic.replace(change["shard"], change["url"])
+        self._errands.tell()
+        while (order := self._board.poll(f"orders/{self._orders}")) is not None:
+            self._orders += 1
+            if order["do"] == "replace":
+                traffic.replace(order["shard"], order["url"])
+            else:
+                self._errands.begin(order)
 
     def _mend(self, traffic: Traffic) -> list[int]:
         """Wait until all shards are whole again, as long as there is hope; returns those that are not."""

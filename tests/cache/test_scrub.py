@@ -1,136 +1,310 @@
-"""Scrubbing on real servers: what was put wrong on purpose is repaired where it can be told, and named where it cannot."""
+"""Scrubbing on real servers: what was put wrong on purpose is repaired, byte for byte, where it can be told, and named and left alone where not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lane_program import LAYOUTS, SEED, LaneProgram, make_program
+from lane_program import LAYOUTS, SEED, make_program
 from test_parity import contents, plan, run_lane
+from test_traffic import ending
 
 from cache.batch_log import FileLog
+from cache.errors import StoreError
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.placement import Placement, fields
 from cache.reading import StoredRows
-from cache.scrub import Findings, TableRows, scrub_table
+from cache.resp import MARKER
+from cache.scrub import MAY, MUST, Findings, TableRows, scrub_table
+from cache.staging import EndedRows
 from cache.store import Store, Write
 from cache.stripes import PARITY_BIT
 from cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
-TABLE, STRIPE = 0, 2
+LANE, TABLE, STRIPE = 3, 0, 2
+CODES = [(3, 2, 1), (5, 4, 1), (4, 2, 2)]
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Four servers."""
-    with LocalStores(4, Path(tmp_path_factory.mktemp("four"))) as stores:
+def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Five servers."""
+    with LocalStores(5, Path(tmp_path_factory.mktemp("five"))) as stores:
         yield stores
 
 
-@pytest.fixture(params=[(2, 1), (2, 2)], ids=["2+1", "2+2"])
-def trained(request: pytest.FixtureRequest, four: LocalStores, tmp_path: Path) -> Iterator[tuple[StoredRows, LaneProgram]]:
-    """A lane's rows at rest."""
+@dataclass
+class AtRest:
+    """A lane's rows at rest, and what is known of them."""
+
+    stored: StoredRows
+    known: list[TableRows]
+    batches: int
+
+    def __post_init__(self) -> None:
+        self.k, self.r = self.stored.placement.k, self.stored.placement.r
+        self.before = self.held()
+
+    def held(self) -> list[dict[bytes, bytes]]:
+        """Every field of every shard."""
+        return contents(self.stored.store, self.stored.key(LANE, 0))
+
+    def scrub(self, repair: bool = True) -> Findings:
+        """Scrub all tables."""
+        total = Findings()
+        for rows in self.known:
+            for found in scrub_table(self.stored, LANE, rows, self.batches, repair):
+                total.add(found)
+        return total
+
+    def at(self, place: int, stripe: int = STRIPE) -> tuple[int, bytes]:
+        """Shard and field of a place of a stripe of the table that is put wrong."""
+        shard = int(self.stored.placement.stripes(LANE, np.zeros(4, np.int64)).shards(TABLE, np.array([stripe]))[0, place])
+        number, parity = (stripe * self.k + place, 0) if place < self.k else (stripe, int(PARITY_BIT))
+        return shard, (int(fields(np.array([TABLE]), np.array([number]))[0]) | parity).to_bytes(8, "big")
+
+    def row(self, place: int, stripe: int = STRIPE) -> bytes:
+        """What is stored there."""
+        shard, name = self.at(place, stripe)
+        found = self.stored.store.command(shard, "HGET", self.stored.key(LANE, shard), name)
+        assert isinstance(found, bytes)
+        return found
+
+    def put(self, place: int, row: bytes | None, stripe: int = STRIPE) -> None:
+        """Store something there, or nothing."""
+        shard, name = self.at(place, stripe)
+        key = self.stored.key(LANE, shard)
+        if row is None:
+            self.stored.store.command(shard, "HDEL", key, name)
+        else:
+            self.stored.store.command(shard, "HSET", key, name, row)
+
+    def flip(self, place: int, byte: int, stripe: int = STRIPE) -> None:
+        """Change one bit there; byte: counted from the end where negative."""
+        row = bytearray(self.row(place, stripe))
+        row[byte] ^= 0x10
+        self.put(place, bytes(row), stripe)
+
+
+@pytest.fixture(params=CODES, ids=lambda code: "{1}+{2} on {0}".format(*code))
+def rest(request: pytest.FixtureRequest, five: LocalStores, tmp_path: Path) -> Iterator[AtRest]:
+    """A lane that was trained."""
+    shards, k, r = request.param
     program = make_program(5, 30, SLOTS, SLOTS, EVALUATION_SLOTS)
-    with Store(four.urls, timedelta(seconds=10)) as store:
-        for shard in range(4):
+    with Store(five.urls[:shards], timedelta(seconds=10)) as store:
+        for shard in range(shards):
             store.command(shard, "FLUSHALL")
-        stored = StoredRows(store, Placement.spread(4, *request.param), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path)) as traffic:
-            run_lane(traffic, 0, program)
-        yield stored, program
+        stored = StoredRows(store, Placement.spread(shards, k, r), LAYOUTS, "t")
+        with Traffic(stored, [LanePlan(LANE, plan(program))], SEED, log=FileLog(tmp_path)) as traffic:
+            run_lane(traffic, LANE, program)
+        known = []
+        for table in range(len(LAYOUTS)):
+            names = sorted((name for name in program.tags if name[0] == table), key=lambda name: program.ordinals[name])
+            ids, tags = np.array([id for _, id in names]), np.array([program.tags[name] for name in names], np.int32)
+            known.append(TableRows(table, np.full(len(names), MUST, np.uint8), ids, tags, np.ones(len(names), bool)))
+        yield AtRest(stored, known, traffic.batches(LANE))
 
 
-def scrub(stored: StoredRows, program: LaneProgram, repair: bool = True) -> Findings:
-    """Scrub all tables."""
-    total = Findings()
-    for table in range(len(LAYOUTS)):
-        names = sorted((name for name in program.tags if name[0] == table), key=lambda name: program.ordinals[name])
-        ids, tags = np.array([id for _, id in names]), np.array([program.tags[name] for name in names], np.int32)
-        found = scrub_table(stored, 0, TableRows(table, ids, tags, exact=True), repair)
-        total.stripes += found.stripes
-        total.repaired += found.repaired
-        total.damaged += found.damaged
-    return total
+def check_repaired(rest: AtRest, stripes: int, *words: str) -> None:
+    """The damage is found, first without, then with repair; afterwards everything is as it was."""
+    damaged = rest.held()
+    assert damaged != rest.before
+    for repair in (False, True):
+        found = rest.scrub(repair)
+        assert (found.stripes_repaired, found.stripes_damaged, len(found.repaired)) == (stripes, 0, stripes)
+        for one in found.repaired:
+            assert all(word in one.what for word in words), one
+        if not repair:
+            assert rest.held() == damaged
+    assert rest.held() == rest.before
+    again = rest.scrub()
+    assert (again.stripes_repaired, again.stripes_damaged) == (0, 0)
 
 
-def member(stored: StoredRows, place: int) -> tuple[int, bytes]:
-    """Shard and field of a place of the stripe that is put wrong."""
-    k = stored.placement.k
-    shard = int(stored.placement.stripes(0, np.zeros(4, np.int64)).shards(TABLE, np.array([STRIPE]))[0, place])
-    if place < k:
-        name = int(fields(np.array([TABLE]), np.array([STRIPE * k + place]))[0])
+def check_named(rest: AtRest, *words: str) -> None:
+    """The stripe is named, and nothing has changed."""
+    damaged = rest.held()
+    found = rest.scrub()
+    assert (found.stripes_repaired, found.stripes_damaged) == (0, 1)
+    (one,) = found.damaged
+    assert (one.lane, one.table, one.first, one.last) == (LANE, TABLE, STRIPE * rest.k, STRIPE * rest.k + rest.k - 1)
+    assert one.shards == tuple(rest.at(place)[0] for place in range(rest.k + rest.r))
+    assert all(word in one.what for word in words), one
+    assert rest.held() == damaged
+
+
+def test_what_rests_undamaged_is_clean_and_counted(rest: AtRest) -> None:
+    found = rest.scrub()
+    counts = [len(rows.id) for rows in rest.known]
+    assert found.rows == sum(counts)
+    assert found.stripes == sum(-(-count // rest.k) for count in counts)
+    assert found.parity_rows == rest.r * found.stripes
+    assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
+    assert rest.held() == rest.before
+
+
+def test_a_missing_row_is_repaired(rest: AtRest) -> None:
+    for place in range(rest.k):
+        rest.put(place, None)
+        check_repaired(rest, 1, f"row {STRIPE * rest.k + place} (shard {rest.at(place)[0]}) is missing")
+
+
+def test_a_row_of_another_length_is_repaired(rest: AtRest) -> None:
+    rest.put(0, rest.row(0)[:-4])
+    check_repaired(rest, 1, "is missing")
+
+
+def test_an_older_version_of_a_row_is_repaired(rest: AtRest) -> None:
+    for place in range(rest.k):
+        row = bytearray(rest.row(place))
+        row[:4] = np.float32(0.125).tobytes()
+        row[-4:] = (int.from_bytes(row[-4:], "little") - 1).to_bytes(4, "little")
+        rest.put(place, bytes(row))
+        check_repaired(rest, 1, f"row {STRIPE * rest.k + place} ", "has another id or tag")
+
+
+def test_rows_of_two_stripes_that_changed_places_are_repaired(rest: AtRest) -> None:
+    one, other = rest.row(0), rest.row(1, stripe=0)
+    rest.put(0, other)
+    rest.put(1, one, stripe=0)
+    check_repaired(rest, 2, "has another id or tag")
+
+
+def test_rows_of_one_stripe_that_changed_places_are_repaired_by_two_parity_rows(rest: AtRest) -> None:
+    one, other = rest.row(0), rest.row(1)
+    rest.put(0, other)
+    rest.put(1, one)
+    if rest.r == 1:
+        check_named(rest, f"row {STRIPE * rest.k} ", f"row {STRIPE * rest.k + 1} ", "has another id or tag")
     else:
-        name = int(fields(np.array([TABLE]), np.array([STRIPE]))[0] | PARITY_BIT)
-    return shard, name.to_bytes(8, "big")
+        check_repaired(rest, 1, "has another id or tag")
 
 
-def put(stored: StoredRows, place: int, change: int | None) -> None:
-    """Flip a byte of a row of the stripe (counted from its end where negative), or remove the row."""
-    shard, name = member(stored, place)
-    key = stored.key(0, shard)
-    if change is None:
-        stored.store.command(shard, "HDEL", key, name)
-        return
-    row = bytearray(stored.store.command(shard, "HGET", key, name))  # type: ignore[arg-type]
-    row[change] ^= 0x5A
-    value = np.frombuffer(bytes(row), np.uint8).reshape(1, -1)
-    stored.store.exchange([], [Write(shard, key, np.array([int.from_bytes(name, "big")], np.uint64), value)])
+def test_a_wrong_id_is_repaired(rest: AtRest) -> None:
+    rest.flip(1, -12)
+    check_repaired(rest, 1, "has another id or tag")
 
 
-def test_what_rests_is_clean(trained: tuple[StoredRows, LaneProgram]) -> None:
-    found = scrub(*trained)
-    assert (found.repaired, found.damaged) == ([], [])
-    assert found.stripes >= len(trained[1].tags) / trained[0].placement.k
+def test_a_missing_parity_row_is_repaired(rest: AtRest) -> None:
+    for place in range(rest.k, rest.k + rest.r):
+        rest.put(place, None)
+        check_repaired(rest, 1, f"parity row {place - rest.k} (shard {rest.at(place)[0]}) is missing")
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("change", [None, -12, -1], ids=["missing", "wrong id", "wrong tag"])
-def test_what_is_missing_or_has_another_id_or_tag_is_repaired(
-    trained: tuple[StoredRows, LaneProgram], place: int, change: int | None
-) -> None:
-    stored, program = trained
-    if place >= stored.placement.k and change is not None and stored.placement.r == 1:
-        pytest.skip("of a parity row nothing is known but the parity")
-    key = stored.key(0, 0)
-    before = contents(stored.store, key)
-    put(stored, place, change)
-    assert contents(stored.store, key) != before
-    found = scrub(stored, program, repair=False)
-    assert [one[:3] for one in found.repaired] == [(0, TABLE, STRIPE)]
-    assert contents(stored.store, key) != before
-    found = scrub(stored, program)
-    assert [one[:3] for one in found.repaired] == [(0, TABLE, STRIPE)]
-    assert contents(stored.store, key) == before
+def test_a_flipped_bit_is_named_with_one_parity_row_and_repaired_with_two(rest: AtRest) -> None:
+    for place in range(rest.k + rest.r):
+        rest.flip(place, 5)
+        if rest.r == 1:
+            check_named(rest, "do not agree, and nothing tells which of them is wrong")
+            rest.flip(place, 5)
+        else:
+            check_repaired(rest, 1, f"(shard {rest.at(place)[0]}) is not what the rest of its stripe says")
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_flipped_bits_are_repaired_where_the_parities_single_them_out_and_named_where_not(
-    trained: tuple[StoredRows, LaneProgram], place: int
-) -> None:
-    stored, program = trained
-    key = stored.key(0, 0)
-    before = contents(stored.store, key)
-    put(stored, place, 3)
-    changed = contents(stored.store, key)
-    found = scrub(stored, program)
-    if stored.placement.r == 1:
-        assert [one[:3] for one in found.damaged] == [(0, TABLE, STRIPE)]
-        assert found.repaired == []
-        assert contents(stored.store, key) == changed
+def test_more_missing_rows_than_parity_covers_are_named_and_left_alone(rest: AtRest) -> None:
+    for place in range(rest.r + 1):
+        rest.put(place, None)
+    check_named(rest, "is missing", "does not tell what belongs there")
+
+
+def test_a_missing_row_beside_flipped_bits_is_named_and_left_alone(rest: AtRest) -> None:
+    rest.put(0, None)
+    # Where the id of the row that is then decoded lies, or nothing could tell.
+    rest.flip(rest.k, -12)
+    if rest.r > 1:
+        rest.flip(1, 3)
+    check_named(rest, "is missing", "does not tell what belongs there")
+
+
+def test_two_wrong_rows_of_a_stripe_are_named_and_left_alone(rest: AtRest) -> None:
+    rest.flip(0, 5)
+    rest.flip(1, 6)
+    check_named(rest, "do not agree")
+
+
+def test_everything_that_a_shard_lost_is_repaired(rest: AtRest) -> None:
+    held = rest.held()[1]
+    names = [name for name in held if name != MARKER]
+    rest.stored.store.command(1, "HDEL", rest.stored.key(LANE, 1), *names)
+    check_repaired(rest, len(names), "(shard 1) is missing")
+
+
+def test_a_shard_that_is_lost_is_left_out_and_the_others_are_checked_with_what_is_left(rest: AtRest) -> None:
+    shard = rest.at(0)[0]
+    rest.stored.lost.add(shard)
+    found = rest.scrub()
+    assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
+    assert found.rows + found.parity_rows == sum(len(held) - 1 for i, held in enumerate(rest.before) if i != shard)
+    rest.put(1, None)
+    if rest.r == 1:
+        check_named(rest, "is missing", "1 more on lost shards")
     else:
-        assert found.damaged == []
-        assert contents(stored.store, key) == before
+        check_repaired(rest, 1, "is missing")
 
 
-def test_more_wrong_rows_than_parity_covers_are_left_alone(trained: tuple[StoredRows, LaneProgram]) -> None:
-    stored, program = trained
-    for place in range(stored.placement.r + 1):
-        put(stored, place, None)
-    changed = contents(stored.store, stored.key(0, 0))
-    assert [one[:3] for one in scrub(stored, program).damaged] == [(0, TABLE, STRIPE)]
-    assert contents(stored.store, stored.key(0, 0)) == changed
+def test_a_stale_shard_is_refused(rest: AtRest) -> None:
+    rest.batches += 1
+    with pytest.raises(StoreError, match="stale shard"):
+        rest.scrub()
+
+
+def test_where_it_is_unknown_whether_a_row_was_written_its_stripe_tells(rest: AtRest) -> None:
+    rest.known = [
+        TableRows(
+            rows.table,
+            np.full(len(rows.id) + 50, MAY, np.uint8),
+            np.concatenate([rows.id, np.arange(50)]),
+            np.concatenate([rows.tag + 3, np.full(50, 9, np.int32)]),
+            np.zeros(len(rows.id) + 50, bool),
+        )
+        for rows in rest.known
+    ]
+    found = rest.scrub()
+    assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
+    for place in range(rest.k + rest.r):
+        rest.put(place, None)
+        check_repaired(rest, 1)
+    rest.flip(0, -12)
+    check_repaired(rest, 1, "has another id or tag")
+
+
+def test_many_stripes_are_read_and_repaired_in_commands_of_2048(five: LocalStores, tmp_path: Path) -> None:
+    count = 40_001
+    ended = ending(count, 7)
+    zeros = np.zeros_like(ended.weights), np.zeros_like(ended.state)
+    names = ("weights", "state", "table", "ordinal", "id", "tag", "stored_tag")
+    with Store(five.urls[:3], timedelta(seconds=10)) as store:
+        for shard in range(3):
+            store.command(shard, "FLUSHALL")
+        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
+        with Traffic(stored, [LanePlan(LANE, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
+            traffic.write_back(LANE, 1, EndedRows(*(getattr(ended, name) for name in names), *zeros))
+            traffic.flush()
+        known = TableRows(1, np.full(count, MUST, np.uint8), ended.id, ended.tag, np.ones(count, bool))
+        rest = AtRest(stored, [known], traffic.batches(LANE))
+        lost = [name for name in rest.before[0] if name != MARKER]
+        for start in range(0, len(lost), 1000):
+            store.command(0, "HDEL", stored.key(LANE, 0), *lost[start : start + 1000])
+        found = rest.scrub()
+        assert (found.stripes, found.stripes_repaired, found.stripes_damaged) == (20_001, len(lost), 0)
+        assert len(found.repaired) == 1000
+        assert rest.held() == rest.before
+
+
+def test_a_repair_carries_no_marker(rest: AtRest, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Write] = []
+    exchange = rest.stored.store.exchange
+
+    def recording(reads: list[object], writes: list[Write]) -> None:
+        written.extend(writes)
+        exchange(reads, writes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rest.stored.store, "exchange", recording)
+    rest.put(0, None)
+    rest.scrub()
+    assert [(write.shard, write.marker, len(write.fields)) for write in written] == [(rest.at(0)[0], None, 1)]

@@ -82,7 +82,7 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     assert summary(run)["digest"] == undisturbed
     assert Run.open(run).resting().lost == []
     assert main(["scrub", str(run)]) == 0
-    assert ", 0 repaired, 0 damaged" in capsys.readouterr().out
+    assert "0 stripes repaired, 0 damaged" in capsys.readouterr().out
 
 
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(

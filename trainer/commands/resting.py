@@ -58,26 +58,34 @@ def rest(run: Run, store: Store, status: Status) -> RestingRun:
     schedule = Schedule(stage.path)
     if schedule.identity != stage.identity:
         raise RunError(f"schedule {stage.path}: is not the one that run {run.path} was trained on; put that one back")
-    common, single = job.row_optimizers()
-    rows = layouts(schedule.header.features, load_model(job.model), job.dim, common, single)
+    rows = layouts_of(job, schedule)
     at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
     stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
     return RestingRun(run, manifest, status, job, schedule, rows, stored)
+
+
+def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
+    """How the rows of each table look that a job trains."""
+    common, single = job.row_optimizers()
+    return layouts(schedule.header.features, load_model(job.model), job.dim, common, single)
 
 
 @contextlib.contextmanager
 def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
     """The run in a folder, its local stores started for as long as the context lasts.
 
-    store: URLs with passwords; those of the run, with the password of the environment, by default. Raises RunError and CacheError.
+    store: URLs with passwords; those of the run, with the password of the environment, by default. Local stores to which something was written
+    are saved at the end. Raises RunError and CacheError.
     """
     torch.set_num_threads(1)
     run = Run.open(path)
     manifest, status = run.manifest, run.resting()
     local = open_stores(run)
     with contextlib.ExitStack() as stack:
+        opened: Store | None = None
         if local is not None:
-            urls = list(stack.enter_context(local).urls)
+            urls = list(local.start().urls)
+            stack.callback(lambda: local.stop(save=opened is not None and opened.rows_written > 0))
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
         spared = run.placement.r

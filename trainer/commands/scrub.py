@@ -1,53 +1,56 @@
-"""`foreload scrub`: reads every stripe of a run that rests, or that was broken off, checks its parity, and repairs what can be told."""
+"""`foreload scrub`: reads every stripe of a run, checks its parity, and repairs what the rest of a stripe tells."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from tqdm import tqdm
 
 from cache.batch_log import FileLog
 from cache.local import LocalStores
 from cache.reading import StoredRows
 from cache.recovery import recover
-from cache.scrub import Findings, TableRows, scrub_table
+from cache.scrub import Finding, Findings, scrub_table
 from cache.shards import Ownership
 from cache.store import Store
-from pipelines.replay import state_after
 from pipelines.schedule import Schedule
-from trainer.commands.resting import open_resting
+from trainer.commands.resting import layouts_of, open_resting
 from trainer.coordinator import ask
 from trainer.errors import RunError
-from trainer.job import TrainJob
-from trainer.layout import layouts
-from trainer.models import load_model
-from trainer.run import LOG, STORES, Manifest, Run
+from trainer.known_rows import given_ordinals, table_rows, write_known_rows
+from trainer.run import LOG, SCRUB, STORES, Manifest, Run
+
+POLL = timedelta(milliseconds=300)
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
-    """Scrub; returns {"stripes", "repaired", "damaged"}, the latter two lists of {"lane", "table", "stripe", "what"}.
+    """Scrub; returns {"stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged", "repaired", "damaged", "lost_shards"}.
 
-    The write-back batch that a broken-off run died in is finished from its log first. Raises RunError and CacheError.
+    repaired and damaged: {"lane", "table", "ordinals", "shards", "what"} each. The write-back batch that a broken-off run died in is finished
+    from its log first. Raises RunError and CacheError.
     """
     found = Run.open(path)
     if not found.placement.r:
-        raise RunError(f"run {path}: has no parity, so there is nothing to check rows against; train with --parity")
-    if ask(Path(path), {"do": "status"}) is not None:
-        raise RunError(f"run {path}: is being trained; scrub it when it has stopped")
+        raise RunError(f"run {path}: has no parity, so there is nothing to check its rows against; train with --parity")
+    training = ask(found.path, {"do": "status"})
+    if training is not None:
+        return _beside_training(found, training)
     status = found.status
     if status is None:
-        raise RunError(f"run {path}: never began to train")
+        raise RunError(f"run {path}: never began to train, so it has no rows")
     if status.state == "training":
         with _broken_off(found, store) as (stored, schedule):
-            return _scrub(stored, schedule, None)
+            return _scrub(stored, schedule, None, [None] * found.manifest.lanes)
     with open_resting(path, store) as resting:
-        if resting.stored.lost:
-            shards = ", ".join(map(str, sorted(resting.stored.lost)))
-            raise RunError(f"run {path}: store shard {shards} is lost; --resume with a server there rebuilds it")
-        return _scrub(resting.stored, resting.schedule, resting.status.step)
+        return _scrub(resting.stored, resting.schedule, resting.status.step, list(resting.batches))
 
 
 @contextlib.contextmanager
@@ -56,7 +59,7 @@ def _broken_off(found: Run, urls: str | None) -> Iterator[tuple[StoredRows, Sche
     manifest = found.manifest
     job, schedule = manifest.training_job, Schedule(manifest.stages[-1].path)
     with Store(_urls(found, manifest, urls), job.store_silence) as store:
-        stored = StoredRows(store, found.placement, _layouts(job, schedule), manifest.namespace)
+        stored = StoredRows(store, found.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(found.path / LOG)
         for lane in range(manifest.lanes):
             recover(stored, lane, log, Ownership(0, manifest.identity))
@@ -76,42 +79,75 @@ def _urls(found: Run, manifest: Manifest, urls: str | None) -> list[str]:
     return list(local.urls)
 
 
-def _layouts(job: TrainJob, schedule: Schedule) -> list[Any]:
-    common, single = job.row_optimizers()
-    return layouts(schedule.header.features, load_model(job.model), job.dim, common, single)
-
-
-def _scrub(stored: StoredRows, schedule: Schedule, step: int | None) -> dict[str, Any]:
-    names = [layout.name for layout in stored.layouts]
+def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, batches: list[int | None]) -> dict[str, Any]:
+    ordinals = given_ordinals(schedule, step)
+    stripes = int((-(-ordinals // stored.placement.k)).sum())
     total = Findings()
-    for (lane, _), rows in sorted(_expected(schedule, step).items()):
-        found = scrub_table(stored, lane, rows, repair=True)
-        total.stripes += found.stripes
-        total.repaired += found.repaired
-        total.damaged += found.damaged
-
-    def told(some: list[tuple[int, int, int, str]]) -> list[dict[str, Any]]:
-        return [{"lane": lane, "table": names[table], "stripe": stripe, "what": what} for lane, table, stripe, what in some]
-
-    return {"stripes": total.stripes, "repaired": told(total.repaired), "damaged": told(total.damaged)}
+    with _bar(stripes) as bar:
+        for lane, rows in table_rows(schedule, step, ordinals):
+            for found in scrub_table(stored, lane, rows, batches[lane]):
+                total.add(found)
+                bar.update(found.stripes)
+    return told(total, [layout.name for layout in stored.layouts], sorted(stored.lost))
 
 
-def _expected(schedule: Schedule, step: int | None) -> dict[tuple[int, int], TableRows]:
-    """What each lane and table should hold after a step; None: it is not known which step was the last."""
-    ended = step == schedule.header.end_step - 1
-    ordinals = None if ended or step is None else [lane.ordinals for lane in state_after(schedule, step).lanes]
-    parts: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-    for batch in schedule.rows():
-        tags = np.zeros_like(batch["tag"]) if step is None else np.minimum(batch["tag"], step + 1)
-        pairs = np.unique(batch["lane"].astype(np.int64) << 16 | batch["table"])
-        for lane, table in ((int(pair) >> 16, int(pair) & 0xFFFF) for pair in pairs):
-            chosen = (batch["lane"] == lane) & (batch["table"] == table)
-            if ordinals is not None:
-                chosen &= batch["ordinal"] < ordinals[lane][table]
-            parts.setdefault((lane, table), []).append((batch["ordinal"][chosen], batch["id"][chosen], tags[chosen]))
-    found = {}
-    for (lane, table), some in parts.items():
-        ordinal, ids, tags = (np.concatenate(column) for column in zip(*some, strict=True))
-        order = np.argsort(ordinal)
-        found[lane, table] = TableRows(table, ids[order], tags[order], ended)
-    return found
+def _beside_training(found: Run, training: dict[str, Any]) -> dict[str, Any]:
+    """Have the trainers scrub their lanes, and wait for it."""
+    schedule = Schedule(found.manifest.stages[-1].path)
+    (found.path / SCRUB).mkdir(exist_ok=True)
+    directory = Path(tempfile.mkdtemp(dir=found.path / SCRUB))
+    try:
+        write_known_rows(schedule, directory)
+        answer = _asked(found, {"do": "scrub", "rows": directory.name})
+        total = Findings()
+        with _bar(0) as bar:
+            while not answer.get("done"):
+                time.sleep(POLL.total_seconds())
+                answer = _asked(found, {"do": "scrubbed"})
+                bar.total = answer["stripes"]
+                bar.update(sum(part["findings"]["stripes"] for part in answer["trainers"]) - bar.n)
+    finally:
+        shutil.rmtree(directory)
+        with contextlib.suppress(OSError):
+            # Another scrub may have files there.
+            directory.parent.rmdir()
+    for part in answer["trainers"]:
+        total.add(Findings.from_dict(part["findings"]))
+    lost = [int(shard) for shard, state in training["shards"].items() if state["state"] != "ok"]
+    return told(total, [table.name for table in schedule.header.features.tables], lost)
+
+
+def _asked(found: Run, request: dict[str, Any]) -> dict[str, Any]:
+    answer = ask(found.path, request)
+    if answer is None:
+        raise RunError(
+            f"run {found.path}: stopped training before its scrub was told to be through; scrub it again, now that it rests"
+        )
+    if "error" in answer:
+        raise RunError(f"run {found.path}: {answer['error']}")
+    return answer
+
+
+def _bar(stripes: int) -> tqdm[Any]:
+    return tqdm(total=stripes, unit="stripe", unit_scale=True, disable=None, file=sys.stderr, dynamic_ncols=True)
+
+
+def told(total: Findings, tables: list[str], lost: list[int]) -> dict[str, Any]:
+    """Findings as `run` returns them."""
+
+    def named(some: list[Finding]) -> list[dict[str, Any]]:
+        return [
+            {
+                "lane": one.lane, "table": tables[one.table], "ordinals": [one.first, one.last], "shards": list(one.shards),
+                "what": one.what,
+            }
+            for one in some
+        ]  # fmt: skip
+
+    counts = ("stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged")
+    return {
+        **{name: getattr(total, name) for name in counts},
+        "repaired": named(total.repaired),
+        "damaged": named(total.damaged),
+        "lost_shards": lost,
+    }

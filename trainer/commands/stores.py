@@ -1,30 +1,141 @@
-"""`foreload stores status`: the store shards of a run, whether it trains, rests or was broken off."""
+"""`foreload stores status`: the store shards of a run, whether it trains, rests or was broken off, and what they will need."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+
+from cache.census import Census, take_census
 from cache.errors import CacheError
 from cache.fence import read_epochs
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.namespace import lane_key
+from cache.placement import Placement
 from cache.resp import MARKER
+from cache.rows import RowLayout
 from cache.store import Store
 from cache.url import parse_url
+from pipelines.errors import ScheduleError
+from pipelines.schedule import Schedule
+from trainer.commands.resting import layouts_of
 from trainer.coordinator import ask
-from trainer.run import STORES, Run
+from trainer.errors import TrainerError
+from trainer.known_rows import given_ordinals
+from trainer.run import STORES, Manifest, Run, Status
 
 TIMEOUT = timedelta(seconds=5)
+ROW_OVERHEAD_BYTES = 76  # of a row of 132 bytes in a large hash of Redis 7.0, measured; where no server is up to be asked
+_SAMPLES = 200  # values of a hash that Redis looks at to tell its size
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
-    """Ask every shard; returns {"run", "state", "shards": [{"url", "state", ...}]}. A shard that is down is told, not raised."""
+    """Ask every shard; returns {"run", "namespace", "state", "parity": {"code", "state"}, "shards", "lag", "forecast"}.
+
+    shards: {"shard", "url", "state", "rows", "parity_rows", "row_bytes", ...} each; a shard that is down is told, not raised. lag: of a run that
+    trains. forecast: of the memory at the schedule's end, None while it is not known. What cannot be told now is None or left out.
+    """
     found = Run.open(path)
-    manifest, status = found.manifest, found.status
-    shards: list[dict[str, Any]] = []
+    manifest, status, placement = found.manifest, found.status, found.placement
+    training = ask(found.path, {"do": "status"})
+    # What the status says is of the beginning while a run trains.
+    shards = _shards(found, store, status if training is None else None, (training or {}).get("shards", {}))
+    plan = _plan(manifest)
+    lag = forecast = None
+    if training is not None:
+        trainers = (ask(found.path, {"do": "census"}) or {"trainers": []})["trainers"]
+        for name in ("rows", "parity_rows", "row_bytes"):
+            _tell(shards, name, np.sum([part[name] for part in trainers], axis=0) if trainers else None)
+        if trainers:
+            lag = {name: sum(part["lag"][name] for part in trainers) for name in trainers[0]["lag"]}
+    elif plan is not None and status is not None and status.state != "training":
+        schedule, rows = plan
+        held = _arithmetic(placement, given_ordinals(schedule, status.step), len(rows))
+        _tell(shards, "rows", held.rows.sum(axis=0))
+        _tell(shards, "parity_rows", held.parity_rows.sum(axis=0))
+        _tell(shards, "row_bytes", held.row_bytes(rows))
+    if plan is not None:
+        schedule, rows = plan
+        forecast = _forecast(_arithmetic(placement, given_ordinals(schedule, None), len(rows)), rows, shards)
+    return {
+        "run": path,
+        "namespace": manifest.namespace,
+        "state": status.state if status else "never trained",
+        "parity": {"code": f"{placement.k}+{placement.r}" if placement.r else "off", "state": _parity_state(placement, shards)},
+        "shards": shards,
+        "lag": lag,
+        "forecast": forecast,
+    }
+
+
+def _plan(manifest: Manifest) -> tuple[Schedule, list[RowLayout]] | None:
+    """The run's schedule and how its rows look, if the schedule is there and complete, and the model can be loaded."""
+    if not manifest.stages:
+        return None
+    try:
+        schedule = Schedule(manifest.stages[-1].path)
+        return schedule, layouts_of(manifest.training_job, schedule)
+    except (ScheduleError, TrainerError):
+        return None
+
+
+def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> Census:
+    """What every shard holds when all ordinals given (int64 [lanes, tables]) were written."""
+    found = Census.none(tables, placement.shard_count)
+    for lane, counts in enumerate(ordinals):
+        found += take_census(placement.stripes(lane, counts), tables, placement.shard_count)
+    return found
+
+
+def _tell(shards: list[dict[str, Any]], name: str, values: np.ndarray | None) -> None:
+    for told in shards:
+        there = values is not None and told["state"] not in ("down", "lost", "degraded")
+        told[name] = int(values[told["shard"]]) if there and values is not None else None
+
+
+def _parity_state(placement: Placement, shards: list[dict[str, Any]]) -> str | None:
+    """ok: as many losses as the code covers would do no harm; rebuilding; degraded: fewer; lost: rows are gone. None without parity."""
+    if not placement.r:
+        return None
+    gone = sum(told["state"] in ("down", "lost", "degraded") for told in shards)
+    rebuilding = sum(told["state"] == "rebuilding" for told in shards)
+    if gone + rebuilding > placement.r:
+        return "lost"
+    return "degraded" if gone else "rebuilding" if rebuilding else "ok"
+
+
+def _forecast(at_end: Census, rows: list[RowLayout], shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows and memory at the end of the schedule; what a row takes beyond its bytes is that of what is there, if any server tells."""
+    asked = [told for told in shards if told["state"] == "up" and told.get("rows")]
+    overhead = float(ROW_OVERHEAD_BYTES)
+    if asked:
+        # Of a run that trains the two are counted a moment apart.
+        used, entries = sum(told["hash_bytes"] for told in asked), sum(told["entries"] for told in asked)
+        payload, counted = sum(told["row_bytes"] for told in asked), sum(told["rows"] + told["parity_rows"] for told in asked)
+        overhead = used / entries - payload / counted
+    count, parity = int(at_end.rows.sum()), int(at_end.parity_rows.sum())
+    size = int(at_end.row_bytes(rows).sum())
+    return {
+        "rows": count,
+        "parity_rows": parity,
+        "row_bytes": size,
+        "overhead_bytes_a_row": overhead,
+        "overhead_measured": bool(asked),
+        "memory_bytes": round(size + overhead * (count + parity)),
+    }
+
+
+def _shards(found: Run, store: str | None, status: Status | None, seen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each server says of itself, and the trainers of it (seen, by shard)."""
+    manifest = found.manifest
     lost = status.lost if status else []
+    expected = None
+    if status is not None and status.state != "training":
+        numbers = (int(status.batches.get(str(lane), 0)) for lane in range(manifest.lanes))
+        expected = [str(Marker(number, number)) for number in numbers]
+    shards: list[dict[str, Any]] = []
     if manifest.local_stores is not None and (local := LocalStores.find(found.path / STORES)) is None:
         for shard in range(manifest.local_stores):
             saved = found.path / STORES / f"shard-{shard}.rdb"
@@ -39,15 +150,16 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
         shards = [{"shard": shard, **_ask(url, manifest.namespace, manifest.lanes)} for shard, url in enumerate(urls)]
-    training = ask(found.path, {"do": "status"}) or {}
     for told in shards:
         # The servers may be up: what they hold is not all that they should.
         if told["shard"] in lost and told["state"] in ("up", "at rest"):
             told["state"] = "degraded"
-        seen = training.get("shards", {}).get(str(told["shard"]), {"state": "ok"})
-        if told["state"] == "up" and seen["state"] != "ok":
-            told |= seen
-    return {"run": path, "namespace": manifest.namespace, "state": status.state if status else "never trained", "shards": shards}
+        if told["state"] == "up" and expected is not None and told["markers"] != expected:
+            told |= {"state": "degraded" if found.placement.r else "lost", "why": f"{told['url']} lacks rows of the run"}
+        state = seen.get(str(told["shard"]), {"state": "ok"})
+        if told["state"] == "up" and state["state"] != "ok":
+            told |= state
+    return shards
 
 
 def _ask(url: str, namespace: str, lanes: int) -> dict[str, Any]:
@@ -58,12 +170,14 @@ def _ask(url: str, namespace: str, lanes: int) -> dict[str, Any]:
             keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
             # One field of a lane's hash is the marker.
             fields = [store.command(0, "HLEN", key) for key in keys]
+            sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             markers = [store.command(0, "HGET", key, MARKER) for key in keys]
             return {
                 "url": str(store.urls[0]),
                 "state": "up",
                 "version": info.get("redis_version"),
-                "rows": sum(max(int(str(count)) - 1, 0) for count in fields),
+                "entries": sum(max(int(str(count)) - 1, 0) for count in fields),
+                "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
                 "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],
                 "memory_bytes": int(info["used_memory"]),
                 "limit_bytes": int(info.get("maxmemory", 0)) or None,

@@ -1,0 +1,53 @@
+"""What is counted by arithmetic is what the servers hold."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lane_program import LAYOUTS, SEED, make_program
+from test_parity import contents, plan, run_lane
+
+from cache.batch_log import FileLog
+from cache.census import take_census
+from cache.lanes import LanePlan
+from cache.local import LocalStores
+from cache.marker import Marker
+from cache.placement import Placement
+from cache.reading import StoredRows
+from cache.resp import MARKER
+from cache.store import Store
+from cache.stripes import ALL_STRIPES
+from cache.traffic import Traffic
+
+SLOTS, EVALUATION_SLOTS = 12, 6
+
+
+@pytest.mark.parametrize(("k", "r"), [(1, 0), (2, 1), (1, 2)])
+def test_rows_and_parity_rows_are_those_that_the_servers_hold(
+    servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
+) -> None:
+    program = make_program(4, 30, SLOTS, SLOTS, EVALUATION_SLOTS)
+    with Store(servers.urls, timedelta(seconds=10)) as client:
+        stored = StoredRows(client, Placement.spread(3, k, r), LAYOUTS, "t")
+        log = FileLog(tmp_path) if r else None
+        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
+            run_lane(traffic, 0, program)
+    counts = np.zeros(len(LAYOUTS), np.int64)
+    for table, _ in program.tags:
+        counts[table] += 1
+    stripes = stored.placement.stripes(0, counts)
+    found = take_census(stripes, len(LAYOUTS), 3)
+    for shard, held in enumerate(contents(store, stored.key(0, 0))):
+        assert Marker.parse(held.pop(MARKER)) == Marker(traffic.batches(0), traffic.batches(0))
+        parity = [name for name in held if name[0] & 0x80]
+        assert found.parity_rows[:, shard].sum() == len(parity)
+        assert found.rows[:, shard].sum() == len(held) - len(parity)
+        assert found.row_bytes(LAYOUTS)[shard] == sum(len(row) for row in held.values())
+    cursors = np.array([ALL_STRIPES, 0, 1 << 48], np.uint64)
+    below = take_census(stripes, len(LAYOUTS), 3, cursors)
+    assert np.array_equal(below.rows[:, 0], found.rows[:, 0])
+    assert not below.rows[:, 1].any()
+    assert below.rows[:, 2].tolist() == [found.rows[0, 2], 0, 0, 0]

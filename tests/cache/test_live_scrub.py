@@ -1,0 +1,250 @@
+"""Scrubbing while lanes are trained: no stripe is taken for damaged because a batch is on its way, and what is damaged is repaired in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lane_program import LAYOUTS, SEED, LaneProgram, make_program
+from test_lost_shard import kill
+from test_parity import plan, run_lane
+
+from cache.batch_log import FileLog
+from cache.errors import CacheError
+from cache.lanes import LanePlan
+from cache.local import LocalStores
+from cache.namespace import claim
+from cache.placement import Placement, fields
+from cache.reading import StoredRows
+from cache.resp import MARKER
+from cache.scrub import Findings
+from cache.shards import Ownership
+from cache.store import Store
+from cache.stripes import PARITY_BIT
+from cache.traffic import Traffic
+
+SLOTS, EVALUATION_SLOTS = 12, 6
+LANES = (0, 3)
+TABLE, STRIPE = 0, 1
+CODES = [(3, 2, 1), (4, 2, 2)]
+
+
+class Program:
+    """The rows of the lanes' programs, as the schedule would tell of them."""
+
+    def __init__(self) -> None:
+        self.lanes = {lane: make_program(lane + 50, 30, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in LANES}
+
+    def of(self, lane: int, table: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See KnownRows."""
+        program: LaneProgram = self.lanes[lane]
+        ids, tags = np.zeros(count, np.int64), np.zeros(count, np.int32)
+        for name, ordinal in program.ordinals.items():
+            if name[0] == table and 0 <= ordinal - first < count:
+                ids[ordinal - first], tags[ordinal - first] = name[1], program.tags[name]
+        return ids, tags
+
+
+class Scrubbing:
+    """Does something with the traffic at the n-th time of an action of its thread, and scrubs from then on, once or again and again."""
+
+    def __init__(
+        self, action: str, count: int, again: bool = False, do: Callable[[Traffic], None] = lambda traffic: None
+    ) -> None:
+        self._action, self._left, self._again, self._do = action, count, again, do
+        self.traffic: Traffic | None = None
+        self.found: list[Findings] = []
+        self.program = Program()
+
+    def __call__(self, action: str) -> None:
+        self._left -= action == self._action
+        if self._left > 0 or action != self._action:
+            return
+        assert self.traffic is not None
+        if self._left == 0:
+            self._do(self.traffic)
+        elif not self._again:
+            return
+        last = self.traffic.inspection.scrubbed()
+        if last is not None and last.done:
+            self.found.append(last.findings)
+        if last is None or last.done:
+            self.traffic.inspection.begin_scrub(self.program)
+
+    def train(
+        self, stores: LocalStores, shards: int, k: int, r: int, logs: Path
+    ) -> tuple[StoredRows, dict[int, list[dict[bytes, bytes]]]]:
+        """Train the lanes on the first servers; returns what they hold in the end, but for the markers."""
+        with Store(stores.urls[:shards], timedelta(seconds=10)) as store:
+            for shard in range(shards):
+                store.command(shard, "FLUSHALL")
+            claim(store, "t", {"run": "x"}, "new")
+            stored = StoredRows(store, Placement.spread(shards, k, r), LAYOUTS, "t")
+            self.stored = stored
+            plans = [LanePlan(lane, plan(program)) for lane, program in self.program.lanes.items()]
+            owner = Ownership(0, {"run": "x"})
+            with Traffic(stored, plans, SEED, lead_events=3, log=FileLog(logs), ownership=owner, on_action=self) as traffic:
+                self.traffic = traffic
+                for lane, program in self.program.lanes.items():
+                    run_lane(traffic, lane, program)
+                traffic.flush()
+                last = traffic.inspection.scrubbed(finish=True)
+                assert last is not None
+                self.found.append(last.findings)
+            held = {}
+            for lane in LANES:
+                held[lane] = [
+                    {} if shard in store.down else _held(store, shard, stored.key(lane, shard)) for shard in range(shards)
+                ]
+            return stored, held
+
+
+def _held(store: Store, shard: int, key: bytes) -> dict[bytes, bytes]:
+    pairs = store.command(shard, "HGETALL", key)
+    assert isinstance(pairs, list)
+    found = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    del found[MARKER]
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Four servers."""
+    with LocalStores(4, Path(tmp_path_factory.mktemp("four"))) as stores:
+        yield stores
+
+
+@pytest.fixture(params=CODES, ids=lambda code: "{1}+{2} on {0}".format(*code))
+def code(request: pytest.FixtureRequest) -> tuple[int, int, int]:
+    """Store shards, k and r."""
+    found: tuple[int, int, int] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four: LocalStores, tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int, int]], object]:
+    """What the servers hold when all was only scrubbed at the end."""
+    known: dict[tuple[int, int, int], object] = {}
+
+    def of(code: tuple[int, int, int]) -> object:
+        if code not in known:
+            known[code] = Scrubbing("rows staged", 1).train(four, *code, tmp_path_factory.mktemp("logs"))[1]
+        return known[code]
+
+    return of
+
+
+@pytest.mark.parametrize("action", ["parity acknowledged", "rows staged", "data acknowledged"])
+def test_batches_on_their_way_are_never_taken_for_damage(
+    four: LocalStores, tmp_path: Path, code: tuple[int, int, int], undisturbed: Callable[..., object], action: str
+) -> None:
+    scrubbing = Scrubbing(action, 3, again=True)
+    assert scrubbing.train(four, *code, tmp_path)[1] == undisturbed(code)
+    assert len(scrubbing.found) > 1
+    assert sum(found.rows for found in scrubbing.found) > 0
+    for found in scrubbing.found:
+        assert (found.repaired, found.damaged) == ([], [])
+
+
+def test_a_scrub_that_does_not_wait_for_these_batches_is_caught(
+    four: LocalStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Traffic, "_settle", lambda self: False)
+    scrubbing = Scrubbing("parity acknowledged", 3, again=True)
+    scrubbing.train(four, 3, 2, 1, tmp_path)
+    assert any(found.stripes_damaged or found.stripes_repaired for found in scrubbing.found)
+
+
+def damage(four: LocalStores, scrubbing: Scrubbing, places: tuple[int, ...], byte: int | None) -> Callable[[Traffic], None]:
+    """Flips a bit of rows of a stripe of the lane and table that are scrubbed first, or removes them."""
+
+    def do(_: Traffic) -> None:
+        stored, lane = scrubbing.stored, LANES[0]
+        k, shards = stored.placement.k, stored.placement.shard_count
+        homes = stored.placement.stripes(lane, np.zeros(4, np.int64)).shards(TABLE, np.array([STRIPE]))[0]
+        with Store(four.urls[:shards], timedelta(seconds=10)) as other:
+            for place in places:
+                number, parity = (STRIPE * k + place, 0) if place < k else (STRIPE, int(PARITY_BIT))
+                name = (int(fields(np.array([TABLE]), np.array([number]))[0]) | parity).to_bytes(8, "big")
+                shard, key = int(homes[place]), stored.key(lane, int(homes[place]))
+                if byte is None:
+                    assert other.command(shard, "HDEL", key, name) == 1
+                    continue
+                row = bytearray(other.command(shard, "HGET", key, name))  # type: ignore[arg-type]
+                row[byte] ^= 0x10
+                other.command(shard, "HSET", key, name, bytes(row))
+
+    return do
+
+
+@pytest.mark.parametrize(("place", "byte"), [(0, None), (1, None), (2, None), (0, -12), (1, -1)])
+def test_a_row_that_is_missing_or_has_a_wrong_id_or_tag_is_repaired_while_training_goes_on(
+    four: LocalStores,
+    tmp_path: Path,
+    code: tuple[int, int, int],
+    undisturbed: Callable[..., object],
+    place: int,
+    byte: int | None,
+) -> None:
+    # The round that follows begins with the scrub, before it reads anything else.
+    scrubbing = Scrubbing("parity acknowledged", 14)
+    scrubbing._do = damage(four, scrubbing, (place,), byte)
+    assert scrubbing.train(four, *code, tmp_path)[1] == undisturbed(code)
+    (found,) = scrubbing.found
+    assert (found.stripes_repaired, found.stripes_damaged) == (1, 0)
+    assert (found.repaired[0].lane, found.repaired[0].table, found.repaired[0].first) == (LANES[0], TABLE, STRIPE * code[1])
+
+
+def test_what_two_parity_rows_single_out_is_repaired_while_training_goes_on(
+    four: LocalStores, tmp_path: Path, undisturbed: Callable[..., object]
+) -> None:
+    for place in range(4):
+        scrubbing = Scrubbing("parity acknowledged", 14)
+        scrubbing._do = damage(four, scrubbing, (place,), 3)
+        assert scrubbing.train(four, 4, 2, 2, tmp_path)[1] == undisturbed((4, 2, 2))
+        assert scrubbing.found[0].stripes_repaired == 1
+
+
+def test_a_shard_that_is_lost_meanwhile_is_left_out(tmp_path: Path) -> None:
+    with LocalStores(3, tmp_path / "stores") as stores:
+        scrubbing = Scrubbing("parity acknowledged", 14, do=lambda _: kill(stores, 1)())
+        scrubbing.train(stores, 3, 2, 1, tmp_path / "logs")
+    (found,) = scrubbing.found
+    assert found.rows > 0
+    assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
+
+
+def test_a_second_scrub_waits_for_the_end_of_the_first(four: LocalStores, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def twice(traffic: Traffic) -> None:
+        traffic.inspection.begin_scrub(Program())
+        with pytest.raises(CacheError, match="one is under way already") as error:
+            traffic.inspection.begin_scrub(Program())
+        refused.append(str(error.value))
+
+    Scrubbing("rows staged", 2, do=twice).train(four, 3, 2, 1, tmp_path)
+    assert refused
+
+
+def test_what_is_on_its_way_and_what_is_there_are_told(four: LocalStores, tmp_path: Path) -> None:
+    told: list[tuple[int, int, int]] = []
+
+    def look(traffic: Traffic) -> None:
+        lag = traffic.inspection.lag()
+        told.append((lag.batches, lag.boundaries, lag.rows))
+        traffic.inspection.begin_census()
+
+    scrubbing = Scrubbing("parity acknowledged", 3, do=look)
+    _, held = scrubbing.train(four, 3, 2, 1, tmp_path)
+    assert scrubbing.traffic is not None
+    (batches, boundaries, rows) = told[0]
+    assert batches >= 1
+    assert boundaries >= 1
+    assert rows >= 1
+    census = scrubbing.traffic.inspection.census()
+    assert census is not None
+    assert 0 < census.rows.sum() < sum(len(shard) for lane in held.values() for shard in lane)

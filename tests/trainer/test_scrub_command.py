@@ -1,0 +1,200 @@
+"""`foreload scrub` and `foreload stores status` as a user calls them, on runs that rest and on one that trains."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_launch import Launched, arguments, reached, summary
+
+from cache.fence import read_epochs
+from cache.local import LocalStores
+from cache.namespace import lane_key
+from cache.store import Store
+from pipelines import prepare
+from trainer.cli import DAMAGED, main
+from trainer.run import SCRUB, STORES, Run
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An epoch of 1,200 steps in two lanes, with so few slots that rows come back from the store."""
+    out = tmp_path_factory.mktemp("schedule") / "clicks"
+    prepare.run(f"--format synthetic --rows 153600 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
+    return out
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of 30 steps."""
+    out = tmp_path_factory.mktemp("schedule") / "clicks"
+    prepare.run(f"--format synthetic --rows 3840 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
+    return out
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def launch(*arguments: str) -> Launched:
+        started.append(Launched(arguments))
+        return started[-1]
+
+    yield launch
+    for one in started:
+        for process in one.started:
+            if process.is_running():
+                process.kill()
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+def rows_of(store: Store, run: Path, lane: int, shard: int) -> tuple[bytes, list[bytes]]:
+    """The key of a lane's hash on a shard, and the fields of its rows, parity rows left out, in order."""
+    key = lane_key(Run.open(run).manifest.namespace, lane, int(read_epochs(store, shard, run.name, 2)[lane]))
+    names = store.command(shard, "HKEYS", key)
+    assert isinstance(names, list)
+    return key, sorted(name for name in names if len(name) == 8 and name[0] < 0x80)
+
+
+def asked(command: list[str], capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, output and --json of a command."""
+    capsys.readouterr()
+    status = main([*command, "--json", str(path)])
+    return status, capsys.readouterr().out, json.loads(path.read_text())
+
+
+def test_a_run_that_ended_is_clean_and_what_is_repaired_in_local_stores_is_saved(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told.json"
+    assert main(arguments(short, run, "--store", "local:3", "--digest")) == 0
+    status, out, found = asked(["scrub", str(run)], capsys, told)
+    assert status == 0
+    assert "0 stripes repaired, 0 damaged" in out
+    assert found["stripes"] > 0
+    before = [(run / STORES / f"shard-{shard}.rdb").stat().st_mtime_ns for shard in range(3)]
+    with LocalStores(3, run / STORES) as stores:
+        with Store(stores.urls) as store:
+            key, names = rows_of(store, run, 1, 2)
+            for name in names[:5]:
+                store.command(2, "HDEL", key, name)
+        stores.stop(save=True)
+    status, out, found = asked(["scrub", str(run)], capsys, told)
+    assert status == 0
+    assert found["stripes_repaired"] == 5
+    assert {one["lane"] for one in found["repaired"]} == {1}
+    assert all("(shard 2) is missing" in one["what"] for one in found["repaired"])
+    assert "repaired: lane 1, table " in out
+    status, _, found = asked(["scrub", str(run)], capsys, told)
+    assert (status, found["stripes_repaired"]) == (0, 0)
+    assert main(["digest", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == summary(run)["digest"]
+    assert before != [(run / STORES / f"shard-{shard}.rdb").stat().st_mtime_ns for shard in range(3)]
+
+
+def test_what_cannot_be_told_is_named_left_alone_and_has_an_exit_status_of_its_own(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told.json"
+    with LocalStores(3, tmp_path / "stores") as stores, Store(stores.urls) as store:
+        assert main(arguments(short, run, "--store", ",".join(stores.urls))) == 0
+        key, names = rows_of(store, run, 0, 1)
+        row = store.command(1, "HGET", key, names[0])
+        assert isinstance(row, bytes)
+        changed = bytes([row[0] ^ 1]) + row[1:]
+        store.command(1, "HSET", key, names[0], changed)
+        status, out, found = asked(["scrub", str(run)], capsys, told)
+        assert status == DAMAGED == 4
+        assert found["stripes_damaged"] == 1
+        (one,) = found["damaged"]
+        assert (one["lane"], 1 in one["shards"]) == (0, True)
+        first, last = one["ordinals"]
+        assert first <= int.from_bytes(names[0][2:], "big") <= last
+        assert f"damaged: lane 0, table {one['table']}, ordinals {first} to {last}" in out
+        assert store.command(1, "HGET", key, names[0]) == changed
+
+
+def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told.json"
+    with LocalStores(3, tmp_path / "stores") as stores:
+        job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls)))
+        job.until(reached(run, 30))
+        job.process.send_signal(signal.SIGINT)
+        status, _, err = job.end()
+        assert status == 130, err
+        status, _, found = asked(["scrub", str(run)], capsys, told)
+        assert (status, found["stripes_repaired"], found["lost_shards"]) == (0, 0, [])
+        with Store(stores.urls) as store:
+            key, names = rows_of(store, run, 0, 1)
+            store.command(1, "HDEL", key, *names[:3])
+            status, _, found = asked(["scrub", str(run)], capsys, told)
+            assert (status, found["stripes_repaired"]) == (0, 3)
+            store.command(2, "FLUSHALL")
+        status, out, found = asked(["scrub", str(run)], capsys, told)
+        assert (status, found["lost_shards"]) == (0, [2])
+        assert "not checked: store shard 2, which is lost" in out
+        status, out, found = asked(["stores", "status", str(run)], capsys, told)
+        assert found["parity"] == {"code": "2+1", "state": "degraded"}
+        assert [shard["state"] for shard in found["shards"]] == ["up", "up", "degraded"]
+
+
+@pytest.mark.parametrize("trainers", ["1", "2"])
+def test_a_run_is_scrubbed_and_told_of_while_it_trains(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str], trainers: str
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told.json"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers))
+    job.until(reached(run, 40))
+    status, out, found = asked(["stores", "status", str(run)], capsys, told)
+    assert status == 0, out
+    assert found["state"] == "training"
+    assert found["parity"] == {"code": "2+1", "state": "ok"}
+    assert found["lag"]["rows"] >= 0
+    assert all(shard["rows"] > 0 and shard["parity_rows"] > 0 for shard in found["shards"])
+    assert found["forecast"]["rows"] > sum(shard["rows"] for shard in found["shards"])
+    assert found["forecast"]["overhead_measured"]
+    status, out, found = asked(["scrub", str(run)], capsys, told)
+    assert status == 0, out
+    assert found["stripes"] > 0
+    assert found["rows"] > 0
+    assert (found["stripes_repaired"], found["stripes_damaged"]) == (0, 0)
+    assert not (run / SCRUB).exists()
+    job.process.send_signal(signal.SIGINT)
+    status, _, err = job.end()
+    assert status == 130, err
+
+
+def test_what_a_store_will_need_is_what_it_then_has(short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, told = tmp_path / "run", tmp_path / "told.json"
+    with LocalStores(3, tmp_path / "stores") as stores:
+        assert main(arguments(short, run, "--store", ",".join(stores.urls))) == 0
+        status, out, found = asked(["stores", "status", str(run)], capsys, told)
+        assert (status, found["parity"]["state"], found["lag"]) == (0, "ok", None)
+        for shard in found["shards"]:
+            assert shard["rows"] + shard["parity_rows"] == shard["entries"]
+        forecast = found["forecast"]
+        assert forecast["rows"] == sum(shard["rows"] for shard in found["shards"])
+        assert forecast["parity_rows"] == sum(shard["parity_rows"] for shard in found["shards"])
+        # Nothing is left to come, so this is what there is.
+        assert forecast["memory_bytes"] == pytest.approx(sum(shard["hash_bytes"] for shard in found["shards"]), abs=2)
+        assert "at the end of the schedule: " in out
+
+
+def test_a_run_without_parity_has_nothing_to_be_checked_against(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(arguments(short, run, "--store", "local:1")) == 0
+    capsys.readouterr()
+    assert main(["scrub", str(run)]) == 2
+    assert "has no parity" in capsys.readouterr().err
+    assert main(["stores", "status", str(run)]) == 0
+    assert "parity off" in capsys.readouterr().out

@@ -34,7 +34,7 @@ class WriteBackBatch:
 
     table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
     what it replaces (zeros where nothing was stored; None where there is no parity). parity: uint8 [entries, row_bytes], to be filled with the
-    parity rows that exist before `update`. rows_of: boundary -> rows of it in this batch.
+    parity rows that are updated before `update`. rows_of: boundary -> rows of it in this batch.
     """
 
     number: int
@@ -56,9 +56,9 @@ class WriteBackBatch:
         own = self.arrangement.rows_of(shard)
         return self.arrangement.row_fields[own], self.new[own]
 
-    def existing_parity(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """A store shard's parity rows that exist, to be read in place: fields, rows."""
-        own = self.arrangement.existing_of(shard)
+    def updated_parity(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """A store shard's parity rows that are updated, to be read in place: fields, rows."""
+        own = self.arrangement.updated_of(shard)
         return self.arrangement.entry_fields[own], self.parity[own]
 
     def parity_part(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,10 +67,10 @@ class WriteBackBatch:
         return self.arrangement.entry_fields[own], self.parity[own]
 
     def update(self, code: Code) -> None:
-        """Turn the parity rows that exist into those that follow: parity_i ^= c_ij * (new ^ old)."""
+        """Make the parity rows: parity_i ^= c_ij * (new ^ old) where they were read, parity_i = the sum of c_ij * new elsewhere."""
         assert self.old is not None
-        delta = difference(self.new, self.old)
         placed = self.arrangement
+        delta = difference(self.new, self.old, placed.updates)
         for i in range(code.r):
             factors = code.coefficients[i][placed.member]
             accumulate(delta, placed.position, factors, self.parity, placed.entry_of[:, i][placed.stripe_of])

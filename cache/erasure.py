@@ -101,16 +101,20 @@ def accumulate(source: np.ndarray, places: np.ndarray, factors: np.ndarray, targ
 
 
 @nb.njit(nogil=True, cache=True)
-def _difference(a, b, out):  # type: ignore[no-untyped-def]
+def _difference(a, b, where, out):  # type: ignore[no-untyped-def]
     for i in range(a.shape[0]):
-        for j in range(a.shape[1]):
-            out[i, j] = a[i, j] ^ b[i, j]
+        if where[i]:
+            for j in range(a.shape[1]):
+                out[i, j] = a[i, j] ^ b[i, j]
+        else:
+            for j in range(a.shape[1]):
+                out[i, j] = a[i, j]
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a ^ b: uint8 [n, row_bytes] each."""
+def difference(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """a ^ b where `where` (bool [n]) is set, a elsewhere: uint8 [n, row_bytes] each."""
     out = np.empty_like(a)
-    _difference(a.view(np.uint32), b.view(np.uint32), out.view(np.uint32))
+    _difference(a.view(np.uint32), b.view(np.uint32), where, out.view(np.uint32))
     return out
 
 

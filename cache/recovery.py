@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cache.batch_log import BatchLog, LoggedBatch
-from cache.erasure import accumulate, difference
+from cache.erasure import accumulate
 from cache.errors import CacheError
 from cache.fence import fence
 from cache.marker import Marker
@@ -72,7 +72,7 @@ def _finish_parity(stored: StoredRows, lane: int, batch: LoggedBatch, placed: Ar
         reads.append(Read(shard, stored.key(lane, shard), placed.entry_fields[own], parity[own]))
     # A parity row that is not there under the right marker is one of a stripe that had no rows: it stays zeros.
     stored.store.exchange(reads, [])
-    delta = difference(batch.new, batch.old)
+    delta = batch.new ^ batch.old
     for i in range(code.r):
         factors = code.coefficients[i][placed.member]
         accumulate(delta, np.arange(len(delta)), factors, parity, placed.entry_of[:, i][placed.stripe_of])

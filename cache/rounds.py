@@ -199,7 +199,7 @@ class Rounds:
         ]
 
     def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
-        parts = ((shard, *batch.existing_parity(shard)) for shard in range(len(self._everywhere)))
+        parts = ((shard, *batch.updated_parity(shard)) for shard in range(len(self._everywhere)))
         return [Read(shard, self._stored.key(writes.lane, shard), fields, rows) for shard, fields, rows in parts if len(fields)]
 
     def _decode_lost(self, fetches: Sequence[PlannedFetch]) -> int:

@@ -115,7 +115,8 @@ def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # typ
     heads = np.full(size, -1, np.int64)
     stripe_of, member = np.empty(n, np.int64), np.empty(n, np.uint8)
     shard_of = np.empty(n, np.int64)
-    keys, group_of, exists = np.empty(n, np.uint64), np.empty(n, np.int64), np.zeros(n, np.uint8)
+    keys, group_of = np.empty(n, np.uint64), np.empty(n, np.int64)
+    others = np.zeros(n, np.int64)  # of a stripe: rows that the store has and the batch has not
     row_starts = np.zeros(shards + 2, np.int64)
     count = 0
     for i in range(n):
@@ -133,8 +134,10 @@ def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # typ
             if r > 0:
                 begin = starts[table[i]] + stripe * k
                 for j in range(begin, begin + k):
-                    exists[count] |= flags[j]
+                    others[count] += flags[j]
             count += 1
+        if r > 0:
+            others[heads[at]] -= flags[starts[table[i]] + ordinal[i]]
         stripe_of[i] = heads[at]
         member[i] = ordinal[i] - stripe * k
         shard = members[group, member[i]]
@@ -143,18 +146,19 @@ def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # typ
     for shard in range(shards + 1):
         row_starts[shard + 1] += row_starts[shard]
     position, next_rows = np.empty(n, np.int64), row_starts.copy()
-    names = np.empty(n, np.uint64)
+    names, updates = np.empty(n, np.uint64), np.empty(n, np.bool_)
     for i in range(n):
         position[i] = next_rows[shard_of[i]]
         next_rows[shard_of[i]] += 1
         names[position[i]] = (np.uint64(table[i]) << _TABLE_SHIFT) | np.uint64(ordinal[i])
-    # Parity rows by shard, those that exist first in each.
+        updates[position[i]] = others[stripe_of[i]] > 0
+    # Parity rows by shard, those to be read first in each.
     entry_starts = np.zeros(2 * shards + 1, np.int64)
     for t in range(count):
         for j in range(r):
             shard = members[group_of[t], k + j]
             if keys[t] < cursors[shard]:
-                entry_starts[2 * shard + (1 - exists[t]) + 1] += 1
+                entry_starts[2 * shard + (others[t] == 0) + 1] += 1
     for bucket in range(2 * shards):
         entry_starts[bucket + 1] += entry_starts[bucket]
     entry_of, next_entries = np.full((count, r), -1, np.int64), entry_starts.copy()
@@ -163,11 +167,11 @@ def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # typ
         for j in range(r):
             shard = members[group_of[t], k + j]
             if keys[t] < cursors[shard]:
-                bucket = 2 * shard + (1 - exists[t])
+                bucket = 2 * shard + (others[t] == 0)
                 entry_of[t, j] = next_entries[bucket]
                 entry_fields[next_entries[bucket]] = keys[t] | PARITY_BIT
                 next_entries[bucket] += 1
-    return position, names, row_starts, stripe_of, member, entry_of, entry_fields, entry_starts
+    return position, names, row_starts, stripe_of, member, entry_of, entry_fields, entry_starts, updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,8 @@ class Arrangement:
     position: int64 [n], of each row in the order of the store shards, where row_fields (uint64 [n]) and row_starts (int64 [shards + 2]: where
     each shard's rows begin, those of no live shard last) refer to. stripe_of: int64 [n], member: uint8 [n], of the rows as they came.
     entry_of: int64 [stripes, r], the parity row's place among the entries, -1 where its shard is not live; entry_fields: uint64 [entries], by
-    shard; entry_starts: int64 [2 * shards + 1], where a shard's entries that exist in the store, and those that are new, begin.
+    shard; entry_starts: int64 [2 * shards + 1], where a shard's entries that are updated, and those that are made anew, begin: a stripe all
+    of whose stored rows are in the batch needs no parity row read. updates: bool [n], by position, whether a row's stripe is updated.
     """
 
     position: np.ndarray
@@ -188,13 +193,14 @@ class Arrangement:
     entry_of: np.ndarray
     entry_fields: np.ndarray
     entry_starts: np.ndarray
+    updates: np.ndarray
 
     def rows_of(self, shard: int) -> slice:
         """Where a shard's rows lie."""
         return slice(int(self.row_starts[shard]), int(self.row_starts[shard + 1]))
 
-    def existing_of(self, shard: int) -> slice:
-        """Entries of a shard that exist in the store."""
+    def updated_of(self, shard: int) -> slice:
+        """Entries of a shard that are updated, and so read first."""
         return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 1]))
 
     def entries_of(self, shard: int) -> slice:

@@ -68,11 +68,22 @@ def test_an_update_gives_the_parity_of_the_new_members(stripe: tuple[Code, np.nd
     changed = np.arange(0, code.k, 2)
     new[changed] = np.roll(old[changed], 1, axis=1) ^ np.uint8(0x5A)
     parity = code.encode(old)
-    delta = difference(new, old)
+    delta = difference(new, old, np.ones(code.k, bool))
     for i in range(code.r):
         # All changed members at once: the same target comes several times.
         accumulate(delta, changed, code.coefficients[i, changed], parity, np.full(len(changed), i))
     assert np.array_equal(parity, twin_parity(code, new))
+
+
+@given(stripes(), st.data())
+@settings(deadline=None)
+def test_a_difference_is_to_nothing_where_there_is_nothing_to_update(
+    stripe: tuple[Code, np.ndarray], data: st.DataObject
+) -> None:
+    _, old = stripe
+    new = old ^ np.uint8(0xA5)
+    where = np.array(data.draw(st.lists(st.booleans(), min_size=len(old), max_size=len(old))))
+    assert np.array_equal(difference(new, old, where), np.where(where[:, None], new ^ old, new))
 
 
 @given(stripes(), st.data())

@@ -113,10 +113,10 @@ def a_range_is_left_out_of_the_rebuild(patch: pytest.MonkeyPatch) -> None:
 def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
     """Parity is a sum of values and not of bits: what is decoded is nearly right."""
 
-    def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def difference(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):
-            values: np.ndarray = (a.view(np.float32) - b.view(np.float32)).view(np.uint8)
-        return values
+            values: np.ndarray = (a.view(np.float32) - np.where(where[:, None], b.view(np.float32), 0)).astype(np.float32)
+        return values.view(np.uint8)
 
     def into_parity(source: np.ndarray, places: np.ndarray, factors: np.ndarray, target: np.ndarray, targets: np.ndarray) -> None:
         for place, to in zip(places, targets, strict=True):

@@ -259,7 +259,7 @@ def _train(parsed: argparse.Namespace) -> int:
     from trainer import numerics
 
     numerics.set_environment(job.cpu_capability)  # the next line imports torch
-    from trainer.launch import train
+    from trainer.launcher import train
 
     ending = train(job)
     if ending is None:

@@ -1,0 +1,190 @@
+"""`foreload train`: claims the run and its place on the store, starts trainers, follows them, and leaves everything whole.
+
+Where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, a scheduler has started one such process per trainer: rank 0 then coordinates, and
+only its own trainer is a child of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from cache.local import LocalStores
+from cache.namespace import claim, remove
+from cache.placement import Placement
+from cache.store import Store
+from cache.url import parse_urls
+from pipelines.files import write_json
+from pipelines.schedule import Schedule
+from trainer import numerics
+from trainer.assembly import DensePart
+from trainer.attempt import Attempt, Ending
+from trainer.commands.digest import model_digest
+from trainer.commands.resting import rest
+from trainer.coordinator import ask
+from trainer.errors import JobError, RunError, ShardsLost, TrainerError
+from trainer.faults import Witness
+from trainer.fit import check_fit
+from trainer.interrupts import Interrupts
+from trainer.job import TrainJob, local_shards
+from trainer.layout import model_spec
+from trainer.models import build_model, load_model
+from trainer.run import STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
+from trainer.store_shards import StoreShards
+from trainer.worker import JOIN_TIMEOUT, work
+
+
+def under_scheduler() -> bool:
+    """Whether this process was started by torchrun or the like."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
+    """Train as the job says. Returns None in a process that is only one of a scheduler's trainers.
+
+    witness: sees it, and may have put faults in.
+
+    Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
+    """
+    numerics.set_environment(job.cpu_capability)
+    numerics.check_processor()
+    if not under_scheduler():
+        with Interrupts() as interrupts:
+            return Launch(job, interrupts, None, witness or Witness()).run()
+    store, rank, world = _scheduled_store()
+    if world != job.trainers:
+        job = replace(job, trainers=world)
+    if rank:
+        urls = None if local_shards(job.store) else job.store.split(",")
+        status = work(store, rank, urls)
+        if status:
+            raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
+        return None
+    with Interrupts() as interrupts:
+        return Launch(job, interrupts, store, witness or Witness()).run()
+
+
+def _scheduled_store() -> tuple[Any, int, int]:
+    import torch.distributed as dist
+
+    store, rank, world = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+    return store, rank, world
+
+
+class Launch:
+    """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job, else one is made here."""
+
+    def __init__(self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, witness: Witness) -> None:
+        self._job = job
+        self._witness = witness
+        self._interrupts = interrupts
+        self._rendezvous = rendezvous
+        self._spawned = range(1) if rendezvous is not None else range(job.trainers)
+
+    def run(self) -> Ending:
+        """Train; see `train`."""
+        schedule = Schedule(self._job.schedule, follow=self._job.follow)
+        lanes = schedule.header.lanes
+        if self._job.trainers > lanes:
+            raise JobError(
+                f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
+            )
+        self._check_model(schedule)
+        sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
+        path = Path(self._job.run)
+        if ask(path, {"do": "status"}) is not None:
+            raise RunError(f"--run: {path} is being trained right now; stop that with Ctrl-C first, or choose another folder")
+        if self._job.resume:
+            return self._resume(schedule)
+        check_free(path, self._job.overwrite)
+        count = local_shards(self._job.store)
+        urls = () if count else parse_urls(self._job.store)
+        placement = Placement.spread(count or len(urls), *self._job.code(count or len(urls)))
+        manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
+        if not count:
+            # Known to be there before anything is deleted.
+            Store(urls, self._job.store_silence).close()
+        run = Run.create(path, manifest, placement, self._job.overwrite)
+        start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
+        return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
+
+    def _check_model(self, schedule: Schedule) -> None:
+        """Raise what is wrong with the model before anything is started, and with its optimizer, too, before a run is deleted."""
+        job = self._job
+        if job.overwrite:
+            DensePart.build(replace(job, device="cpu"), schedule)
+        else:
+            # Without the optimizer, for which torch imports its compiler: two seconds.
+            build_model(load_model(job.model), model_spec(schedule.header.features, job.dim), job.model_options, job.seed)
+
+    def _resume(self, schedule: Schedule) -> Ending:
+        run = Run.open(self._job.run)
+        manifest, step = resumed(run, self._job, schedule)
+        self._job = replace(self._job, namespace=manifest.namespace)
+        if (local_shards(self._job.store) or None) != manifest.local_stores:
+            raise RunError(
+                f"--store: must be what the run was started with, {manifest.training_job.store}; got {self._job.store.split('@')[-1]}"
+            )
+        start = replace(run.resting(), state="training", step=step)
+        return self._with_stores(run, manifest, start, schedule, open_stores(run))
+
+    def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
+        if local is not None:
+            local.start()
+        trained = False
+        try:
+            urls = list(local.urls) if local is not None else self._job.store.split(",")
+            with self._claimed(run, manifest, urls):
+                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._witness)
+                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, shards, self._witness)
+                ending = attempt.train(self._rendezvous, self._spawned)
+            trained = True
+            try:
+                if self._job.digest and attempt.failure is None:
+                    spared = run.placement.r
+                    patience = timedelta(seconds=1 if spared else 10)
+                    with Store(shards.urls, self._job.store_silence, patience, optional=spared > 0) as store:
+                        ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
+                    write_json(run.path / SUMMARY, ending.summary)
+            finally:
+                # What was trained is whole, whatever became of its digest; nothing interrupts its saving.
+                self._interrupts.gentle = True
+                if local is not None:
+                    local.stop(save=True)
+                run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
+                run.write_status(attempt.status)
+        except ShardsLost:
+            if local is not None:
+                # What is left can still be looked at.
+                local.stop(save=True)
+                local = None
+            raise
+        finally:
+            if local is not None and not trained:
+                local.stop(save=False)
+        if attempt.failure is not None:
+            raise TrainerError(f"{attempt.failure} (training stopped after step {ending.step}, the last that was published)")
+        return ending
+
+    @contextlib.contextmanager
+    def _claimed(self, run: Run, manifest: Manifest, urls: Sequence[str]) -> Iterator[None]:
+        job = self._job
+        # A run that goes on may do so without the shards whose rows parity has.
+        spared = run.placement.r if job.resume else 0
+        with Store(urls, job.store_silence, timedelta(seconds=1 if spared else 10), optional=spared > 0) as store:
+            mode: Literal["new", "resume", "overwrite"] = "resume" if job.resume else "overwrite" if job.overwrite else "new"
+            claim(store, manifest.namespace, manifest.identity, mode, spared)
+        try:
+            yield
+        except BaseException:
+            # A call that failed before it began leaves the name free, so that the next one needs no --overwrite.
+            if run.status is None:
+                with contextlib.suppress(Exception), Store(urls, job.store_silence, timedelta(seconds=1)) as store:
+                    remove(store, manifest.namespace)
+            raise

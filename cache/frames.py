@@ -33,7 +33,8 @@ NEXT_HEAD, NEXT_MARKER = -2, -1  # from 0 on: the next row
 CONNECTION_COLUMNS = 13
 
 MORE, COMPLETE, IRREGULAR = range(3)  # what `take` says of a reply
-ALL_ANSWERED, PAUSED, ATTEND = range(3)  # why `converse` returns
+ALL_ANSWERED, PAUSED, ATTEND, SILENT = range(4)  # why `converse` returns
+_STALL_NS = 100_000_000  # this process did not run for so long beyond what it asked for, so it cannot say that others were silent
 _POLLIN, _POLLOUT = 1, 4
 _LINE_BYTES = 32  # the longest line that gives a number
 
@@ -282,12 +283,20 @@ def to_front(connection, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(nogil=True, cache=True)
+def _forgive(connections, lapse_ns):  # type: ignore[no-untyped-def]
+    """Leave a time in which this process was itself stopped, or got no processor, out of everyone's silence."""
+    if lapse_ns > _STALL_NS:
+        for c in range(connections.shape[0]):
+            connections[c, PROGRESSED_NS] += lapse_ns
+
+
+@nb.njit(nogil=True, cache=True)
 def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # type: ignore[no-untyped-def]
     """Send and receive on all connections until every request is answered.
 
     requests: int64 [n, REQUEST_COLUMNS]; connections: int64 [c, CONNECTION_COLUMNS]; out, data: uint8 [c, bytes]. Returns
-    (ALL_ANSWERED, 0); (PAUSED, 0) when a signal came, nothing moved for pause_ns, or a connection is silent for timeout_ns; or (ATTEND, c)
-    where connection c needs what only Python knows.
+    (ALL_ANSWERED, 0); (PAUSED, 0) when a signal came or nothing moved for pause_ns; (SILENT, c) where connection c is silent for timeout_ns; or
+    (ATTEND, c) where connection c needs what only Python knows.
     """
     polls = np.zeros(
         (connections.shape[0], 2), np.int32
@@ -295,10 +304,13 @@ def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # 
     busy = np.empty(connections.shape[0], np.int64)
     clock_time = np.zeros(2, np.int64)
     fresh = True
+    seen = np.int64(0)
     while True:
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
         now = clock_time[0] * 1_000_000_000 + clock_time[1]
-        wait_ns = pause_ns
+        if seen:
+            _forgive(connections, now - seen)
+        wait_ns = np.int64(pause_ns)
         n = 0
         for c in range(connections.shape[0]):
             connection = connections[c]
@@ -314,17 +326,24 @@ def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # 
             wait_ns = min(wait_ns, connection[PROGRESSED_NS] + timeout_ns - now)
         if n == 0:
             return ALL_ANSWERED, 0
-        if wait_ns <= 0:
-            return PAUSED, 0
         fresh = False
-        if _poll(np.uint64(polls.ctypes.data), np.uint64(n), np.int32((wait_ns + 999_999) // 1_000_000)) <= 0:
-            return PAUSED, 0
+        # Whoever is overdue is looked at all the same: what came while this process did not run is there.
+        wait_ns = max(wait_ns, np.int64(0))
+        ready = _poll(np.uint64(polls.ctypes.data), np.uint64(n), np.int32((wait_ns + 999_999) // 1_000_000))
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
-        now = clock_time[0] * 1_000_000_000 + clock_time[1]
-        for place in range(n):
+        seen = clock_time[0] * 1_000_000_000 + clock_time[1]
+        _forgive(connections, seen - now - wait_ns)
+        now = seen
+        for place in range(n if ready > 0 else 0):
             c = busy[place]
             came = polls[place, 1] >> 16
             if came & _POLLOUT and not _send_some(requests, connections[c], out[c], now, True):
                 return ATTEND, c
             if came & ~_POLLOUT and not _receive_some(requests, connections[c], data[c], now):
                 return ATTEND, c
+        for place in range(n):
+            connection = connections[busy[place]]
+            if connection[ANSWERED] < connection[LAST] and now - connection[PROGRESSED_NS] >= timeout_ns:
+                return SILENT, busy[place]
+        if ready <= 0:
+            return PAUSED, 0

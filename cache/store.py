@@ -336,14 +336,14 @@ class Store:
         """Send and receive on the channels of these shards until each has every reply, or has failed."""
         try:
             if all(self._channels[shard].compiled for shard in busy):
-                self._converse(busy, failures)
+                self._converse(failures)
             else:
                 self._select(busy, failures)
         except StoreError as error:
             self._fail(str(error))
             raise
 
-    def _converse(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> None:
+    def _converse(self, failures: dict[int, StoreUnavailable] | None) -> None:
         timeout_ns = self._timeout_ns
         while True:
             why, shard = frames.converse(
@@ -351,13 +351,13 @@ class Store:
             )
             if why == frames.ALL_ANSWERED:
                 return
-            if why == frames.ATTEND:
+            if why == frames.SILENT:
+                self._lose(shard, self._silence(shard), failures)
+            elif why == frames.ATTEND:
                 try:
                     self._channels[shard].attend()
                 except StoreUnavailable as error:
                     self._lose(shard, error, failures)
-            else:
-                self._check_silence(busy, failures)
 
     def _select(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> None:
         """The same where TLS is in between."""
@@ -411,13 +411,15 @@ class Store:
         for shard in busy:
             channel = self._channels[shard]
             if not channel.answered and now_ns() - channel.progressed_ns >= self._timeout_ns:
-                error = StoreSilent(
-                    f"store {channel.url}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
-                    "--store-timeout sets the limit"
-                )
-                self._lose(shard, error, failures)
+                self._lose(shard, self._silence(shard), failures)
                 silent.append(shard)
         return silent
+
+    def _silence(self, shard: int) -> StoreSilent:
+        return StoreSilent(
+            f"store {self.urls[shard]}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
+            "--store-timeout sets the limit"
+        )
 
     def _fail(self, why: str) -> None:
         self._closed = self._closed or why

@@ -12,11 +12,13 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import redis
 
+from cache import frames
 from cache.channel import reply_error
 from cache.errors import Fenced, StoreAuth, StoreError, StoreFull, StoreTls, StoreUnavailable
 from cache.local import LocalStores
@@ -81,6 +83,29 @@ def test_a_silent_store_is_unavailable_after_the_timeout(server: LocalStores) ->
             os.kill(pid, signal.SIGCONT)
         with pytest.raises(StoreUnavailable, match=r"the connections are closed .*silent"):
             store.exchange([read()], [])
+
+
+def test_a_client_that_was_itself_stopped_calls_no_store_silent(server: LocalStores, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid, converse = server.pids[0] or 0, frames.converse
+    asked: list[bool] = []
+
+    def stopped_before_it_looks(requests: Any, connections: Any, out: Any, data: Any, clock: int, *times: int) -> tuple[int, int]:
+        if asked or connections is not store._states:
+            found: tuple[int, int] = converse(requests, connections, out, data, clock, *times)
+            return found
+        asked.append(True)
+        assert converse(requests, connections, out, data, clock, times[0], 1) == (frames.PAUSED, 0)
+        os.kill(pid, signal.SIGCONT)
+        other.command(0, "PING")
+        # The server has answered what it was asked first, while this process was stopped for much longer than the timeout.
+        connections[:, frames.PROGRESSED_NS] -= 10 * times[0]
+        return frames.PAUSED, 0
+
+    with Store(server.urls, SHORT) as store, Store(server.urls, LONG) as other:
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(frames, "converse", stopped_before_it_looks)
+        store.exchange([], [write()])
+    assert asked
 
 
 def test_a_killed_store_is_unavailable_at_once(server: LocalStores) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cache.errors import StoreError, StoreFull, StoreUnavailable
-from cache.local import LocalStores, find_executable
+from cache.local import NICENESS, LocalStores, find_executable
 from cache.store import Read, Store, Write
 
 FIELDS = np.arange(100, dtype=np.uint64)
@@ -55,6 +55,14 @@ def test_a_saved_store_is_started_again_with_its_rows(tmp_path: Path) -> None:
             assert np.array_equal(got.rows, ROWS)
     left = sorted(path.name for path in (tmp_path / "stores").iterdir())
     assert left == ["shard-0.log", "shard-0.rdb", "shard-1.log", "shard-1.rdb"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc tells")
+def test_servers_may_have_huge_pages_and_yield_to_the_trainers(tmp_path: Path) -> None:
+    with LocalStores(1, tmp_path / "stores") as stores:
+        (pid,) = stores.pids
+        assert "THP_enabled:\t1" in Path(f"/proc/{pid}/status").read_text()
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
 
 
 def test_an_unsaved_stop_keeps_what_was_saved_before(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from pipelines import prepare
 from pipelines.schedule import Schedule
 from trainer import numerics
 from trainer.job import TrainJob
-from trainer.step import StepReport
+from trainer.step import StepReport, Trainer
 
 Contents = list[list[dict[bytes, bytes]]]
 CODES = [(2, 1), (4, 1), (4, 2)]
@@ -64,34 +65,40 @@ class Outcome:
     contents: Contents
 
 
+Disturbance = Callable[[LocalStores, list[Traffic]], None]
+
+
 def run(
-    schedule: Schedule, folder: Path, code: tuple[int, int], trainers: int, losses: dict[int, Callable[[LocalStores], None]]
+    schedule: Schedule,
+    folder: Path,
+    code: tuple[int, int],
+    trainers: int,
+    losses: dict[int, Disturbance],
+    rebuilding: Disturbance | None = None,
 ) -> Outcome:
-    """Train on stores of one's own; losses: what happens to the stores after which step."""
-    left = dict(losses)
+    """Train on stores of one's own; losses: what happens after which step; rebuilding: what does once rank 0 has rebuilt a third of a shard."""
+    left, later = dict(losses), [rebuilding] if rebuilding else []
     traffics: list[Traffic] = []
 
     def on_step(report: StepReport) -> None:
         if report.step in left:
-            if report.step == schedule.header.end_step - 1:
-                # Another shard than before: that one must be whole again.
-                deadline = time.monotonic() + DEADLINE_SECONDS
-                while any(traffic.lost_or_rebuilding() for traffic in traffics):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-            left.pop(report.step)(stores)
+            left.pop(report.step)(stores, traffics)
+
+    def break_it(rank: int, trainer: Trainer) -> None:
+        traffics.append(trainer.part.traffic)
+        if rank == 0 and later:
+            trainer.part.traffic._on_action = lambda action: on_action(trainer.part.traffic, action)
+
+    def on_action(traffic: Traffic, action: str) -> None:
+        rebuilt = traffic.lost_or_rebuilding().values()
+        if later and action == "rows rebuilt" and rebuilt and min(rebuilt) >= 1 / 3:
+            assert all(0 < share < 1 for share in rebuilt)
+            later.pop()(stores, traffics)
 
     with LocalStores(sum(code), folder / "stores") as stores:
-        trained = train(
-            job(),
-            schedule,
-            stores.urls,
-            trainers,
-            parity=code,
-            on_step=on_step,
-            break_it=lambda _, trainer: traffics.append(trainer.part.traffic),
-        )
+        trained = train(job(), schedule, stores.urls, trainers, parity=code, on_step=on_step, break_it=break_it)
         assert not left
+        assert not later
         with Store(stores.urls) as store:
             contents = []
             for shard in range(store.shards):
@@ -118,10 +125,10 @@ def undisturbed(schedule: Schedule, tmp_path_factory: pytest.TempPathFactory) ->
     return of
 
 
-def restart(*shards: int) -> Callable[[LocalStores], None]:
+def restart(*shards: int) -> Disturbance:
     """Kills servers, which are there again at once, empty."""
 
-    def do(stores: LocalStores) -> None:
+    def do(stores: LocalStores, _: list[Traffic]) -> None:
         for shard in shards:
             # The process itself: a server that has just been restarted may not have written its process id yet.
             stores._processes[shard].kill()
@@ -132,26 +139,49 @@ def restart(*shards: int) -> Callable[[LocalStores], None]:
     return do
 
 
+def once_whole(what: Disturbance) -> Disturbance:
+    """Lets something happen when all shards are whole."""
+
+    def do(stores: LocalStores, traffics: list[Traffic]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while any(traffic.lost_or_rebuilding() for traffic in traffics):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        what(stores, traffics)
+
+    return do
+
+
 def seeded_step(schedule: Schedule, *seed: int) -> int:
     """A step that is neither among the first nor the last ones."""
     return int(np.random.default_rng(seed).integers(5, schedule.header.end_step - 5))
 
 
 def check(found: Outcome, expected: Outcome) -> None:
+    """The same model, and every row and parity row of every shard the same bytes."""
     assert found.trained.digest == expected.trained.digest
     assert found.contents == expected.contents
+    assert all(rows for of_lanes in found.contents for rows in of_lanes)
 
 
+# Each shard in turn, or, where parity covers two, each pair of them at once.
 LOSSES = [
     (code, trainers, lost) for code in CODES for trainers in (1, 2) for lost in itertools.combinations(range(sum(code)), code[1])
 ]
-# Each shard once, with as many trainers as its number says; of the pairs, those of neighbours that are not the first two.
-SOME = [one for one in LOSSES if one[1] == 1 + one[2][0] % 2 and (len(one[2]) == 1 or one[2] in ((1, 2), (4, 5)))]
+SOME_PAIRS = ((1, 2), (4, 5))
 
 
-@pytest.mark.parametrize(
-    ("code", "trainers", "lost"), [pytest.param(*one, marks=() if one in SOME else pytest.mark.full) for one in LOSSES]
-)
+def grid(*some: tuple[int, int]) -> list[Any]:
+    """All of LOSSES. Those of a code in `some` run in every test run: each shard once, with as many trainers as its number says, or some pairs."""
+    return [
+        one
+        if one[0] in some and one[1] == 1 + one[2][0] % 2 and (len(one[2]) == 1 or one[2] in SOME_PAIRS)
+        else pytest.param(*one, marks=pytest.mark.full)
+        for one in LOSSES
+    ]
+
+
+@pytest.mark.parametrize(("code", "trainers", "lost"), grid(*CODES))
 def test_shards_killed_at_a_seeded_step(
     schedule: Schedule,
     tmp_path: Path,
@@ -164,10 +194,36 @@ def test_shards_killed_at_a_seeded_step(
     check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}), undisturbed(code))
 
 
+@pytest.mark.parametrize(("code", "trainers", "lost"), grid((2, 1), (4, 2)))
+def test_the_rebuilt_shards_killed_again_during_their_rebuild(
+    schedule: Schedule,
+    tmp_path: Path,
+    undisturbed: Callable[[tuple[int, int]], Outcome],
+    code: tuple[int, int],
+    trainers: int,
+    lost: tuple[int, ...],
+) -> None:
+    step = seeded_step(schedule, *code, trainers, *lost, 1)
+    check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}, restart(*lost)), undisturbed(code))
+
+
+@pytest.mark.parametrize(("code", "trainers", "lost"), grid((2, 1), (4, 2)))
+def test_shards_killed_in_the_last_step(
+    schedule: Schedule,
+    tmp_path: Path,
+    undisturbed: Callable[[tuple[int, int]], Outcome],
+    code: tuple[int, int],
+    trainers: int,
+    lost: tuple[int, ...],
+) -> None:
+    last = schedule.header.end_step - 1
+    check(run(schedule, tmp_path, code, trainers, {last: restart(*lost)}), undisturbed(code))
+
+
 @pytest.mark.parametrize("trainers", [1, 2])
-def test_a_shard_killed_again_and_again_during_its_rebuild_and_in_the_last_step(
+def test_one_shard_killed_again_and_again_and_another_in_the_last_step(
     schedule: Schedule, tmp_path: Path, undisturbed: Callable[[tuple[int, int]], Outcome], trainers: int
 ) -> None:
     last = schedule.header.end_step - 1
-    losses = {10: restart(1), 11: restart(1), 12: restart(1), last: restart(2)}
+    losses = {10: restart(1), 11: restart(1), 12: restart(1), last: once_whole(restart(2))}
     check(run(schedule, tmp_path, (2, 1), trainers, losses), undisturbed((2, 1)))

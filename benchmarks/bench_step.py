@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from cache.traffic import Traffic
 from caches import lru_arrivals, minimum_arrivals
 from comparison import Cell, Claim, Point, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
 from pipelines.schedule import Schedule
-from sides import Answer, Order, Side
+from sides import FORELOAD, PROTECTED, Answer, Order, Side
 from workload import BATCH, FULL, QUICK, SLOTS, Kind, Workload, describe, shares
 
 LEAD = int(inspect.signature(Traffic).parameters["lead_events"].default)
@@ -34,7 +35,7 @@ IN_MEMORY = ("one table", "26 bags")
 ON_DEMAND = ("on demand", "on demand, shards in turn")
 RESAMPLED = 2000
 SKIPPING = ("floor", *ON_DEMAND)  # how fast they are does not depend on the steps before
-STORES: dict[str, Kind] = {"foreload": "rows", "LRU": "rows", **dict.fromkeys(ON_DEMAND, "plain")}
+STORES: dict[str, Kind] = {"foreload": "rows", PROTECTED: "parity", "LRU": "rows", **dict.fromkeys(ON_DEMAND, "plain")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def contest(
     """Run sides over the same steps of a schedule, in alternation."""
     ids = work.ids(schedule, plan.end if first_epoch else None)
     with ExitStack() as stack:
+        logs = stack.enter_context(TemporaryDirectory(dir=work.folder, prefix="logs-"))
         stores: dict[str, LocalStores] = {}
         for name in sides:
             # The sides on demand leave every row where it was, so they share a store.
@@ -116,10 +118,10 @@ def contest(
                 stores[name] = shared or stack.enter_context(work.stores("empty" if first_epoch else STORES[name]))
 
         def start(name: str) -> Side:
-            skipped = plan.warm_up - 3 if name in SKIPPING or (model != "small" and name != "foreload") else 0
+            skipped = plan.warm_up - 3 if name in SKIPPING or (model != "small" and name not in FORELOAD) else 0
             urls = stores[name].urls if name in stores else ()
             order = Order(
-                name, str(schedule.path), model, str(ids), str(work.first.path), urls, schedule.header.slots[0], skipped
+                name, str(schedule.path), model, str(ids), str(work.first.path), urls, schedule.header.slots[0], skipped, logs
             )
             side = Side(order)
             stack.callback(side.close)

@@ -25,6 +25,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import baselines  # noqa: E402
+from cache.batch_log import FileLog  # noqa: E402
 from cache.placement import Placement  # noqa: E402
 from cache.store import Store  # noqa: E402
 from pipelines.schedule import Schedule  # noqa: E402
@@ -33,8 +34,10 @@ from trainer.job import TrainJob  # noqa: E402
 from trainer.step import StepReport, Trainer  # noqa: E402
 from trainer.transport import LocalHub  # noqa: E402
 from turns import Ranks, Turns, ready  # noqa: E402
-from workload import ROOT, job  # noqa: E402
+from workload import PARITY, ROOT, job  # noqa: E402
 
+PROTECTED = "foreload, 2+1"
+FORELOAD = {"foreload": (1, 0), PROTECTED: PARITY}  # this project's sides, and how many rows and parity rows a stripe has
 _OF_A_REPORT = {"exchange": "seconds_exchange", "waiting for rows": "seconds_waiting"}
 
 
@@ -43,7 +46,8 @@ class Order:
     """What a side is told when it starts.
 
     urls: of its store, where it has one; ids: of Workload.ids and first: the schedule that filled the store, for sides that do not train
-    from a schedule; slots: of an LRU cache; skipped: steps of the schedule before the first one that such a side trains.
+    from a schedule; slots: of an LRU cache; skipped: steps of the schedule before the first one that such a side trains. log: a folder for
+    write-back batches, where there is parity.
     """
 
     side: str
@@ -54,6 +58,7 @@ class Order:
     urls: tuple[str, ...] = ()
     slots: int = 0
     skipped: int = 0
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,9 @@ def run_foreload(order: Order, schedule: Schedule, dense: DensePart, turns: Turn
     (transport,) = LocalHub(1).transports()
     with Store(order.urls, timedelta(seconds=60)) as store:
         training = TrainJob.of(job(Path(order.schedule), order.model))
-        placement = Placement.spread(len(order.urls))
-        part, events = assemble(training, schedule, dense, Start.anew(schedule), [0], transport, store, placement)
+        placement = Placement.spread(len(order.urls), *FORELOAD[order.side])
+        log = FileLog(Path(order.log)) if placement.r else None
+        part, events = assemble(training, schedule, dense, Start.anew(schedule), [0], transport, store, placement, log)
 
         def on_step(report: StepReport) -> None:
             turns.step(report.loss, {name: getattr(report, of_report) for name, of_report in _OF_A_REPORT.items()})
@@ -129,13 +135,13 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     order = Order(**{**given, "urls": tuple(given["urls"])})
     numerics.set_up(1)
-    if order.side != "foreload":
+    if order.side not in FORELOAD:
         # What only the trainer needs; without it some of torch's operations are faster.
         torch.use_deterministic_algorithms(False)
     schedule = Schedule(order.schedule)
     dense = DensePart.build(TrainJob.of(job(Path(order.schedule), order.model)), schedule)
     ready()
-    (run_foreload if order.side == "foreload" else run_baseline)(order, schedule, dense, Turns())
+    (run_foreload if order.side in FORELOAD else run_baseline)(order, schedule, dense, Turns())
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ import redis
 
 from cache.initial import initial_weights
 from cache.local import LocalStores
-from cache.namespace import lane_key
+from cache.marker import Marker
+from cache.namespace import claim, lane_key
 from cache.placement import Placement, fields
 from cache.rows import RowLayout, encode_rows
-from cache.store import COMMAND_ROWS, Store, Write
+from cache.store import COMMAND_ROWS, NO_ROWS, Store, Write
+from cache.stripes import PARITY_BIT
 from comparison import tell
 from pipelines.replay import state_after
 from pipelines.schedule import Schedule
@@ -44,8 +46,9 @@ SLOTS = 200_000
 SHARDS = 3
 SEED = 0
 LR = 0.05
-NAMESPACE = "bench"
-Kind = Literal["rows", "plain", "empty"]
+NAMESPACE = RUN_ID = "bench"
+PARITY = (2, 1)
+Kind = Literal["rows", "parity", "plain", "empty"]
 MODELS = {
     "small": {"bottom": "64-32", "top": "64-1"},
     "Bagpipe's": {"bottom": "512-256-64-32", "top": "1024-1024-1024-256-128-1"},
@@ -135,6 +138,7 @@ class Workload:
             tell("filling the store")
             placement = Placement.spread(SHARDS)
             with _running(saved, save=True) as stores, Store(stores.urls, timedelta(seconds=60)) as store:
+                self._claim(store)
                 for batch, rows in self._filled():
                     names = fields(batch["table"], batch["ordinal"])
                     writes = []
@@ -146,6 +150,44 @@ class Workload:
                                 some = places[start : start + COMMAND_ROWS]
                                 writes.append(Write(shard, lane_key(NAMESPACE, lane, 0), names[some], rows[some]))
                     store.exchange([], writes)
+            (saved / "whole").touch()
+        return saved
+
+    def _claim(self, store: Store) -> None:
+        """What a run's beginning leaves on its store."""
+        claim(store, NAMESPACE, {"run": RUN_ID, "lanes": self.first.header.lanes}, "new")
+
+    def _by_table(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """Each table, with lane, ordinal and stored bytes of all its rows."""
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        last = -1
+        for batch, rows in self._filled():
+            for table in map(int, np.unique(batch["table"])):
+                if parts and table != last:
+                    yield last, *(np.concatenate(column) for column in zip(*parts, strict=True))
+                    parts = []
+                start, end = np.searchsorted(batch["table"], (table, table + 1))
+                parts.append((batch["lane"][start:end], batch["ordinal"][start:end], rows[start:end]))
+                last = table
+        yield last, *(np.concatenate(column) for column in zip(*parts, strict=True))
+
+    @cached_property
+    def _parity_image(self) -> Path:
+        """The saved store that all rows of the first schedule and their parity rows are in, 2+1."""
+        saved = self.folder / "parity-store"
+        if not (saved / "whole").exists():
+            shutil.rmtree(saved, ignore_errors=True)
+            tell("filling the store with parity")
+            placement = Placement.spread(SHARDS, *PARITY)
+            with _running(saved, save=True) as stores, Store(stores.urls, timedelta(seconds=60)) as store:
+                self._claim(store)
+                for table, lanes, ordinals, rows in self._by_table():
+                    for lane in map(int, np.unique(lanes)):
+                        mine = lanes == lane
+                        _write_stripes(store, placement, lane, table, ordinals[mine], rows[mine])
+                for lane in range(self.first.header.lanes):
+                    marker = Marker(0, 0).stored()
+                    store.exchange([], [Write(shard, lane_key(NAMESPACE, lane, 0), *NO_ROWS, marker) for shard in range(SHARDS)])
             (saved / "whole").touch()
         return saved
 
@@ -173,13 +215,18 @@ class Workload:
             (saved / "whole").touch()
         return saved
 
+    def copy_store(self, kind: Kind, folder: Path) -> None:
+        """Copy a filled store, as its servers saved it, into the folder of servers that do not run."""
+        image = {"plain": "_plain_image", "parity": "_parity_image", "rows": "_image"}[kind]
+        for file in getattr(self, image).glob("*.rdb"):
+            shutil.copy(file, folder)
+
     @contextmanager
     def stores(self, kind: Kind = "rows") -> Iterator[LocalStores]:
         """Servers of one's own with a copy of the filled store, or empty ones; they and their folder are gone afterwards."""
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="copy-") as name:
             if kind != "empty":
-                for file in (self._plain_image if kind == "plain" else self._image).glob("*.rdb"):
-                    shutil.copy(file, name)
+                self.copy_store(kind, Path(name))
             with _running(Path(name), save=False) as stores:
                 yield stores
 
@@ -214,6 +261,31 @@ class Workload:
 def _look_up(row_of_slot: np.ndarray, slots: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     for l in range(index.size):
         out[l] = row_of_slot[slots[index[l]]]
+
+
+def _write_stripes(store: Store, placement: Placement, lane: int, table: int, ordinals: np.ndarray, rows: np.ndarray) -> None:
+    """Write all rows of a table in a lane, and their parity rows: XOR, R being 1."""
+    k, count = placement.k, len(ordinals)
+    stripe = np.arange(-(-count // k))
+    # A member that the last stripe may lack counts as zeros.
+    members = np.zeros((len(stripe) * k, rows.shape[1]), np.uint8)
+    members[ordinals] = rows
+    parity = np.bitwise_xor.reduce(members.reshape(len(stripe), k, -1), axis=1)
+    shards = placement.stripes(lane, np.zeros(table + 1, np.int64)).shards(table, stripe)
+    names = fields(np.full(count, table), np.arange(count))
+    parity_names = fields(np.full(len(stripe), table), stripe) | PARITY_BIT
+    key = lane_key(NAMESPACE, lane, 0)
+    for shard in range(SHARDS):
+        of_rows = _writes(shard, key, shards[:, :k].reshape(-1)[:count], names, members)
+        store.exchange([], [*of_rows, *_writes(shard, key, shards[:, k], parity_names, parity)])
+
+
+def _writes(shard: int, key: bytes, shards: np.ndarray, names: np.ndarray, rows: np.ndarray) -> Iterator[Write]:
+    """The writes of those rows that belong to a shard."""
+    places = np.flatnonzero(shards == shard)
+    for start in range(0, len(places), COMMAND_ROWS):
+        some = places[start : start + COMMAND_ROWS]
+        yield Write(shard, key, names[some], rows[some])
 
 
 @contextmanager

@@ -1,0 +1,358 @@
+"""Losing a store shard: the gap between steps, throughput meanwhile, what parity costs, and restarting from a checkpoint instead.
+
+python benchmarks/bench_recovery.py [--quick] [--out DIR] [--pairs N] [--parts cost,gaps,checkpoint]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# First, as it sets the environment of torch.
+from losses import Loss, Strike, Striker, resting_run, trained
+
+from bench_step import DISCARDED, Contest, Plan, contest, step_table
+from cache.local import LocalStores
+from cache.store import Store
+from comparison import Cell, Claim, Results, Series, Table, arguments, ratio, save, spread, tell
+from moved import rows_moved
+from pipelines.schedule import Schedule
+from sides import PROTECTED
+from trainer.job import TrainJob
+from trainer.timeline import Timeline
+from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe, job
+
+PARTS = ("cost", "gaps", "checkpoint")
+TIMEOUT_SECONDS = 1.0  # --store-timeout's default with parity
+GAP_SECONDS, GAP_STEPS = 0.5, 5
+KEPT = 0.93
+MILLION_5 = 5_000_000
+REBUILD_SECONDS = 300
+CHECKPOINT_SECONDS = 600
+RECOVERED_STEPS = 20  # whose rate tells that the training is back at its own
+MOVED_STEPS = 60
+GAP_ROWS = "--rows {rows} --values 20000 --epochs {epochs} --slots 40000"
+
+
+@dataclass(slots=True)
+class Found:
+    """What the parts add to the results."""
+
+    claims: list[Claim] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    plots: list[Series] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def memory_bytes(work: Workload, kind: str) -> int:
+    """What the servers take that hold the store's rows, without or with parity."""
+    with work.stores("parity" if kind == "parity" else "rows") as stores, Store(stores.urls) as store:
+        return sum(int(store.info(shard)["used_memory"]) for shard in range(SHARDS))
+
+
+def cost(work: Workload, quick: bool, pairs: int) -> Found:
+    """Parity without failures: step time, samples/s, rows moved, memory."""
+    second = work.second()
+    sides = ["floor", "one table", "foreload", PROTECTED]
+    small = contest(work, second, "small", sides, Plan(pairs, 40, 12) if quick else Plan(pairs, 120, 30))
+    found = Found(tables=[step_table("Small model, with and without parity", small)])
+    large: Contest | None = None
+    if not quick:
+        large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 40, 8))
+        found.tables.append(step_table("Bagpipe's model, with and without parity", large))
+
+    def dearer(of: Contest | None, model: str, most: float) -> Claim:
+        value = None if of is None else ratio(of.ms(PROTECTED), of.ms("foreload"))
+        note = "" if of is not None else "not with --quick"
+        return Claim(f"step time with 2+1, {model}", "without parity", f"<= {most}", value, most=most, note=note)
+
+    k, r = PARITY
+    moved = rows_moved(work, work.second(steps=MOVED_STEPS))
+    plain, protected = (memory_bytes(work, kind) for kind in ("rows", "parity"))
+    most = (1 + r / k) * 1.1
+    found.claims = [
+        dearer(large, "Bagpipe's model", 1.05),
+        dearer(small, "small model", 1.10),
+        Claim("trained samples/s with 2+1, small model", "in memory (one table)", ">= 1.08",
+              ratio(small.ms("one table"), small.ms(PROTECTED)), least=1.08),
+        Claim("rows moved to and from the store", "fetches + write-backs + R x (parity rows read + written)", "equal",
+              moved["moved"] / moved["accounted"], least=1.0, most=1.0),
+        Claim("store memory with 2+1", "without parity", f"<= {most:.2f}", protected / plain, most=most),
+    ]  # fmt: skip
+    found.tables.append(
+        Table(
+            f"Rows moved in {MOVED_STEPS} steps",
+            list(moved),
+            [[f"{value:,}" for value in moved.values()]],
+            "Fetches and write-backs are the schedule's; moved is what the store client asked for and sent.",
+        )
+    )
+    found.notes.append(
+        f"{describe(work)} Memory of the servers as they have loaded these rows: {plain / 2**20:,.0f} MiB without, "
+        f"{protected / 2**20:,.0f} MiB with 2+1."
+    )
+    return found
+
+
+def gap_schedule(folder: Path, quick: bool) -> Schedule:
+    """Epochs over the same samples, with so few slots that rows are fetched and written back in every step."""
+    out = folder / "gaps"
+    if not (out / "schedule.json").exists():
+        words = GAP_ROWS.format(rows=200_000 if quick else 400_000, epochs=6 if quick else 24).split()
+        tell(f"preparing the schedule of the gaps: {out}")
+        command = [
+            sys.executable,
+            "-m",
+            "pipelines.prepare",
+            "--format",
+            "synthetic",
+            "--batch-size",
+            str(BATCH),
+            "--seed",
+            str(SEED),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [*command, *words, "--out", str(out), "--overwrite"], env=environment, stdout=subprocess.DEVNULL, check=True
+        )
+    return Schedule(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one loss: seconds, and throughput over that of the calm before and after (None: too short to tell)."""
+
+    gap: float
+    median_step: float
+    degraded: float | None
+    rebuilding: float | None
+
+
+def figures(losses: Sequence[Loss], timeline: Timeline) -> list[Figures]:
+    """Of each loss of a run."""
+    ends = [loss.since for loss in losses[1:]]
+    found = []
+    for loss, end in zip(losses, [*(later.moments.struck for later in losses[1:]), float(timeline.ended[-1])], strict=True):
+        at = loss.moments
+        assert at.lost is not None
+        assert at.back is not None
+        assert at.whole is not None
+        rate = timeline.throughput((loss.since, at.struck), (at.whole, end))
+        degraded, rebuilding = (timeline.throughput(span) / rate for span in ((at.lost, at.back), (at.back, at.whole)))
+        found.append(
+            Figures(
+                timeline.longest_gap(at.struck, at.whole),
+                timeline.median_step(loss.since, at.struck),
+                degraded if degraded == degraded else None,
+                rebuilding if rebuilding == rebuilding else None,
+            )
+        )
+    del ends
+    return found
+
+
+def loss_table(title: str, losses: Sequence[Loss], found: Sequence[Figures], begin: float) -> Table:
+    """Every loss."""
+    rows: list[list[Cell]] = []
+    for loss, of in zip(losses, found, strict=True):
+        at = loss.moments
+        assert at.lost is not None
+        assert at.back is not None
+        assert at.whole is not None
+        rows.append([
+            f"{at.struck - begin:.1f}", signal.Signals(loss.strike.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
+            f"{1000 * of.median_step:.1f}", f"{1000 * (at.lost - at.struck):.0f}", f"{at.back - at.struck:.2f}", f"{at.whole - at.back:.2f}",
+            None if of.degraded is None else f"{of.degraded:.3f}", None if of.rebuilding is None else f"{of.rebuilding:.3f}",
+        ])  # fmt: skip
+    columns = [
+        "at, s", "signal", "shard", "longest gap, ms", "median step, ms", "lost after, ms", "server back after, s", "rebuilt in, s",
+        "throughput while lost", "while rebuilding",
+    ]  # fmt: skip
+    return Table(title, columns, rows, "Throughput is over that of the calm steps before and after.")
+
+
+def gap_claim(name: str, losses: Sequence[Loss], found: Sequence[Figures], more: float) -> Claim:
+    """The longest gap over all losses by one signal."""
+    mine = [of for loss, of in zip(losses, found, strict=True) if signal.Signals(loss.strike.signal_number).name == name]
+    longest = max((of.gap for of in mine), default=None)
+    steps = statistics.median(of.median_step for of in found)
+    most = max(GAP_SECONDS, GAP_STEPS * steps) + more
+    bar = f"<= {most:.2f}: the larger of 0.5 and 5 median steps{f', and the timeout of {more:g}' if more else ''}"
+    return Claim(
+        f"longest gap between two steps, s, over {len(mine)} x {name}", "counted from the signal", bar, longest, most=most
+    )
+
+
+def gaps(folder: Path, quick: bool) -> Found:
+    """Losses one after the other in one training, over rows that are all fetched and written back again and again."""
+    schedule = gap_schedule(folder, quick)
+    kill, slow_kill, stop = Strike(signal.SIGKILL, 0), Strike(signal.SIGKILL, 2), Strike(signal.SIGSTOP, TIMEOUT_SECONDS + 1)
+    strikes = [kill, slow_kill, stop] if quick else [kill, slow_kill, kill, slow_kill, stop, kill] * 5
+    with tempfile.TemporaryDirectory(dir=folder, prefix="gaps-") as name:
+        run = Path(name) / "run"
+        striker = Striker(run, strikes, 0.7 if quick else 1.0, 25 if quick else 200)
+        summary = trained(TrainJob.of(job(schedule.path, "small", run=str(run), store=f"local:{SHARDS}")), striker)
+    losses, timeline = striker.losses, striker.timeline
+    if not losses:
+        raise SystemExit("the training ended before a store shard was struck and rebuilt")
+    found = figures(losses, timeline)
+    begin = float(timeline.ended[0])
+    rebuilt = summary["store_traffic"]["rows_rebuilt"]
+    seconds = sum((loss.moments.whole or 0) - (loss.moments.back or 0) for loss in losses)
+    degraded, rebuilding = [of.degraded for of in found], [of.rebuilding for of in found]
+    edges, rates = timeline.bins(0.25)
+    tell(f"{len(losses)} losses, {rebuilt:,} rows rebuilt in {seconds:.1f} s, unexpected losses: {striker.unexpected}")
+    claims = [gap_claim("SIGKILL", losses, found, 0.0), gap_claim("SIGSTOP", losses, found, TIMEOUT_SECONDS)]
+    for when, values in (("while a shard is lost", degraded), ("while it is rebuilt", rebuilding)):
+        told = [value for value in values if value is not None]
+        claims.append(
+            Claim(f"throughput {when}", "normal, in the same run", f">= {KEPT}", spread(told) if told else None, least=KEPT,
+                  note="" if told else "every time was too short to tell")
+        )  # fmt: skip
+    return Found(
+        claims,
+        [loss_table("Losses in one training", losses, found, begin)],
+        [Series("Throughput while shards are lost and rebuilt", "s", "samples/s", "lines",
+                {"samples/s": [(float(edge - begin), float(rate)) for edge, rate in zip(edges, rates, strict=False)]})],
+        [f"Gaps: one training by the launcher, {summary['steps']:,} steps, one trainer, three local store shards, 2+1, one after the other "
+         f"struck; in all {rebuilt:,} rows and parity rows were rebuilt in {seconds:.1f} s ({rebuilt / seconds:,.0f} a second), training at the "
+         f"same time. A killed server is started again at once or 2 s later, a stopped one goes on after {TIMEOUT_SECONDS + 1:g} s. Shards lost "
+         f"that nothing was done to: {striker.unexpected}."],
+    )  # fmt: skip
+
+
+def recovered_after(timeline: Timeline, struck: float, rate: float) -> float:
+    """Seconds from a strike to the first step from which on the training has its rate again, over so many steps."""
+    ends = timeline.ended[timeline.ended > struck]
+    for first, last in zip(ends[:-RECOVERED_STEPS], ends[RECOVERED_STEPS:], strict=True):
+        if timeline.throughput((first, last)) >= KEPT * rate:
+            return float(first - struck)
+    return float("inf")
+
+
+class Redo(Striker):
+    """Strikes nothing: it only sees the steps after a restart."""
+
+    def __init__(self, run: Path, seconds: float) -> None:
+        super().__init__(run, [], seconds, 0.0)
+
+
+def checkpoint(work: Workload, quick: bool) -> Found:
+    """The same loss handled by parity and by restarting from a checkpoint, on the store with all rows."""
+    second = work.second(steps=work.size.steps if quick else 2 * work.size.steps)
+    with tempfile.TemporaryDirectory(dir=work.folder, prefix="lost-") as name:
+        run = Path(name) / "run"
+        training = resting_run(work, second, run, protected=True)
+        striker = Striker(run, [Strike(signal.SIGKILL, 0)], 1.5 if quick else 5.0, 600)
+        tell("losing a shard of the whole store")
+        summary = trained(training, striker)
+    if not striker.losses:
+        raise SystemExit("the training ended before the store shard was struck and rebuilt")
+    (loss,), timeline = striker.losses, striker.timeline
+    (found,) = figures([loss], timeline)
+    at = loss.moments
+    assert at.back is not None
+    assert at.whole is not None
+    rate = timeline.throughput((loss.since, at.struck))
+    recovered = recovered_after(timeline, at.struck, rate)
+    rebuilt, rebuild_seconds = summary["store_traffic"]["rows_rebuilt"], at.whole - at.struck
+    scaled = (at.whole - at.back) * MILLION_5 / work.rows
+
+    with tempfile.TemporaryDirectory(dir=work.folder, prefix="restored-") as name:
+        run = Path(name) / "run"
+        training = resting_run(work, second, run, protected=False)
+        redo = Redo(run, 3.0 if quick else 12.0)
+        tell("restarting from a checkpoint of the whole store")
+        begun = time.monotonic()
+        trained(training, redo)
+    restore = redo.first_step_at - begun
+    redone = redo.timeline
+    redo_rate = redone.throughput((float(redone.ended[0]), float(redone.ended[-1])))
+    half = CHECKPOINT_SECONDS / 2
+    restart = restore + half * rate / redo_rate
+    big = work.rows >= MILLION_5
+    small = "" if big else f"the store has {work.rows:,} rows"
+    load = load_seconds(work)
+    claims = [
+        Claim("5 million rows: full redundancy restored after, s", "training at the same time", f"<= {REBUILD_SECONDS}", scaled,
+              most=REBUILD_SECONDS, note=f"{rebuilt:,} rows and parity rows of a store of {work.rows:,} rows in {at.whole - at.back:.1f} s"),
+        Claim("recovery, x faster", "restart from a checkpoint half of 10 minutes old", ">= 10", restart / recovered if big else None,
+              least=10, note=small),
+    ]  # fmt: skip
+    table = Table(
+        f"The loss of a store shard of {work.rows:,} rows",
+        ["", "parity, s", "checkpoint, s"],
+        [
+            ["until the training is at the step and rate of the loss", f"{recovered:.3f}", f"{restart:.1f}"],
+            ["of it restoring, until the first step", f"{found.gap:.3f}", f"{restore:.1f}"],
+            ["of that loading the rows alone", None, f"{load:.1f}"],
+            ["full redundancy again (rebuilt; restored)", f"{rebuild_seconds:.1f}", f"{restore:.1f}"],
+        ],
+        f"Throughput while rebuilding: {found.rebuilding if found.rebuilding is None else round(found.rebuilding, 3)} of normal.",
+    )
+    note = (
+        "The checkpoint is a plain one: a snapshot (RDB) of every server, and the dense part with its optimizer in one file. It is restored by "
+        "the launcher: servers load their rows, a trainer starts. What taking it costs, and noticing the loss, are not counted. Redoing half of "
+        f"10 minutes is scaled from {len(redone.ended):,} steps, {float(redone.ended[-1] - redone.ended[0]):.1f} s. Recovered is the first step "
+        f"from which on {RECOVERED_STEPS} steps run at {KEPT:.0%} of the rate before the loss."
+    )
+    return Found(claims, [table], [], [note])
+
+
+def load_seconds(work: Workload) -> float:
+    """How long the servers take to load all rows."""
+    with tempfile.TemporaryDirectory(dir=work.folder, prefix="load-") as name:
+        work.copy_store("rows", Path(name))
+        begun = time.monotonic()
+        stores = LocalStores(SHARDS, Path(name)).start()
+        seconds = time.monotonic() - begun
+        stores.stop(save=False)
+    return seconds
+
+
+def _parts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"of {', '.join(PARTS)}: these alone")
+
+
+def main() -> None:
+    """Measure and save."""
+    given = arguments(__doc__, _parts)
+    parts = given.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise SystemExit(f"--parts: knows {', '.join(PARTS)}; got {sorted(unknown)[0]}")
+    quick: bool = given.quick
+    work = Workload(given.out / "work", QUICK if quick else FULL)
+    run: dict[str, Callable[[], Found]] = {
+        "cost": lambda: cost(work, quick, given.pairs),
+        "gaps": lambda: gaps(work.folder, quick),
+        "checkpoint": lambda: checkpoint(work, quick),
+    }
+    found = [run[part]() for part in PARTS if part in parts]
+    shutil.rmtree(work.folder / "gaps", ignore_errors=True)
+    settings = {"store shards": SHARDS, "parity": "2+1", "discarded steps a turn": DISCARDED, "quick": quick}
+    save(
+        Results(
+            "recovery",
+            "Losing a store shard",
+            [claim for of in found for claim in of.claims],
+            [table for of in found for table in of.tables],
+            [plot for of in found for plot in of.plots],
+            settings,
+            [note for of in found for note in of.notes],
+        ),
+        given.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

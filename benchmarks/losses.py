@@ -1,0 +1,154 @@
+"""Trainings by `foreload train`'s own launcher, in which store shards are struck again and again, and what is seen of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer import numerics
+
+# Before torch is imported, as in the launcher.
+numerics.set_environment()
+
+from cache.local import LocalStores  # noqa: E402
+from cache.placement import Placement  # noqa: E402
+from pipelines.schedule import Schedule  # noqa: E402
+from trainer.assembly import DensePart  # noqa: E402
+from trainer.coordinator import ask  # noqa: E402
+from trainer.dense_file import save_dense  # noqa: E402
+from trainer.faults import Witness  # noqa: E402
+from trainer.job import TrainJob  # noqa: E402
+from trainer.launch import train  # noqa: E402
+from trainer.run import DENSE, STORES, Run, Status, new_manifest  # noqa: E402
+from trainer.timeline import Moments, StepTimes, Timeline  # noqa: E402
+from workload import RUN_ID, SHARDS, Workload, job  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """What is done to a store shard: SIGKILL, or SIGSTOP with a later SIGCONT; its server is away for down_seconds."""
+
+    signal_number: int
+    down_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A strike, and when its shard was struck, lost, back and whole; since: the calm before it began."""
+
+    strike: Strike
+    shard: int
+    since: float
+    moments: Moments
+
+
+class Striker(Witness):
+    """Strikes shards in turn, each once the run was whole and calm for long enough, and then has the run stop.
+
+    budget_seconds: counted from the first step; nothing more is struck after it. stop: whether the run is stopped when all is done.
+    """
+
+    def __init__(
+        self, run: Path, strikes: Sequence[Strike], calm_seconds: float, budget_seconds: float, stop: bool = True
+    ) -> None:
+        self.losses: list[Loss] = []
+        self.unexpected = 0  # losses of shards that nothing was done to
+        self.first_step_at = 0.0
+        self._run, self._strikes, self._stop = run, list(strikes), stop
+        self._calm_seconds, self._budget_seconds = calm_seconds, budget_seconds
+        self._steps = StepTimes()
+        self._whole_at = 0.0
+        self._lost: set[int] = set()
+        self._struck: tuple[Strike, int, float] | None = None
+        self._seen: dict[str, float] = {}
+        self._timer: threading.Timer | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """All steps, one at least."""
+        return self._steps.timeline
+
+    def see(self, mail: Mapping[str, Any]) -> None:
+        """Note what happens; strike, or stop, when it is time."""
+        if mail["kind"] == "step":
+            self._steps.note(mail)
+            if not self.first_step_at:
+                self.first_step_at = self._whole_at = mail["at"]
+        elif mail["kind"] == "shard":
+            self._note(mail["shard"], mail["what"], mail["at"])
+        if mail["kind"] != "step" or self._struck is not None or self._lost:
+            return
+        now = time.monotonic()
+        if now - self._whole_at < self._calm_seconds:
+            return
+        if self._strikes and now - self.first_step_at < self._budget_seconds:
+            self._strike(self._strikes.pop(0))
+        elif self._stop:
+            self._stop = False
+            ask(self._run, {"do": "stop"})
+
+    def _note(self, shard: int, what: str, at: float) -> None:
+        struck = self._struck
+        if what == "lost":
+            self._lost.add(shard)
+        if struck is None or shard != struck[1]:
+            self.unexpected += what == "lost"
+        else:
+            # A shard that is lost again while it is rebuilt has its first loss counted, and its last return.
+            self._seen[what] = self._seen.get(what, at) if what == "lost" else at
+        if what == "ok":
+            self._lost.discard(shard)
+            if struck is not None and shard == struck[1]:
+                moments = Moments(struck[2], self._seen["lost"], self._seen["rebuilding"], at)
+                self.losses.append(Loss(struck[0], shard, self._whole_at, moments))
+                self._struck, self._seen = None, {}
+            self._whole_at = at
+
+    def _strike(self, strike: Strike) -> None:
+        shard = len(self.losses) % SHARDS
+        local = LocalStores.find(self._run / STORES)
+        pid = local.pids[shard] if local is not None else None
+        if pid is None:
+            raise SystemExit(f"store shard {shard} has no server to be struck")
+        self._struck = strike, shard, time.monotonic()
+        os.kill(pid, strike.signal_number)
+        if strike.signal_number == signal.SIGSTOP:
+            self._timer = threading.Timer(strike.down_seconds, os.kill, (pid, signal.SIGCONT))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def may_start(self, shard: int) -> bool:
+        """Not before the server was down for long enough."""
+        struck = self._struck
+        return struck is None or struck[1] != shard or time.monotonic() >= struck[2] + struck[0].down_seconds
+
+
+def trained(training: TrainJob, witness: Witness) -> dict[str, Any]:
+    """Train by the launcher; returns the summary. Ends the benchmark where a signal ended the training."""
+    ending = train(training, witness)
+    assert ending is not None
+    if ending.signal_number is not None:
+        sys.exit(128 + ending.signal_number)
+    return ending.summary
+
+
+def resting_run(work: Workload, second: Schedule, folder: Path, protected: bool) -> TrainJob:
+    """The job that goes on, with the second schedule, from the end of the first, on local stores that hold all rows; the model is untrained."""
+    parity = "2+1" if protected else "off"
+    settings = job(work.first.path, "small", run=str(folder), store=f"local:{SHARDS}", parity=parity)
+    before = TrainJob.of(settings)
+    manifest = replace(new_manifest(before, work.first, (), SHARDS), run_id=RUN_ID)
+    run = Run.create(folder, manifest, Placement.spread(SHARDS, *before.code(SHARDS)), overwrite=False)
+    dense, last = DensePart.build(before, work.first), work.first.header.end_step - 1
+    save_dense(run.path / DENSE, dense.module, dense.optimizer, last)
+    (run.path / STORES).mkdir()
+    work.copy_store("parity" if protected else "rows", run.path / STORES)
+    run.write_status(Status("ended", last, {str(lane): 0 for lane in range(work.first.header.lanes)}))
+    return TrainJob.of(settings | {"schedule": str(second.path), "resume": True})

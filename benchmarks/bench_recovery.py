@@ -1,11 +1,11 @@
 """Losing a store shard: the gap between steps, throughput meanwhile, what parity costs, and restarting from a checkpoint instead.
 
-python benchmarks/bench_recovery.py [--quick] [--out DIR] [--pairs N] [--parts cost,gaps,checkpoint]
+python benchmarks/bench_recovery.py [--quick] [--out DIR] [--pairs N]
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 import shutil
 import signal
@@ -14,25 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-# First, as it sets the environment of torch.
-from losses import Loss, Strike, Striker, resting_run, trained
 
 from bench_step import DISCARDED, Contest, Plan, contest, step_table
 from cache.local import LocalStores
 from cache.store import Store
-from comparison import Cell, Claim, Results, Series, Table, arguments, ratio, save, spread, tell
+from comparison import Budget, Cell, Claim, Results, Series, Table, arguments, ratio, save, spread, tell
+from losses import Loss, Strike, Striker, launched, resting_run, trained
 from moved import rows_moved
 from pipelines.schedule import Schedule
 from sides import PROTECTED
 from trainer.job import TrainJob
 from trainer.timeline import Timeline
-from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe, job
+from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe
 
-PARTS = ("cost", "gaps", "checkpoint")
 TIMEOUT_SECONDS = 1.0  # --store-timeout's default with parity
 GAP_SECONDS, GAP_STEPS = 0.5, 5
 KEPT = 0.93
@@ -60,15 +57,15 @@ def memory_bytes(work: Workload, kind: str) -> int:
         return sum(int(store.info(shard)["used_memory"]) for shard in range(SHARDS))
 
 
-def cost(work: Workload, quick: bool, pairs: int) -> Found:
+def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
     """Parity without failures: step time, samples/s, rows moved, memory."""
     second = work.second()
     sides = ["floor", "one table", "foreload", PROTECTED]
-    small = contest(work, second, "small", sides, Plan(pairs, 40, 12) if quick else Plan(pairs, 120, 30))
+    small = contest(work, second, "small", sides, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.25)))
     found = Found(tables=[step_table("Small model, with and without parity", small)])
     large: Contest | None = None
     if not quick:
-        large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 40, 8))
+        large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 12, 6, budget.until(0.42)))
         found.tables.append(step_table("Bagpipe's model, with and without parity", large))
 
     def dearer(of: Contest | None, model: str, most: float) -> Claim:
@@ -140,24 +137,18 @@ class Figures:
 
 def figures(losses: Sequence[Loss], timeline: Timeline) -> list[Figures]:
     """Of each loss of a run."""
-    ends = [loss.since for loss in losses[1:]]
     found = []
-    for loss, end in zip(losses, [*(later.moments.struck for later in losses[1:]), float(timeline.ended[-1])], strict=True):
-        at = loss.moments
-        assert at.lost is not None
-        assert at.back is not None
-        assert at.whole is not None
-        rate = timeline.throughput((loss.since, at.struck), (at.whole, end))
-        degraded, rebuilding = (timeline.throughput(span) / rate for span in ((at.lost, at.back), (at.back, at.whole)))
+    for loss, end in zip(losses, [*(later.struck for later in losses[1:]), float(timeline.ended[-1])], strict=True):
+        rate = timeline.throughput((loss.since, loss.struck), (loss.whole, end))
+        degraded, rebuilding = (timeline.throughput(span) / rate for span in ((loss.lost, loss.back), (loss.back, loss.whole)))
         found.append(
             Figures(
-                timeline.longest_gap(at.struck, at.whole),
-                timeline.median_step(loss.since, at.struck),
-                degraded if degraded == degraded else None,
-                rebuilding if rebuilding == rebuilding else None,
+                timeline.longest_gap(loss.struck, loss.whole),
+                timeline.median_step(loss.since, loss.struck),
+                degraded if math.isfinite(degraded) else None,
+                rebuilding if math.isfinite(rebuilding) else None,
             )
         )
-    del ends
     return found
 
 
@@ -165,13 +156,10 @@ def loss_table(title: str, losses: Sequence[Loss], found: Sequence[Figures], beg
     """Every loss."""
     rows: list[list[Cell]] = []
     for loss, of in zip(losses, found, strict=True):
-        at = loss.moments
-        assert at.lost is not None
-        assert at.back is not None
-        assert at.whole is not None
         rows.append([
-            f"{at.struck - begin:.1f}", signal.Signals(loss.strike.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
-            f"{1000 * of.median_step:.1f}", f"{1000 * (at.lost - at.struck):.0f}", f"{at.back - at.struck:.2f}", f"{at.whole - at.back:.2f}",
+            f"{loss.struck - begin:.1f}", signal.Signals(loss.strike.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
+            f"{1000 * of.median_step:.1f}", f"{1000 * (loss.lost - loss.struck):.0f}", f"{loss.back - loss.struck:.2f}",
+            f"{loss.whole - loss.back:.2f}",
             None if of.degraded is None else f"{of.degraded:.3f}", None if of.rebuilding is None else f"{of.rebuilding:.3f}",
         ])  # fmt: skip
     columns = [
@@ -193,25 +181,25 @@ def gap_claim(name: str, losses: Sequence[Loss], found: Sequence[Figures], more:
     )
 
 
-def gaps(folder: Path, quick: bool) -> Found:
+def gaps(folder: Path, quick: bool, seconds: float) -> Found:
     """Losses one after the other in one training, over rows that are all fetched and written back again and again."""
     schedule = gap_schedule(folder, quick)
     kill, slow_kill, stop = Strike(signal.SIGKILL, 0), Strike(signal.SIGKILL, 2), Strike(signal.SIGSTOP, TIMEOUT_SECONDS + 1)
     strikes = [kill, slow_kill, stop] if quick else [kill, slow_kill, kill, slow_kill, stop, kill] * 5
     with tempfile.TemporaryDirectory(dir=folder, prefix="gaps-") as name:
         run = Path(name) / "run"
-        striker = Striker(run, strikes, 0.7 if quick else 1.0, 25 if quick else 200)
-        summary = trained(TrainJob.of(job(schedule.path, "small", run=str(run), store=f"local:{SHARDS}")), striker)
+        striker = Striker(run, strikes, 0.7 if quick else 1.0, seconds)
+        summary = trained(TrainJob.of(launched(schedule, run)), striker)
     losses, timeline = striker.losses, striker.timeline
     if not losses:
         raise SystemExit("the training ended before a store shard was struck and rebuilt")
     found = figures(losses, timeline)
     begin = float(timeline.ended[0])
     rebuilt = summary["store_traffic"]["rows_rebuilt"]
-    seconds = sum((loss.moments.whole or 0) - (loss.moments.back or 0) for loss in losses)
+    took = sum(loss.whole - loss.back for loss in losses)
     degraded, rebuilding = [of.degraded for of in found], [of.rebuilding for of in found]
-    edges, rates = timeline.bins(0.25)
-    tell(f"{len(losses)} losses, {rebuilt:,} rows rebuilt in {seconds:.1f} s, unexpected losses: {striker.unexpected}")
+    edges, rates = timeline.bins(0.5)
+    tell(f"{len(losses)} losses, {rebuilt:,} rows rebuilt in {took:.1f} s, unexpected losses: {striker.unexpected}")
     claims = [gap_claim("SIGKILL", losses, found, 0.0), gap_claim("SIGSTOP", losses, found, TIMEOUT_SECONDS)]
     for when, values in (("while a shard is lost", degraded), ("while it is rebuilt", rebuilding)):
         told = [value for value in values if value is not None]
@@ -225,7 +213,7 @@ def gaps(folder: Path, quick: bool) -> Found:
         [Series("Throughput while shards are lost and rebuilt", "s", "samples/s", "lines",
                 {"samples/s": [(float(edge - begin), float(rate)) for edge, rate in zip(edges, rates, strict=False)]})],
         [f"Gaps: one training by the launcher, {summary['steps']:,} steps, one trainer, three local store shards, 2+1, one after the other "
-         f"struck; in all {rebuilt:,} rows and parity rows were rebuilt in {seconds:.1f} s ({rebuilt / seconds:,.0f} a second), training at the "
+         f"struck; in all {rebuilt:,} rows and parity rows were rebuilt in {took:.1f} s ({rebuilt / took:,.0f} a second), training at the "
          f"same time. A killed server is started again at once or 2 s later, a stopped one goes on after {TIMEOUT_SECONDS + 1:g} s. Shards lost "
          f"that nothing was done to: {striker.unexpected}."],
     )  # fmt: skip
@@ -238,13 +226,6 @@ def recovered_after(timeline: Timeline, struck: float, rate: float) -> float:
         if timeline.throughput((first, last)) >= KEPT * rate:
             return float(first - struck)
     return float("inf")
-
-
-class Redo(Striker):
-    """Strikes nothing: it only sees the steps after a restart."""
-
-    def __init__(self, run: Path, seconds: float) -> None:
-        super().__init__(run, [], seconds, 0.0)
 
 
 def checkpoint(work: Workload, quick: bool) -> Found:
@@ -260,18 +241,15 @@ def checkpoint(work: Workload, quick: bool) -> Found:
         raise SystemExit("the training ended before the store shard was struck and rebuilt")
     (loss,), timeline = striker.losses, striker.timeline
     (found,) = figures([loss], timeline)
-    at = loss.moments
-    assert at.back is not None
-    assert at.whole is not None
-    rate = timeline.throughput((loss.since, at.struck))
-    recovered = recovered_after(timeline, at.struck, rate)
-    rebuilt, rebuild_seconds = summary["store_traffic"]["rows_rebuilt"], at.whole - at.struck
-    scaled = (at.whole - at.back) * MILLION_5 / work.rows
+    rate = timeline.throughput((loss.since, loss.struck))
+    recovered = recovered_after(timeline, loss.struck, rate)
+    rebuilt, took = summary["store_traffic"]["rows_rebuilt"], loss.whole - loss.back
+    scaled = took * MILLION_5 / work.rows
 
     with tempfile.TemporaryDirectory(dir=work.folder, prefix="restored-") as name:
         run = Path(name) / "run"
         training = resting_run(work, second, run, protected=False)
-        redo = Redo(run, 3.0 if quick else 12.0)
+        redo = Striker(run, [], 3.0 if quick else 12.0, 0.0)
         tell("restarting from a checkpoint of the whole store")
         begun = time.monotonic()
         trained(training, redo)
@@ -285,7 +263,7 @@ def checkpoint(work: Workload, quick: bool) -> Found:
     load = load_seconds(work)
     claims = [
         Claim("5 million rows: full redundancy restored after, s", "training at the same time", f"<= {REBUILD_SECONDS}", scaled,
-              most=REBUILD_SECONDS, note=f"{rebuilt:,} rows and parity rows of a store of {work.rows:,} rows in {at.whole - at.back:.1f} s"),
+              most=REBUILD_SECONDS, note=f"{rebuilt:,} rows and parity rows of a store of {work.rows:,} rows in {took:.1f} s"),
         Claim("recovery, x faster", "restart from a checkpoint half of 10 minutes old", ">= 10", restart / recovered if big else None,
               least=10, note=small),
     ]  # fmt: skip
@@ -296,7 +274,7 @@ def checkpoint(work: Workload, quick: bool) -> Found:
             ["until the training is at the step and rate of the loss", f"{recovered:.3f}", f"{restart:.1f}"],
             ["of it restoring, until the first step", f"{found.gap:.3f}", f"{restore:.1f}"],
             ["of that loading the rows alone", None, f"{load:.1f}"],
-            ["full redundancy again (rebuilt; restored)", f"{rebuild_seconds:.1f}", f"{restore:.1f}"],
+            ["full redundancy again (rebuilt; restored)", f"{loss.whole - loss.struck:.1f}", f"{restore:.1f}"],
         ],
         f"Throughput while rebuilding: {found.rebuilding if found.rebuilding is None else round(found.rebuilding, 3)} of normal.",
     )
@@ -320,24 +298,14 @@ def load_seconds(work: Workload) -> float:
     return seconds
 
 
-def _parts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"of {', '.join(PARTS)}: these alone")
-
-
 def main() -> None:
     """Measure and save."""
-    given = arguments(__doc__, _parts)
-    parts = given.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        raise SystemExit(f"--parts: knows {', '.join(PARTS)}; got {sorted(unknown)[0]}")
+    given = arguments(__doc__, pairs=(14, 3))
     quick: bool = given.quick
     work = Workload(given.out / "work", QUICK if quick else FULL)
-    run: dict[str, Callable[[], Found]] = {
-        "cost": lambda: cost(work, quick, given.pairs),
-        "gaps": lambda: gaps(work.folder, quick),
-        "checkpoint": lambda: checkpoint(work, quick),
-    }
-    found = [run[part]() for part in PARTS if part in parts]
+    # The rows come first: what making them takes is not known, and the gaps have what the others leave.
+    found = [checkpoint(work, quick), cost(work, quick, given.pairs, given.budget)]
+    found.insert(0, gaps(work.folder, quick, given.budget.until(0.95) - time.monotonic()))
     shutil.rmtree(work.folder / "gaps", ignore_errors=True)
     settings = {"store shards": SHARDS, "parity": "2+1", "discarded steps a turn": DISCARDED, "quick": quick}
     save(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from comparison import cpu_capability
 from trainer import numerics
 
 # Before torch is imported, as in the launcher.
-numerics.set_environment()
+numerics.set_environment(cpu_capability())
 
 from cache.local import LocalStores  # noqa: E402
 from cache.placement import Placement  # noqa: E402
@@ -27,8 +28,14 @@ from trainer.faults import Witness  # noqa: E402
 from trainer.job import TrainJob  # noqa: E402
 from trainer.launch import train  # noqa: E402
 from trainer.run import DENSE, STORES, Run, Status, new_manifest  # noqa: E402
-from trainer.timeline import Moments, StepTimes, Timeline  # noqa: E402
+from trainer.timeline import StepTimes, Timeline  # noqa: E402
 from workload import RUN_ID, SHARDS, Workload, job  # noqa: E402
+
+
+def launched(schedule: Schedule, run: Path, **settings: Any) -> dict[str, Any]:
+    """The settings of a training of the small model by the launcher, on local stores."""
+    store = f"local:{SHARDS}"
+    return job(schedule.path, "small", run=str(run), store=store, cpu_capability=cpu_capability(), **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +48,15 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A strike, and when its shard was struck, lost, back and whole; since: the calm before it began."""
+    """A strike, and when (time.monotonic()) its shard was struck, lost, back and whole; since: when the calm before it began."""
 
     strike: Strike
     shard: int
     since: float
-    moments: Moments
+    struck: float
+    lost: float
+    back: float
+    whole: float
 
 
 class Striker(Witness):
@@ -106,8 +116,10 @@ class Striker(Witness):
         if what == "ok":
             self._lost.discard(shard)
             if struck is not None and shard == struck[1]:
-                moments = Moments(struck[2], self._seen["lost"], self._seen["rebuilding"], at)
-                self.losses.append(Loss(struck[0], shard, self._whole_at, moments))
+                strike, _, struck_at = struck
+                self.losses.append(
+                    Loss(strike, shard, self._whole_at, struck_at, self._seen["lost"], self._seen["rebuilding"], at)
+                )
                 self._struck, self._seen = None, {}
             self._whole_at = at
 
@@ -141,8 +153,7 @@ def trained(training: TrainJob, witness: Witness) -> dict[str, Any]:
 
 def resting_run(work: Workload, second: Schedule, folder: Path, protected: bool) -> TrainJob:
     """The job that goes on, with the second schedule, from the end of the first, on local stores that hold all rows; the model is untrained."""
-    parity = "2+1" if protected else "off"
-    settings = job(work.first.path, "small", run=str(folder), store=f"local:{SHARDS}", parity=parity)
+    settings = launched(work.first, folder, parity="2+1" if protected else "off")
     before = TrainJob.of(settings)
     manifest = replace(new_manifest(before, work.first, (), SHARDS), run_id=RUN_ID)
     run = Run.create(folder, manifest, Placement.spread(SHARDS, *before.code(SHARDS)), overwrite=False)

@@ -164,12 +164,12 @@ class Workload:
         for batch, rows in self._filled():
             for table in map(int, np.unique(batch["table"])):
                 if parts and table != last:
-                    yield last, *(np.concatenate(column) for column in zip(*parts, strict=True))
+                    yield last, *_joined(parts)
                     parts = []
                 start, end = np.searchsorted(batch["table"], (table, table + 1))
                 parts.append((batch["lane"][start:end], batch["ordinal"][start:end], rows[start:end]))
                 last = table
-        yield last, *(np.concatenate(column) for column in zip(*parts, strict=True))
+        yield last, *_joined(parts)
 
     @cached_property
     def _parity_image(self) -> Path:
@@ -261,6 +261,11 @@ class Workload:
 def _look_up(row_of_slot: np.ndarray, slots: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     for l in range(index.size):
         out[l] = row_of_slot[slots[index[l]]]
+
+
+def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    first, second, third = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return first, second, third
 
 
 def _write_stripes(store: Store, placement: Placement, lane: int, table: int, ordinals: np.ndarray, rows: np.ndarray) -> None:

@@ -25,7 +25,7 @@ from trainer.timeline import Moments, StepTimes, Timeline, account
 
 MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
 _BINS = 120
-MADE_UP = "--format synthetic --rows 400000 --batch-size 1024 --lanes 2 --slots 30000"
+MADE_UP = "--format synthetic --rows 200000 --values 10000 --epochs 3 --batch-size 1024 --lanes 2 --slots 20000"
 _WORDS = {"lost": "lost", "back": "server back", "whole": "rebuilt"}
 
 
@@ -260,6 +260,6 @@ def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str,
     axes.set_xlabel("seconds since training began")
     axes.set_ylabel("samples a second")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=len(shown) + 1)
     figure.savefig(path, dpi=110)
     return str(path)

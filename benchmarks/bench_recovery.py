@@ -175,8 +175,7 @@ def gap_claim(name: str, losses: Sequence[Loss], found: Sequence[Figures], more:
     mine = [of for loss, of in zip(losses, found, strict=True) if signal.Signals(loss.strike.signal_number).name == name]
     longest = max((of.gap for of in mine), default=None)
     steps = statistics.median(of.median_step for of in found)
-    most = max(LEAST_SECONDS = (60.0, 10.0)  # of the gaps, in full and with --quick, whatever the others took
-GAP_SECONDS, GAP_STEPS * steps) + more
+    most = max(GAP_SECONDS, GAP_STEPS * steps) + more
     bar = f"<= {most:.2f}: the larger of 0.5 and 5 median steps{f', and the timeout of {more:g}' if more else ''}"
     return Claim(
         f"longest gap between two steps, s, over {len(mine)} x {name}", "counted from the signal", bar, longest, most=most
@@ -310,7 +309,12 @@ def main() -> None:
     left = given.budget.until(0.95) - time.monotonic()
     found.insert(0, gaps(work.folder, quick, max(left, LEAST_SECONDS[quick])))
     shutil.rmtree(work.folder / "gaps", ignore_errors=True)
-    settings: dict[str, str | int | float | bool] = {"store shards": SHARDS, "parity": "2+1", "discarded steps a turn": DISCARDED, "quick": quick}
+    settings: dict[str, str | int | float | bool] = {
+        "store shards": SHARDS,
+        "parity": "2+1",
+        "discarded steps a turn": DISCARDED,
+        "quick": quick,
+    }
     save(
         Results(
             "recovery",

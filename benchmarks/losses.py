@@ -91,7 +91,7 @@ class Striker(Witness):
             self._steps.note(mail)
             if not self.first_step_at:
                 self.first_step_at = self._whole_at = mail["at"]
-        elif mail["kind"] == "shard":
+        elif mail["kind"] == "shard" and "at" in mail:  # mails of progress are no moments
             self._note(mail["shard"], mail["what"], mail["at"])
         if mail["kind"] != "step" or self._struck is not None or self._lost:
             return

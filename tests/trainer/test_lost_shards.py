@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from test_launch import Launched, arguments, reached, summary
 
 from cache.local import LocalStores
+from cache.store import Store
 from pipelines import prepare
 from trainer.cli import main
 from trainer.coordinator import ask
@@ -83,6 +85,50 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     assert Run.open(run).resting().lost == []
     assert main(["scrub", str(run)]) == 0
     assert "0 stripes repaired, 0 damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("trainers", ["1", pytest.param("2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("snapshot", [True, False], ids=["of an old snapshot", "empty"])
+def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebuilt(
+    schedule: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    launched: Callable[..., Launched],
+    snapshot: bool,
+    trainers: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    with contextlib.ExitStack() as servers:
+        stores = [servers.enter_context(LocalStores(1, tmp_path / str(shard))) for shard in range(3)]
+        urls = [url for store in stores for url in store.urls]
+        job = launched(*arguments(schedule, run, "--store", ",".join(urls), "--trainers", trainers, "--digest"))
+        job.until(reached(run, 10))
+        if snapshot:
+            with Store([urls[1]]) as store:
+                assert store.command(0, "SAVE") == "OK"
+        job.until(reached(run, 25))
+        assert (tmp_path / "1" / "shard-0.rdb").exists() == snapshot
+        # Whoever comes back to the server finds the other one there already, and steps are left to rebuild it in.
+        for worker in job.workers:
+            worker.suspend()
+        os.kill(stores[1].pids[0] or 0, signal.SIGKILL)
+        stores[1].stop(save=False)
+        again = servers.enter_context(LocalStores(1, tmp_path / "1"))
+        assert again.urls == (urls[1],)
+        with Store(again.urls) as store:
+            assert (store.command(0, "DBSIZE") != 0) == snapshot
+        for worker in job.workers:
+            worker.resume()
+        status, _, err = job.end()
+        assert status == 0, err
+        assert "store shard 1: is lost" in err
+        assert "store shard 1: is whole again" in err
+        assert "warning" not in err
+        assert summary(run)["digest"] == undisturbed
+        assert Run.open(run).resting().lost == []
+        assert main(["scrub", str(run)]) == 0
+        assert "0 stripes repaired, 0 damaged" in capsys.readouterr().out
 
 
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(

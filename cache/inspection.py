@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from cache.census import Census, take_census
 from cache.errors import CacheError
 from cache.lanes import LaneTraffic
 from cache.live_scrub import KnownRows, LiveScrub
+from cache.monitor import Monitor
 from cache.reading import StoredRows
 from cache.rounds import Rounds
 from cache.scrub import Findings
@@ -35,7 +35,7 @@ class Lag:
 
 
 class Inspection:
-    """Of the lanes of one traffic. condition: the traffic's; wait: of its `_wait`; signal: wakes its thread."""
+    """Of the lanes of one traffic."""
 
     def __init__(
         self,
@@ -43,12 +43,10 @@ class Inspection:
         shards: Shards | None,
         rounds: Rounds,
         lanes: Sequence[LaneTraffic],
-        condition: threading.Condition,
-        wait: Callable[[Callable[[], bool]], None],
-        signal: Callable[[], None],
+        monitor: Monitor,
     ) -> None:
         self._stored, self._shards, self._rounds, self._lanes = stored, shards, rounds, list(lanes)
-        self._condition, self._wait, self._signal = condition, wait, signal
+        self._monitor = monitor
         self._scrub: LiveScrub | None = None
         self._counting = False
         self._census: Census | None = None
@@ -57,42 +55,42 @@ class Inspection:
         """Check every stripe of the lanes from now on, beside the training. Raises CacheError without parity, and while one is under way."""
         if self._shards is None:
             raise CacheError("scrub: there is no parity to check rows against")
-        with self._condition:
+        with self._monitor:
             if self._scrub is not None and not self._scrub.done:
                 raise CacheError("scrub: one is under way already; wait for its end")
             writes = [state.writes for state in self._lanes]
             self._scrub = LiveScrub(self._stored, self._shards, self._rounds, writes, known)
-            self._signal()
+            self._monitor.signal()
 
     def scrubbed(self, finish: bool = False) -> Scrubbed | None:
         """How far the last scrub is; None if there was none. finish: wait for its end, at full speed."""
-        with self._condition:
+        with self._monitor:
             scrub = self._scrub
             if scrub is None:
                 return None
             if finish:
                 scrub.throttled = False
-                self._signal()
-                self._wait(lambda: scrub.done)
+                self._monitor.signal()
+                self._monitor.wait_until(lambda: scrub.done)
             found = Findings()
             found.add(scrub.findings)
             return Scrubbed(scrub.stripes, found, scrub.done)
 
     def begin_census(self) -> None:
         """Have what the shards hold of the lanes counted."""
-        with self._condition:
+        with self._monitor:
             self._counting = True
             self._census = None
-            self._signal()
+            self._monitor.signal()
 
     def census(self) -> Census | None:
         """What was counted; None until it is."""
-        with self._condition:
+        with self._monitor:
             return self._census
 
     def lag(self) -> Lag:
         """What the store still lacks."""
-        with self._condition:
+        with self._monitor:
             batches = sum(state.writes.staging.number - state.batches for state in self._lanes)
             boundaries = sum(len(state.boundaries) for state in self._lanes)
             return Lag(batches, boundaries, sum(state.unwritten_rows for state in self._lanes))
@@ -101,14 +99,14 @@ class Inspection:
 
     def patience(self) -> float | None:
         """Seconds after which the next chunk of a scrub is due; None if there is none."""
-        with self._condition:
+        with self._monitor:
             if self._scrub is None or self._scrub.done:
                 return None
             return self._scrub.wait().total_seconds()
 
     def work(self, settle: Callable[[], object]) -> bool:
         """Do what was asked for, a chunk of it; False if there was nothing. settle: sends the rows of all batches under way."""
-        with self._condition:
+        with self._monitor:
             counting, scrub = self._counting, self._scrub
         if counting:
             self._count()
@@ -116,9 +114,9 @@ class Inspection:
             return counting
         settle()
         found = scrub.chunk()
-        with self._condition:
+        with self._monitor:
             scrub.findings.add(found)
-            self._condition.notify_all()
+            self._monitor.notify_all()
         return True
 
     def _count(self) -> None:
@@ -127,6 +125,6 @@ class Inspection:
         for state in self._lanes:
             cursors = self._shards.cursors[state.lane] if self._shards is not None else None
             found += take_census(state.writes.stripes, tables, shards, cursors)
-        with self._condition:
+        with self._monitor:
             self._census, self._counting = found, False
-            self._condition.notify_all()
+            self._monitor.notify_all()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.batches import WriteBackStaging
-from cache.reading import StoredRows
-from cache.rounds import LaneWrites
+from cache.reading import Expected, StoredRows
+from cache.rounds import LaneWrites, PlannedFetch
 from cache.staging import EndedRows, EventStaging
 from pipelines.schedule_format import Arrivals
 
@@ -52,7 +52,7 @@ class Fetch:
 
 
 class LaneTraffic:
-    """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the condition."""
+    """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor."""
 
     def __init__(self, plan: LanePlan, stored: StoredRows) -> None:
         self.lane = plan.lane
@@ -77,3 +77,14 @@ class LaneTraffic:
         self.unwritten_rows = 0
         self.batches = plan.batches
         self.released_boundary = plan.released_boundary
+
+    def release(self) -> None:
+        """Note the boundaries all of whose rows are acknowledged, as far as every earlier one's are."""
+        while self.boundaries and not self.boundaries[0].left:
+            self.released_boundary = self.boundaries.popleft().number
+
+    def planned(self, fetch: Fetch) -> PlannedFetch:
+        """What is expected of a fetch, and where its rows go."""
+        arrivals, places = fetch.event.arrivals, fetch.places
+        arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
+        return PlannedFetch(self.writes, Expected(self.lane, *arrays), fetch.event.rows, places)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -230,7 +230,7 @@ class Shards:
                 if read.shard not in failures and not self._expected(lane, read.shard, Marker.parse(read.marker), markers):
                     failures[read.shard] = StoreUnavailable(
                         f"store {self.urls[read.shard]}: is stale: its marker for lane {lane} is {Marker.parse(read.marker)}, must be "
-                        f"{markers(lane)[0]}"
+                        f"{self._allowed(lane, read.shard, markers)[0]}"
                     )
                     self.lose(read.shard, str(failures[read.shard]))
             again = {
@@ -246,8 +246,10 @@ class Shards:
                 write.key = self._stored.key(lane, write.shard)
 
     def _expected(self, lane: int, shard: int, marker: Marker, markers: Markers) -> bool:
-        rebuilding = self.rebuilding(lane, shard)
-        return marker in [Marker(allowed.parity, allowed.data, rebuilding) for allowed in markers(lane)]
+        return marker in self._allowed(lane, shard, markers)
+
+    def _allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
+        return [replace(allowed, rebuilding=self.rebuilding(lane, shard)) for allowed in markers(lane)]
 
     def lose(self, shard: int, why: str) -> None:
         """Go on without a shard. Raises RowsLost where parity does not cover that."""

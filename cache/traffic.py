@@ -24,16 +24,15 @@ import numpy as np
 
 from cache.batch_log import BatchLog
 from cache.batches import WriteBackBatch
-from cache.decoding import lost_rows
 from cache.errors import CacheError, RowsLost
 from cache.inspection import Inspection
 from cache.lanes import Boundary, Fetch, LanePlan, LaneTraffic
-from cache.reading import Expected, StoredRows
-from cache.rebuild import Rebuild
+from cache.mending import Mending
+from cache.monitor import Monitor
+from cache.reading import StoredRows
 from cache.rounds import LaneWrites, Moved, PlannedFetch, Rounds
 from cache.shards import ALONE, Ownership, Shards
 from cache.staging import EndedRows, EventStaging, Staged
-from cache.store import NO_ROWS, Read
 
 NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)
@@ -102,20 +101,16 @@ class Traffic:
         self._on_shard = on_shard or (lambda shard, what: None)
         self._lanes = {plan.lane: LaneTraffic(plan, stored) for plan in plans}
         self._counters = Counters()
-        self._condition = threading.Condition()
-        self._replaced: list[tuple[int, str]] = []
-        self._probing = False
-        writes = [state.writes for state in self._lanes.values()]
+        self._monitor = Monitor()
         self._shards: Shards | None = None
         if stored.placement.r:
-            self._shards = Shards(stored, list(self._lanes), ownership, self._wake, self._changed)
-        self._rounds = Rounds(stored, writes, self._shards, log, check_tags, self._on_action)
-        self._rebuild = Rebuild(stored, self._shards, self._rounds) if self._shards is not None else None
+            self._shards = Shards(stored, list(self._lanes), ownership, self._monitor.wake, self._changed)
         lanes = list(self._lanes.values())
-        self.inspection = Inspection(stored, self._shards, self._rounds, lanes, self._condition, self._wait, self._signal)
-        self._signals = 1  # raised by whatever may give the thread something to do
-        self._stopping = False
-        self._failure: BaseException | None = None
+        self._rounds = Rounds(stored, [state.writes for state in lanes], self._shards, log, check_tags, self._on_action)
+        self._mending: Mending | None = None
+        if self._shards is not None:
+            self._mending = Mending(stored, self._shards, self._rounds, lanes, self._monitor, self._on_action)
+        self.inspection = Inspection(stored, self._shards, self._rounds, lanes, self._monitor)
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
 
@@ -124,16 +119,16 @@ class Traffic:
     def take(self, lane: int, event_index: int) -> Staged:
         """All arrivals of the lane's next event, waiting for them where need be. Events are taken in the order of the plan."""
         started = time.monotonic()
-        with self._condition:
+        with self._monitor:
             state = self._lanes[lane]
             event = self._await_event(state, event_index)
             if next(iter(state.events)) != event_index:
                 raise CacheError(f"lane {lane}: event {next(iter(state.events))} must be taken before event {event_index}")
             self._counters.stalled_rows += event.undue
-            self._wait(lambda: bool(event.ready.all()))
+            self._monitor.wait_until(lambda: bool(event.ready.all()))
             del state.events[event_index]
             state.staged_rows -= len(event.arrivals)
-            self._signal()
+            self._monitor.signal()
             return self._staged(event, started)
 
     def rows_ready(self, lane: int, event_index: int, which: np.ndarray) -> Staged:
@@ -142,9 +137,9 @@ class Traffic:
         None of them may have a fetch that must follow a boundary not yet handed over, or this never returns.
         """
         started = time.monotonic()
-        with self._condition:
+        with self._monitor:
             event = self._await_event(self._lanes[lane], event_index)
-            self._wait(lambda: bool(event.ready[which].all()))
+            self._monitor.wait_until(lambda: bool(event.ready[which].all()))
             return self._staged(event, started)
 
     def write_back(self, lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
@@ -155,86 +150,64 @@ class Traffic:
         """
         mask = ended.tag != ended.stored_tag
         changed = ended if mask.all() else ended.select(mask)
-        with self._condition:
+        with self._monitor:
             state = self._lanes[lane]
             if boundary <= state.last_boundary:
                 raise CacheError(f"lane {lane}: boundary {boundary} must follow {state.last_boundary}")
-            self._wait(lambda: not state.unwritten_rows or state.unwritten_rows + len(changed) <= self._staging_rows)
+            self._monitor.wait_until(
+                lambda: not state.unwritten_rows or state.unwritten_rows + len(changed) <= self._staging_rows
+            )
             state.last_boundary = boundary
             state.unwritten_rows += len(changed)
             state.boundaries.append(Boundary(boundary, len(changed), beyond))
             state.handed.append((boundary, changed))
-            self._release(state)
-            self._signal()
+            state.release()
+            self._monitor.signal()
 
     def flush(self) -> None:
         """Wait until every row handed over is acknowledged."""
-        with self._condition:
-            self._wait(lambda: not any(state.boundaries for state in self._lanes.values()))
+        with self._monitor:
+            self._monitor.wait_until(lambda: not any(state.boundaries for state in self._lanes.values()))
 
     def replace(self, shard: int, url: str) -> None:
-        """Use another server in place of a store shard's from now on; its rows are rebuilt there."""
-        with self._condition:
-            self._replaced.append((shard, url))
-            self._signal()
+        """Use another server in place of a store shard's from now on; its rows are rebuilt there. Without parity nothing happens."""
+        if self._mending is not None:
+            self._mending.replace(shard, url)
 
     def mend(self, grace: timedelta) -> list[int]:
         """Wait until every shard is whole again, as fast as can be, but no longer than `grace` for a server of a lost one.
 
         Returns the shards that are not whole; none without parity.
         """
-        if self._shards is None or self._rebuild is None:
-            return []
-        self._rebuild.throttled = False
-        deadline = time.monotonic() + grace.total_seconds()
-        with self._condition:
-            # A shard that died since the last round is noticed now.
-            self._probing = True
-            self._signal()
-            while self._probing or self._replaced or not self._shards.whole:
-                if self._failure is not None:
-                    raise self._failure
-                lost = not self._probing and bool(self._shards.lost)
-                if self._stopping or (lost and time.monotonic() >= deadline):
-                    break
-                self._condition.wait(0.05 if lost else 1.0)
-            return sorted(self._shards.lost)
+        return self._mending.finish(grace) if self._mending is not None else []
 
     def lost_or_rebuilding(self) -> dict[int, float]:
         """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
-        if self._shards is None or self._rebuild is None or self._shards.whole:
-            return {}
-        writes = [state.writes for state in self._lanes.values()]
-        shards = range(self._stored.placement.shard_count)
-        return {
-            shard: self._rebuild.done(writes, shard)
-            for shard in shards
-            if not all(self._shards.readable(lane, shard) for lane in self._lanes)
-        }
+        return self._mending.progress() if self._mending is not None else {}
 
     def batches(self, lane: int) -> int:
         """The number of the lane's last write-back batch that all shards acknowledged; RUN keeps it for a resume."""
-        with self._condition:
+        with self._monitor:
             return self._lanes[lane].batches
 
     def counters(self) -> Counters:
         """A copy of the counters."""
-        with self._condition:
-            return replace(self._counters)
+        with self._monitor:
+            return replace(self._counters, rows_rebuilt=self._mending.rows_rebuilt if self._mending is not None else 0)
 
     def close(self) -> None:
         """Flush, then stop the thread."""
         try:
-            if self._thread.is_alive() or self._failure is not None:
+            if self._thread.is_alive() or self._monitor.failure is not None:
                 self.flush()
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Stop the thread once its exchange under way is over, whatever still waits. Does nothing the second time."""
-        with self._condition:
-            self._stopping = True
-            self._signal()
+        with self._monitor:
+            self._monitor.stopping = True
+            self._monitor.signal()
         self._thread.join()
         if self._shards is not None:
             self._shards.close()
@@ -252,8 +225,8 @@ class Traffic:
         if event_index > state.wanted:
             state.wanted = event_index
             if event_index > state.pulled:
-                self._signal()
-        self._wait(lambda: state.pulled >= event_index or state.ended)
+                self._monitor.signal()
+        self._monitor.wait_until(lambda: state.pulled >= event_index or state.ended)
         event = state.events.get(event_index)
         if event is None:
             if state.plan_error is not None and state.pulled < event_index:
@@ -261,24 +234,10 @@ class Traffic:
             raise CacheError(f"lane {state.lane}: event {event_index} is not in the plan, or was taken before")
         return event
 
-    def _wait(self, satisfied: Callable[[], bool]) -> None:
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            if self._stopping:
-                raise CacheError("traffic: is closed")
-            if satisfied():
-                return
-            self._condition.wait()
-
     def _staged(self, event: EventStaging, started: float) -> Staged:
         waited = timedelta(seconds=time.monotonic() - started)
         self._counters.waited += waited
         return Staged(event.rows.weights, event.rows.state, waited)
-
-    def _signal(self) -> None:
-        self._signals += 1
-        self._condition.notify_all()
 
     # The thread's side.
 
@@ -291,54 +250,31 @@ class Traffic:
             if self._shards is not None:
                 self._shards.begin()
             while True:
-                with self._condition:
-                    while self._signals == seen:
-                        if not self._condition.wait(self._patience()):
+                with self._monitor:
+                    while self._monitor.signals == seen:
+                        if not self._monitor.wait(self._patience()):
                             break
-                    seen = self._signals
-                while not self._stopping and self._round():
+                    seen = self._monitor.signals
+                while not self._monitor.stopping and self._round():
                     pass
-                if self._stopping:
+                if self._monitor.stopping:
                     return
         except RowsLost as error:
-            self._fail(self._described(error))
+            self._monitor.fail(self._mending.described(error) if self._mending is not None else error)
         except BaseException as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._condition:
-            self._failure = error
-            self._condition.notify_all()
-
-    def _described(self, error: RowsLost) -> RowsLost:
-        """The same error with the rows, by table, that are gone."""
-        gone = np.zeros(self._stored.placement.shard_count, bool)
-        gone[error.shards] = True
-        tables = len(self._stored.layouts)
-        lost = sum(lost_rows(state.writes.stripes, tables, gone) for state in self._lanes.values())
-        rows = ", ".join(
-            f"{int(count):,} rows of table {layout.name}"
-            for layout, count in zip(self._stored.layouts, np.broadcast_to(lost, tables), strict=True)
-            if count
-        )
-        return RowsLost(error.shards, error.covered, rows or "rows to come")
+            self._monitor.fail(error)
 
     def _patience(self) -> float | None:
         """Seconds after which the thread looks again by itself."""
         waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.values()) else []
-        if self._rebuild is not None and self._rebuild.wanted([state.writes for state in self._lanes.values()]) is not None:
-            waits.append(self._rebuild.wait().total_seconds())
-        if (due := self.inspection.patience()) is not None:
-            waits.append(due)
+        for due in (self._mending.patience() if self._mending is not None else None, self.inspection.patience()):
+            if due is not None:
+                waits.append(due)
         return min(waits, default=None)
-
-    def _wake(self) -> None:
-        with self._condition:
-            self._signal()
 
     def _round(self) -> bool:
         """One round with the store; False if there was nothing to exchange."""
-        mended = self._mend()
+        mended = self._mending is not None and self._mending.work(self._settle)
         if self.inspection.work(self._settle):
             self._on_action("inspected")
             mended = True
@@ -347,7 +283,7 @@ class Traffic:
         for state in self._lanes.values():
             self._pull(state)
             self._stage(state)
-            fetches += [(state, fetch, self._planned(state, fetch)) for fetch in self._due(state)]
+            fetches += [(state, fetch, state.planned(fetch)) for fetch in self._due(state)]
             batch = self._rounds.cut(state.writes)
             if batch is not None:
                 cut.append((state.writes, batch))
@@ -355,43 +291,15 @@ class Traffic:
         if not sent and not fetches and not cut:
             return mended
         moved = self._rounds.read_phase([planned for *_, planned in fetches], cut, sent)
-        with self._condition:
+        with self._monitor:
             self._note(fetches, moved)
-            self._condition.notify_all()
+            self._monitor.notify_all()
         if fetches:
             self._on_action("rows staged")
         if cut:
             moved = self._rounds.parity_phase(cut)
-            with self._condition:
+            with self._monitor:
                 self._note([], moved)
-        return True
-
-    def _mend(self) -> bool:
-        """While not all shards are whole: take back those that are there again, and rebuild; False if there was nothing to do."""
-        if self._shards is None or self._rebuild is None:
-            return False
-        if self._probing:
-            reads = [
-                (lane, Read(shard, key, *NO_ROWS)) for lane in self._lanes for shard, key in enumerate(self._stored.keys(lane))
-            ]
-            self._rounds.exchange_alone(reads, [])
-            with self._condition:
-                self._probing = False
-                self._condition.notify_all()
-        for shard, url in self._replacements():
-            self._shards.replace(shard, url)
-        if self._shards.whole:
-            return False
-        settled = self._settle()
-        self._shards.take_back({state.lane: state.writes.batches for state in self._lanes.values()})
-        work = self._rebuild.wanted([state.writes for state in self._lanes.values()])
-        if work is None or self._rebuild.wait():
-            return settled
-        rows = self._rebuild.chunk(*work)
-        with self._condition:
-            self._counters.rows_rebuilt += rows
-            self._condition.notify_all()
-        self._on_action("rows rebuilt")
         return True
 
     def _settle(self) -> bool:
@@ -399,25 +307,14 @@ class Traffic:
         sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
         if sent:
             moved = self._rounds.read_phase([], [], sent)
-            with self._condition:
+            with self._monitor:
                 self._note([], moved)
-                self._condition.notify_all()
+                self._monitor.notify_all()
         return bool(sent)
-
-    def _replacements(self) -> list[tuple[int, str]]:
-        """The servers to be used from now on; one for a shard that is not lost waits until all are whole."""
-        assert self._shards is not None
-        with self._condition:
-            ready = [change for change in self._replaced if change[0] in self._shards.lost]
-            if not ready and self._replaced and self._shards.whole:
-                ready = self._replaced[:1]
-            self._replaced = [change for change in self._replaced if change not in ready]
-            return ready
 
     def _changed(self, shard: int, what: str) -> None:
         self._on_shard(shard, what)
-        with self._condition:
-            self._signal()
+        self._monitor.wake()
 
     def _note(self, fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]], moved: Moved) -> None:
         counters = self._counters
@@ -442,18 +339,14 @@ class Traffic:
                     counters.rows_written_beyond += rows
                 else:
                     counters.rows_written += rows
-            self._release(state)
-
-    def _release(self, state: LaneTraffic) -> None:
-        while state.boundaries and not state.boundaries[0].left:
-            state.released_boundary = state.boundaries.popleft().number
+            state.release()
 
     def _pull(self, state: LaneTraffic) -> None:
         """Stage the arrivals of coming events, as far as there is room; make the initial ones."""
         while state.next is not None or self._advance(state):
             assert state.next is not None
             index, arrivals = state.next
-            with self._condition:
+            with self._monitor:
                 room = len(state.events) < self._lead_events and state.staged_rows + len(arrivals) <= self._staging_rows
                 if state.events and not room and index > state.wanted:
                     return
@@ -463,14 +356,14 @@ class Traffic:
             places = np.flatnonzero(arrivals.tag)
             if len(places):
                 state.fetches.append(Fetch(event, places))
-            with self._condition:
+            with self._monitor:
                 event.ready[made] = True
                 event.undue = int(np.count_nonzero(arrivals.after[places] > state.released_boundary))
                 self._counters.rows_initial += len(made)
                 state.events[index] = event
                 state.pulled = index
                 state.staged_rows += len(arrivals)
-                self._condition.notify_all()
+                self._monitor.notify_all()
 
     def _advance(self, state: LaneTraffic) -> bool:
         """Ask the plan for its next event; False if there is none, or not yet."""
@@ -485,16 +378,16 @@ class Traffic:
             pass
         except Exception as failure:
             error = failure
-        with self._condition:
+        with self._monitor:
             state.ended, state.plan_error = True, error
             state.unknown = False
-            self._condition.notify_all()
+            self._monitor.notify_all()
         return False
 
     def _stage(self, state: LaneTraffic) -> None:
         """Move what the trainer handed over to write-back staging."""
         while True:
-            with self._condition:
+            with self._monitor:
                 if not state.handed:
                     return
                 boundary, ended = state.handed.popleft()
@@ -509,12 +402,7 @@ class Traffic:
                 due.append(Fetch(fetch.event, fetch.places[~late]))
             if late.any():
                 undue.append(Fetch(fetch.event, fetch.places[late]))
-            with self._condition:
+            with self._monitor:
                 fetch.event.undue = int(np.count_nonzero(late))
         state.fetches = undue
         return due
-
-    def _planned(self, state: LaneTraffic, fetch: Fetch) -> PlannedFetch:
-        arrivals, places = fetch.event.arrivals, fetch.places
-        arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
-        return PlannedFetch(state.writes, Expected(state.lane, *arrays), fetch.event.rows, places)

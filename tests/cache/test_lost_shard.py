@@ -20,8 +20,8 @@ from cache.marker import Marker
 from cache.namespace import claim
 from cache.placement import Placement
 from cache.reading import StoredRows
-from cache.shards import Ownership
-from cache.store import NO_ROWS, Read, Store
+from cache.shards import Ownership, Shards
+from cache.store import NO_ROWS, Read, Store, Write
 from cache.traffic import Counters, Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
@@ -254,6 +254,32 @@ def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(
             assert stores.restart(1)
             assert traffic.mend(PATIENCE) == []
             assert traffic.counters().rows_rebuilt > 0
+
+
+@pytest.mark.parametrize(
+    ("rebuilding", "found", "message"),
+    [
+        (False, Marker(1, 1), "is 1, must be 1, with the parity of 2"),
+        (False, Marker(2, 1, True), "is 1, with the parity of 2, being rebuilt, must be 1, with the parity of 2"),
+        (True, Marker(2, 2), "is 2, must be 1, with the parity of 2, being rebuilt"),
+    ],
+)
+def test_a_stale_shard_is_lost_and_the_marker_that_it_must_have_is_named(
+    stores: LocalStores, rebuilding: bool, found: Marker, message: str
+) -> None:
+    with Store(stores.urls, timedelta(seconds=5)) as store:
+        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
+        shards = Shards(stored, [0], Ownership(), lambda: None, lambda shard, what: None)
+        try:
+            if rebuilding:
+                shards.cursors[0][1] = 0
+            store.exchange([], [Write(1, stored.key(0, 1), *NO_ROWS, found.stored())])
+            read = Read(1, stored.key(0, 1), *NO_ROWS)
+            shards.exchange([(0, read)], [], lambda lane: [Marker(2, 1), Marker(2, 2)])
+            assert list(shards.lost) == [1]
+            assert shards.lost[1].endswith(f"is stale: its marker for lane 0 {message}")
+        finally:
+            shards.close()
 
 
 def test_a_store_whose_shards_are_optional_begins_without_those_that_do_not_answer(stores: LocalStores) -> None:

@@ -20,6 +20,7 @@ from cache.local import LocalStores
 from cache.partition import Partition
 from cache.placement import Placement, fields
 from cache.reading import Expected, StoredRows, read_rows
+from cache.resp import MARKER
 from cache.staging import EndedRows
 from cache.store import Read, Store, Write
 from cache.traffic import Traffic
@@ -428,6 +429,27 @@ def test_a_stale_or_foreign_shard_is_noticed_by_its_marker(store: Store) -> None
     with pytest.raises(StoreError, match="stale shard"):
         read_rows(stored_rows(store), rows, batches=2)
     assert read_rows(stored_rows(store), rows, batches=3).tag.tolist() == [5]
+
+
+def test_the_batch_that_leaves_with_a_read_is_not_the_one_that_its_shard_must_have(servers: LocalStores, store: Store) -> None:
+    stored, handed = stored_rows(store), threading.Event()
+
+    def forget(action: str) -> None:
+        if action == "data acknowledged":
+            handed.wait()
+            with Store(servers.urls, timedelta(seconds=10)) as other:
+                for shard in range(other.shards):
+                    other.command(shard, "HDEL", stored.key(0, shard), MARKER)
+
+    plans = [LanePlan(0, iter([(0, arriving((1, 0, 1000, 5, 1)))]), batches=3)]
+    message = "stale shard: its last write-back batch of lane 0 is 0, must be 4"
+    traffic = Traffic(stored, plans, SEED, on_action=forget)
+    traffic.write_back(0, 1, ending(1, 5))
+    traffic.write_back(0, 2, ending(1, 6))
+    handed.set()
+    with pytest.raises(StoreError, match=message):
+        traffic.take(0, 0)
+    traffic.abort()
 
 
 def test_reading_up_to_a_tag_takes_any_version_until_then(store: Store) -> None:

@@ -137,6 +137,13 @@ def undisturbed(four: LocalStores, tmp_path_factory: pytest.TempPathFactory) -> 
     return of
 
 
+@pytest.fixture
+def unthrottled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrubbing takes all of the thread's time, so that how many chunks come before the end does not depend on the clock."""
+    monkeypatch.setattr("cache.live_scrub.SHARE", 1.0)
+
+
+@pytest.mark.usefixtures("unthrottled")
 @pytest.mark.parametrize("action", ["parity acknowledged", "rows staged", "data acknowledged"])
 def test_batches_on_their_way_are_never_taken_for_damage(
     four: LocalStores, tmp_path: Path, code: tuple[int, int, int], undisturbed: Callable[..., object], action: str
@@ -149,6 +156,7 @@ def test_batches_on_their_way_are_never_taken_for_damage(
         assert (found.repaired, found.damaged) == ([], [])
 
 
+@pytest.mark.usefixtures("unthrottled")
 def test_a_scrub_that_does_not_wait_for_these_batches_is_caught(
     four: LocalStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,12 +79,13 @@ def test_a_killed_shard_is_rebuilt_and_the_model_is_that_of_an_undisturbed_run(
 def test_a_stopped_shard_is_lost_after_its_timeout_and_rebuilt_when_it_goes_on(
     schedule: Path, undisturbed: str, tmp_path: Path
 ) -> None:
-    further = ("--at", "20", "--shard", "0", "--stop", "--store-timeout", "0.2", "--down", "0.5", "--digest")
+    further = ("--at", "20", "--shard", "0", "--stop", "--store-timeout", "1", "--down", "1.5", "--digest")
     summary = drilled(schedule, tmp_path / "run", *further)
     found = summary["drill"]
     assert found["signal"] == "SIGSTOP"
-    assert found["seconds_until_lost"] >= 0.2
-    assert found["seconds_until_back"] >= 0.5
+    # The answer that stays away may be one to what was asked a little before the stop.
+    assert found["seconds_until_lost"] > 0.5
+    assert found["seconds_until_back"] >= 1.5
     assert found["seconds_until_whole"] >= found["seconds_until_back"]
     assert summary["digest"] == undisturbed
 

@@ -142,6 +142,8 @@ def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
     """A server that came back empty counts as if it had everything."""
     patch.setattr(rounds.Shards, "_expected", lambda self, lane, shard, marker, markers: True)
     patch.setattr("cache.shards.is_of", lambda *_: True)
+    # However slow the machine, so that it is not lost for being late.
+    patch.setattr("cache.shards.RECONNECT", PATIENCE)
 
 
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from cache.errors import NamespaceInUse, StoreError
+from cache.errors import NamespaceInUse, RowsLost, StoreError
 from cache.store import Store
 
 FORMAT = 1
@@ -56,17 +56,18 @@ def claim(
 
     identity: what must be the same for the run to go on (run id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
     has the namespace. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
-    if another run has it, StoreError if more than `spared` shards have lost it or are down.
+    if another run has it, RowsLost if more than `spared` shards have lost it or are down.
     """
     check_name(namespace)
     if mode == "resume":
-        for shard in range(store.shards):
-            gone = shard in store.down or (spared > 0 and owner(store, namespace, shard) is None)
-            spared -= gone
-            if gone and spared < 0:
-                raise StoreError(f"store {store.urls[shard]}: more shards of namespace {namespace} are lost than parity covers")
-            if not gone:
+        everyone = range(store.shards)
+        gone = [s for s in everyone if s in store.down or (spared > 0 and owner(store, namespace, s) is None)]
+        for shard in everyone:
+            if shard not in gone:
                 _check_owner(store, namespace, identity, shard)
+        if len(gone) > spared:
+            urls = ", ".join(str(store.urls[shard].plain) for shard in gone)
+            raise RowsLost(gone, spared, f"rows of {urls} (no answer there, or no namespace {namespace})")
         return
     if mode == "overwrite":
         remove(store, namespace)

@@ -121,7 +121,8 @@ class TrainJob:
         if self.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
             raise JobError(f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}")
         self.row_optimizers()
-        local_shards(self.store)
+        if local_shards(self.store) and self.spare:
+            raise JobError(f"--spare: is for servers that --store names by URL; {self.store} starts dead servers again by itself")
         if self.parity is not None:
             parse_parity(self.parity)
 

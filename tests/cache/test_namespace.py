@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache.errors import NamespaceInUse, StoreError
+from cache.errors import NamespaceInUse, RowsLost, StoreError
 from cache.namespace import claim, lane_key, owner, remove, run_key
 from cache.store import Store, Write
 
@@ -57,6 +57,17 @@ def test_only_the_same_run_resumes(store: Store) -> None:
         claim(store, "clicks", {**IDENTITY, "lanes": 2}, "resume")
     with pytest.raises(StoreError, match="has no namespace other"):
         claim(store, "other", IDENTITY, "resume")
+
+
+def test_resuming_goes_without_as_many_shards_as_parity_covers_and_no_more(store: Store) -> None:
+    claim(store, "clicks", IDENTITY, "new")
+    store.command(0, "DEL", run_key("clicks"))
+    claim(store, "clicks", IDENTITY, "resume", spared=1)
+    store.command(2, "DEL", run_key("clicks"))
+    with pytest.raises(RowsLost, match=r"store shards 0, 2 are lost, and parity covers 1: rows of .*no namespace clicks") as lost:
+        claim(store, "clicks", IDENTITY, "resume", spared=1)
+    assert (lost.value.shards, lost.value.covered) == ([0, 2], 1)
+    claim(store, "clicks", IDENTITY, "resume", spared=2)
 
 
 def test_resuming_with_the_shards_in_another_order_is_refused(store: Store) -> None:

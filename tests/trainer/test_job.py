@@ -57,6 +57,7 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
         ({"parity": "2"}, r"--parity: must be off, or K\+R such as 2\+1"),
         ({"parity": "2+0"}, "--parity: must be off"),
         ({"parity": "200+100"}, "at most 256 together; got '200\\+100'"),
+        ({"spare": "redis://127.0.0.1:1"}, "--spare: is for servers that --store names by URL; local:"),
         ({"learning_rate": 1}, "no setting is called 'learning_rate'"),
     ],
 )

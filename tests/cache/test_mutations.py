@@ -148,6 +148,7 @@ def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
 
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [
     (parity_is_not_awaited, phases_stay_apart),
+    (parity_is_not_awaited, stripes_agree),
     (the_difference_is_added_twice, stripes_agree),
     (the_difference_is_added_twice, a_lost_shard_is_decoded),
     (a_range_is_left_out_of_the_rebuild, a_lost_shard_is_rebuilt),

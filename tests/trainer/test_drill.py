@@ -140,7 +140,7 @@ def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> 
         (["--parity", "off"], "--store: a drill needs parity, which local:3 has not"),
         (["--store", "redis://127.0.0.1:1"], "--store: a drill kills servers of its own only"),
         (["--follow"], "--follow: cannot be given to a drill"),
-        (["--spare", "redis://127.0.0.1:1"], "--spare: cannot be given to a drill"),
+        (["--spare", "redis://127.0.0.1:1"], "--spare: is for servers that --store names by URL"),
     ],
 )
 def test_what_cannot_be_drilled_is_refused_in_one_line_before_anything_is_made(

@@ -159,7 +159,7 @@ def _check(job: TrainJob, drill: Drill) -> None:
         raise JobError(
             f"--store: a drill needs parity, which {job.store} has not; give local:3 or more without --parity off, or --parity 1+1"
         )
-    for name in ("resume", "follow", "spare"):
+    for name in ("resume", "follow"):
         if getattr(job, name):
             raise JobError(
                 f"--{name}: cannot be given to a drill, which trains a whole schedule from its beginning on local stores"

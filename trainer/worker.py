@@ -50,6 +50,7 @@ STORES, RENDEZVOUS, TRAINER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOA
 JOIN_TIMEOUT = timedelta(minutes=5)
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
 SHARDS_PAUSE = timedelta(milliseconds=250)
+BOARD_PAUSE = timedelta(milliseconds=10)
 TERM = 0
 
 
@@ -115,6 +116,7 @@ class TrainerProcess:
         self._shard_changes: deque[tuple[int, str, float]] = deque()  # filled by the traffic's thread
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
         self._orders = 0
+        self._losses = 0  # of shards, found so far
         self._asked_at = 0.0
 
     def run(self) -> None:
@@ -196,6 +198,7 @@ class TrainerProcess:
         """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
         while self._shard_changes:
             shard, what, at = self._shard_changes.popleft()
+            self._losses += what == "lost"
             self._mail.send("shard", shard=shard, what=what, at=at)
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
@@ -208,17 +211,37 @@ class TrainerProcess:
             self._orders += 1
             if order["do"] == "replace":
                 traffic.replace(order["shard"], order["url"])
+                self._losses += 1  # of the server that had the shard
             else:
                 self._errands.begin(order)
 
     def _mend(self, traffic: Traffic) -> list[int]:
-        """Wait until all shards are whole again, as long as there is hope; returns those that are not."""
-        deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if self._call.servers_return else 0.0)
+        """Wait until all shards are whole again, for every trainer, as long as there is hope; returns those that are not.
+
+        A shard that one trainer finds lost may have been whole when another looked, so all look until none finds a further one.
+        """
+        lost: list[int] = []
+        turn, known = 0, self._losses
         while True:
-            lost = traffic.mend(SHARDS_PAUSE if self._call.servers_return else timedelta())
-            self._see_to_shards(traffic)
-            if not lost or time.monotonic() >= deadline:
+            hopeful = self._call.servers_return and not lost
+            deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
+            while True:
+                lost = traffic.mend(SHARDS_PAUSE if hopeful else timedelta())
+                self._see_to_shards(traffic)
+                if not lost or time.monotonic() >= deadline:
+                    break
+            found, known = self._losses > known, self._losses
+            self._board.publish(f"mended/{turn}/{self._trainer}", found)
+            if not any(self._found_lost(traffic, turn, trainer) for trainer in range(self._call.trainers)):
                 return lost
+            turn += 1
+
+    def _found_lost(self, traffic: Traffic, turn: int, trainer: int) -> bool:
+        """Whether a trainer found a shard lost in a turn of `_mend`, waited for as long as its rebuilding takes."""
+        while (found := self._board.poll(f"mended/{turn}/{trainer}")) is None:
+            self._see_to_shards(traffic)
+            time.sleep(BOARD_PAUSE.total_seconds())
+        return bool(found)
 
     def _check_fingerprint(self) -> None:
         mine = numerics.fingerprint(self._device())

@@ -66,9 +66,9 @@ def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
 class Launched:
     """A launcher in a process of its own, with every process that it started."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None, module: str = "trainer.cli") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.cli", *command],
+            [sys.executable, "-m", module, *command],
             cwd=ROOT, env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.started: set[psutil.Process] = set()

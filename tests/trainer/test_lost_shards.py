@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_launch import Launched, arguments, reached, summary
+from test_launch import Launched, arguments, free_port, reached, summary
 
 from cache.local import LocalStores
 from cache.store import Store
@@ -129,6 +129,31 @@ def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebu
         assert Run.open(run).resting().lost == []
         assert main(["scrub", str(run)]) == 0
         assert "0 stripes repaired, 0 damaged" in capsys.readouterr().out
+
+
+def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
+    schedule: Path, undisturbed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    command = arguments(schedule, run, "--store", "local:3", "--digest")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    modules = ["trainer.cli", "tests.trainer.late_trainer"]
+    jobs = [Launched(command, {**place, "RANK": str(rank)}, module) for rank, module in enumerate(modules)]
+    try:
+        ends = [job.end() for job in jobs]
+    finally:
+        for job in jobs:
+            job.process.kill()
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    err = ends[0][2]
+    assert "store shard 1: is lost" in err
+    assert "store shard 1: is whole again" in err
+    assert summary(run)["digest"] == undisturbed
+    assert Run.open(run).resting().lost == []
+    assert main(["scrub", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "0 stripes repaired, 0 damaged" in out
+    assert "not checked" not in out
 
 
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(

@@ -6,13 +6,17 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_launch import Launched, arguments, free_port, reached, summary
 
+from cache.fence import read_epochs
 from cache.local import LocalStores
+from cache.namespace import lane_key
+from cache.rows import decode_rows
 from cache.store import Store
 from pipelines import prepare
 from trainer.cli import main
@@ -29,11 +33,17 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of a run without parity that nothing happened to."""
+def undisturbed_run(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without parity that nothing happened to."""
     run = tmp_path_factory.mktemp("run") / "undisturbed"
     assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
-    return str(summary(run)["digest"])
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_run: Path) -> str:
+    """The digest of its model."""
+    return str(summary(undisturbed_run)["digest"])
 
 
 @pytest.fixture
@@ -54,12 +64,40 @@ def launched() -> Iterator[Callable[..., Launched]]:
         one.process.communicate()
 
 
-def kill_shard(run: Path, shard: int) -> None:
+def send(run: Path, shard: int, signal_number: int) -> None:
     stores = LocalStores.find(run / STORES)
     assert stores is not None
     pid = stores.pids[shard]
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, signal_number)
+
+
+Rows = dict[tuple[int, bytes], bytes]
+
+
+def rows_on(run: Path, urls: Sequence[str], shard: int) -> Rows:
+    """The stored bytes of every row on a store shard, by lane and field; parity rows left out."""
+    namespace = Run.open(run).manifest.namespace
+    found: Rows = {}
+    with Store([urls[shard]]) as store:
+        for lane, epoch in enumerate(read_epochs(store, 0, namespace, 2)):
+            key = lane_key(namespace, lane, int(epoch))
+            names = store.command(0, "HKEYS", key)
+            assert isinstance(names, list)
+            wanted = [name for name in names if len(name) == 8 and name[0] < 0x80]
+            rows = store.command(0, "HMGET", key, *wanted)
+            assert isinstance(rows, list)
+            found |= {(lane, name): row for name, row in zip(wanted, rows, strict=True)}
+    return found
+
+
+def id_and_tag(row: bytes) -> tuple[int, int]:
+    """Whose row it is, and the step of its last update plus one."""
+    values = (len(row) - 12) // 4
+    ids, tags = np.empty(1, np.int64), np.empty(1, np.int32)
+    floats, none = np.empty((1, values), np.float32), np.empty((1, 0), np.float32)
+    decode_rows(np.frombuffer(row, np.uint8).reshape(1, -1), values, 0, floats, none, ids, tags)
+    return int(ids[0]), int(tags[0])
 
 
 @pytest.mark.parametrize("trainers", ["1", "2"])
@@ -74,7 +112,7 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers, "--digest"))
     job.until(reached(run, 10))
-    kill_shard(run, 1)
+    send(run, 1, signal.SIGKILL)
     job.until(reached(run, 15))
     status, _, err = job.end()
     assert status == 0, err
@@ -162,7 +200,7 @@ def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart"))
     job.until(reached(run, 10))
-    kill_shard(run, 2)
+    send(run, 2, signal.SIGKILL)
     job.until(reached(run, 20))
     job.process.send_signal(signal.SIGINT)
     status, _, err = job.end()
@@ -200,16 +238,38 @@ def test_a_spare_takes_the_place_of_a_lost_shard(
         assert capsys.readouterr().out.strip() == undisturbed
 
 
-def test_more_losses_than_parity_covers_end_the_run_with_their_own_status(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Launched]
+def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_leave_what_survived(
+    schedule: Path, undisturbed_run: Path, tmp_path: Path, launched: Callable[..., Launched]
 ) -> None:
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart"))
-    job.until(reached(run, 10))
-    kill_shard(run, 0)
-    kill_shard(run, 1)
+    job.until(reached(run, 40))
+    stores = LocalStores.find(run / STORES)
+    assert stores is not None
+    before = rows_on(run, stores.urls, 2)
+    send(run, 0, signal.SIGKILL)
+    send(run, 1, signal.SIGKILL)
     status, _, err = job.end()
     assert status == 3, err
     assert "store shards 0, 1 are lost, and parity covers 1" in err
     assert json.loads((run / "status.json").read_text())["state"] == "training"
-    assert (run / STORES / "shard-2.rdb").exists()
+    assert [(run / STORES / f"shard-{shard}.rdb").exists() for shard in range(3)] == [False, False, True]
+    with LocalStores(3, run / STORES) as left:
+        survived = rows_on(run, left.urls, 2)
+    with LocalStores(1, undisturbed_run / STORES) as whole:
+        final = rows_on(undisturbed_run, whole.urls, 0)
+    # A row is what it was, or was trained on since; one that was trained to its end is the undisturbed run's, bit for bit.
+    assert before
+    assert before.keys() <= survived.keys() <= final.keys()
+    ended = 0
+    for where, row in survived.items():
+        identity, tag = id_and_tag(row)
+        last_identity, last_tag = id_and_tag(final[where])
+        assert identity == last_identity
+        assert 1 <= tag <= last_tag
+        if tag == last_tag:
+            assert row == final[where]
+            ended += 1
+        if where in before:
+            assert tag > id_and_tag(before[where])[1] or row == before[where]
+    assert ended > 100

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -225,13 +225,18 @@ class LocalStores:
         self._processes[shard] = self._launch(server, self._executable or find_executable())
         return True
 
-    def stop(self, save: bool = True) -> None:
+    def stop(self, save: bool = True, lost: Collection[int] = ()) -> None:
         """End the servers, after writing their rows to the directory if `save`. Servers already gone are skipped.
 
+        lost: shards that the run goes on without; with `save`, their servers are killed, unsaved, where they do not answer.
         Raises StoreFull if a server cannot save and StoreUnavailable if it does not exit; such a server is left running if `save`, for
         its rows are nowhere else.
         """
         alive = {server: pid for server in self._servers if (pid := server.pid()) is not None}
+        if save:
+            silent = {server: pid for server, pid in alive.items() if server.shard in lost and not server.answers()}
+            self._kill(silent)
+            alive = {server: pid for server, pid in alive.items() if server not in silent}
         failures: list[StoreError] = []
         # All at once: saving takes as long as the largest shard does, not their sum.
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:

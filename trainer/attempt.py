@@ -198,8 +198,8 @@ class Attempt:
     def _reason(self) -> TrainerError:
         causes = [error for error in self._errors if not error["peer_lost"]]
         if causes:
-            if causes[0].get("rows_lost"):
-                return ShardsLost(causes[0]["message"])
+            if causes[0].get("shards_lost"):
+                return ShardsLost(causes[0]["message"], causes[0]["shards_lost"])
             kind = FingerprintError if causes[0]["message"].startswith("numerics fingerprint") else TrainerError
             return kind(causes[0]["message"])
         spoken = {error["trainer"] for error in self._errors}

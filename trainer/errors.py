@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TrainerError(Exception):
     """Anything that stops a training command for a reason that its user can act on."""
@@ -28,4 +30,8 @@ class PeerLost(TrainerError):
 
 
 class ShardsLost(TrainerError):
-    """More store shards are lost than parity covers: rows are gone. `foreload train` exits with 3."""
+    """More store shards are lost than parity covers: rows are gone. `foreload train` exits with 3. shards: the lost ones."""
+
+    def __init__(self, message: str, shards: Sequence[int]) -> None:
+        super().__init__(message)
+        self.shards = tuple(shards)

@@ -156,13 +156,13 @@ class Launch:
                 # What was trained is whole, whatever became of its digest; nothing interrupts its saving.
                 self._interrupts.gentle = True
                 if local is not None:
-                    local.stop(save=True)
+                    local.stop(save=True, lost=attempt.status.lost)
                 run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
                 run.write_status(attempt.status)
-        except ShardsLost:
+        except ShardsLost as error:
             if local is not None:
                 # What is left can still be looked at.
-                local.stop(save=True)
+                local.stop(save=True, lost=error.shards)
                 local = None
             raise
         finally:

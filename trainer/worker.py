@@ -89,8 +89,8 @@ def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
         TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores)).run()
     except (PipelineError, CacheError, TrainerError) as error:
         with contextlib.suppress(PeerLost):
-            rows_lost = isinstance(error, RowsLost)
-            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=rows_lost)
+            shards_lost = error.shards if isinstance(error, RowsLost) else []
+            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), shards_lost=shards_lost)
         return 2
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -109,6 +109,17 @@ def test_a_stopped_process_is_killed_when_nothing_is_to_be_saved(tmp_path: Path,
     assert not alive(pids)
 
 
+def test_of_lost_shards_only_those_that_answer_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = LocalStores(3, tmp_path).start()
+    pids = stores.pids
+    write(stores)
+    os.kill(pids[1] or 0, signal.SIGSTOP)
+    monkeypatch.setattr("cache.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
+    stores.stop(save=True, lost=[0, 1])
+    assert not alive(pids)
+    assert [(tmp_path / f"shard-{shard}.rdb").exists() for shard in range(3)] == [True, False, True]
+
+
 def test_a_path_too_long_for_a_socket_is_got_around(tmp_path: Path) -> None:
     directory = tmp_path / ("d" * 120)
     with LocalStores(1, directory) as stores:

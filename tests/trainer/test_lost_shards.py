@@ -194,6 +194,21 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
     assert "not checked" not in out
 
 
+def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart", "--store-timeout", "0.5", "--digest"))
+    job.until(reached(run, 10))
+    send(run, 1, signal.SIGSTOP)
+    status, _, err = job.end()
+    assert status == 0, err
+    assert "warning: store shard 1 is lost" in err
+    assert summary(run)["digest"] == undisturbed
+    assert Run.open(run).resting().lost == [1]
+    assert [(run / STORES / f"shard-{shard}.rdb").exists() for shard in range(3)] == [True, False, True]
+
+
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class CacheError(Exception):
     """Anything that cache/ raises on purpose."""
@@ -12,16 +14,20 @@ class RowError(CacheError):
 
 
 class RowsLost(CacheError):
-    """More store shards are lost than parity covers: rows are gone. shards: the lost ones, covered: how many losses a stripe survives."""
+    """More store shards are lost than parity covers: rows are gone.
 
-    def __init__(self, shards: list[int], covered: int, rows: str = "rows") -> None:
-        names = ", ".join(str(shard) for shard in shards)
+    shards: the lost ones; why: as far as it is known. covered: how many losses a stripe survives. rows: how many of each table are gone, None
+    if they were not counted.
+    """
+
+    def __init__(self, shards: Sequence[int], covered: int, rows: Mapping[str, int] | None = None, why: str = "") -> None:
+        counted = ", ".join(f"{count:,} rows of table {table}" for table, count in (rows or {}).items() if count)
+        gone = "rows" if rows is None else counted or "rows to come"
         super().__init__(
-            f"store shards {names} are lost, and parity covers {covered}: {rows} cannot be had; what the other shards hold stays there; "
-            "train again with --overwrite"
+            f"store shards {', '.join(map(str, shards))} are lost{f' ({why})' if why else ''}, and parity covers {covered}: {gone} cannot be had; "
+            "what the other shards hold stays there; train again with --overwrite"
         )
-        self.shards = shards
-        self.covered = covered
+        self.shards, self.covered, self.rows = list(shards), covered, rows
 
 
 class StoreError(CacheError):

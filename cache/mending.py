@@ -49,23 +49,21 @@ class Mending:
             self._replaced.append((shard, url))
             self._monitor.signal()
 
-    def finish(self, grace: timedelta) -> list[int]:
-        """Wait until every shard is whole, as fast as can be, but no longer than `grace` for a server of a lost one; returns those still lost."""
+    def finish(self, patience: timedelta) -> list[int]:
+        """Wait until every shard is whole, as fast as can be, but no longer than `patience`; returns those that are lost."""
         self._rebuild.throttled = False
-        deadline = time.monotonic() + grace.total_seconds()
-
-        def over() -> bool:
-            if self._probing:
-                return False
-            whole = not self._replaced and self._shards.whole
-            return whole or (bool(self._shards.lost) and time.monotonic() >= deadline)
-
+        self.probe()
+        deadline = time.monotonic() + patience.total_seconds()
         with self._monitor:
-            # A shard that died since the last round is noticed now.
+            self._monitor.wait_until(lambda: (not self._replaced and self._shards.whole) or time.monotonic() >= deadline, _POLL)
+            return sorted(self._shards.lost)
+
+    def probe(self) -> None:
+        """Notice now any shard that died since the last round."""
+        with self._monitor:
             self._probing = True
             self._monitor.signal()
-            self._monitor.wait_until(over, _POLL)
-            return sorted(self._shards.lost)
+            self._monitor.wait_until(lambda: not self._probing)
 
     def progress(self) -> dict[int, float]:
         """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
@@ -110,14 +108,11 @@ class Mending:
         """The same error with the rows, by table, that are gone."""
         gone = np.zeros(self._stored.placement.shard_count, bool)
         gone[error.shards] = True
-        tables = len(self._stored.layouts)
-        lost = sum(lost_rows(writes.stripes, tables, gone) for writes in self._lanes)
-        rows = ", ".join(
-            f"{int(count):,} rows of table {layout.name}"
-            for layout, count in zip(self._stored.layouts, np.broadcast_to(lost, tables), strict=True)
-            if count
-        )
-        return RowsLost(error.shards, error.covered, rows or "rows to come")
+        counts: np.ndarray = np.zeros(len(self._stored.layouts), np.int64)
+        for writes in self._lanes:
+            counts += lost_rows(writes.stripes, len(counts), gone)
+        rows = {layout.name: int(count) for layout, count in zip(self._stored.layouts, counts, strict=True)}
+        return RowsLost(error.shards, error.covered, rows)
 
     def _probe(self) -> None:
         """Ask every shard for its markers."""

@@ -67,7 +67,7 @@ def claim(
                 _check_owner(store, namespace, identity, shard)
         if len(gone) > spared:
             urls = ", ".join(str(store.urls[shard].plain) for shard in gone)
-            raise RowsLost(gone, spared, f"rows of {urls} (no answer there, or no namespace {namespace})")
+            raise RowsLost(gone, spared, why=f"{urls}: no answer there, or no namespace {namespace}")
         return
     if mode == "overwrite":
         remove(store, namespace)

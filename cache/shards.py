@@ -8,6 +8,7 @@ is asked of it is decoded, what is meant for it is left out. A server that is th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cache.decoding import Survivors
-from cache.errors import Fenced, StoreError, StoreSilent, StoreUnavailable
+from cache.errors import Fenced, NamespaceInUse, StoreError, StoreSilent, StoreUnavailable
 from cache.fence import fence_all, read_epochs
 from cache.marker import Marker
 from cache.namespace import is_of, join
@@ -29,7 +30,22 @@ from cache.url import StoreUrl, parse_url
 RECONNECT = timedelta(milliseconds=200)
 REJOIN_PAUSE = timedelta(milliseconds=200)
 
+UNREACHABLE = timedelta(seconds=5)  # after which a server that is looked for is said not to be there
+
 Markers = Callable[[int], Sequence[Marker]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardChange:
+    """What became of a store shard. url: of its server, without password; why: where something is wrong.
+
+    what: "lost"; "unreachable": its server, or the one to take its place, is not there for 5 s, or is of no use; "rebuilding"; "ok".
+    """
+
+    shard: int
+    what: str
+    url: str
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +102,27 @@ def check_covered(stored: StoredRows) -> None:
         Survivors.of(stored.placement, gone)
 
 
-class Rejoining:
-    """Tries, in a thread of its own, to reach the servers of lost shards, so that nobody waits for one that does not answer."""
+@dataclass(slots=True)
+class Wanted:
+    """A server that is looked for, since when (time.monotonic()), and whether it was said that it is not there."""
 
-    def __init__(self, stored: StoredRows, ownership: Ownership, found: Callable[[], None]) -> None:
-        self._stored, self._ownership, self._found = stored, ownership, found
+    url: StoreUrl
+    since: float
+    told: bool = False
+
+
+class Rejoining:
+    """Tries, in a thread of its own, to reach the servers of lost shards, so that nobody waits for one that does not answer.
+
+    found is called when there is one, on_change with those that are unreachable for 5 s.
+    """
+
+    def __init__(
+        self, stored: StoredRows, ownership: Ownership, found: Callable[[], None], on_change: Callable[[ShardChange], None]
+    ) -> None:
+        self._stored, self._ownership, self._found, self._on_change = stored, ownership, found, on_change
         self._condition = threading.Condition()
-        self._wanted: dict[int, StoreUrl] = {}
+        self._wanted: dict[int, Wanted] = {}
         self._ready: dict[int, Store] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -100,7 +130,7 @@ class Rejoining:
     def want(self, shard: int, url: StoreUrl) -> None:
         """Look for the server of a shard at a URL from now on."""
         with self._condition:
-            self._wanted[shard] = url
+            self._wanted[shard] = Wanted(url, time.monotonic())
             stale = self._ready.pop(shard, None)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="rejoining", daemon=True)
@@ -132,46 +162,45 @@ class Rejoining:
             with self._condition:
                 if self._closed:
                     return
-                wanted = {shard: url for shard, url in self._wanted.items() if shard not in self._ready}
-            for shard, url in wanted.items():
-                store = self._reach(shard, url)
+                everyone = {shard: wanted for shard, wanted in self._wanted.items() if shard not in self._ready}
+            for shard, wanted in everyone.items():
+                try:
+                    store = self._reach(shard, wanted.url)
+                except StoreError as error:
+                    waited = isinstance(error, NamespaceInUse) or time.monotonic() - wanted.since >= UNREACHABLE.total_seconds()
+                    if waited and not wanted.told:
+                        wanted.told = True
+                        self._on_change(ShardChange(shard, "unreachable", wanted.url.plain, str(error)))
+                    continue
                 with self._condition:
-                    if store is not None and self._wanted.get(shard) == url:
+                    current = self._wanted.get(shard) is wanted
+                    if current:
                         self._ready[shard] = store
-                        store = None
-                if store is not None:
-                    store.close()
-                if shard in self._ready:
+                if current:
                     self._found()
+                else:
+                    store.close()
             with self._condition:
                 if not self._closed:
                     self._condition.wait(REJOIN_PAUSE.total_seconds())
 
-    def _reach(self, shard: int, url: StoreUrl) -> Store | None:
+    def _reach(self, shard: int, url: StoreUrl) -> Store:
+        store = Store([url], self._stored.store.timeout, timedelta())
+        identity, namespace = self._ownership.identity, self._stored.namespace
         try:
-            store = Store([url], self._stored.store.timeout, timedelta())
+            if identity is not None and not join(store, namespace, identity, shard, self._stored.placement.shard_count):
+                raise NamespaceInUse(f"store {url}: namespace {namespace} belongs to another run there, or to another shard")
         except StoreError:
-            return None
-        try:
-            if self._ownership.identity is None or join(
-                store, self._stored.namespace, self._ownership.identity, shard, self._shards
-            ):
-                return store
-        except StoreError:
-            pass
-        store.close()
-        return None
-
-    @property
-    def _shards(self) -> int:
-        return self._stored.placement.shard_count
+            store.close()
+            raise
+        return store
 
 
 class Shards:
     """The state of every store shard for the lanes of one owner. One thread uses it.
 
     cursors: per lane uint64 [shards]; a shard is live for the lane's stripes below its cursor: all, none (lost), or those rebuilt so far.
-    lost: shard -> why. on_change is called with (shard, "lost", "rebuilding" or "ok").
+    lost: shard -> why. on_change is told what becomes of a shard, by this thread or the one that looks for servers.
     """
 
     def __init__(
@@ -180,7 +209,7 @@ class Shards:
         lanes: Sequence[int],
         ownership: Ownership,
         wake: Callable[[], None],
-        on_change: Callable[[int, str], None],
+        on_change: Callable[[ShardChange], None],
     ) -> None:
         self._stored, self._ownership, self._on_change = stored, ownership, on_change
         self._lanes = list(lanes)
@@ -188,7 +217,7 @@ class Shards:
         self.urls = list(stored.store.urls)
         self.cursors = {lane: np.full(count, ALL_STRIPES, np.uint64) for lane in lanes}
         self.lost: dict[int, str] = {}
-        self._rejoining = Rejoining(stored, ownership, wake)
+        self._rejoining = Rejoining(stored, ownership, wake, on_change)
         self._survivors: dict[bytes, Survivors] = {}
 
     def begin(self) -> None:
@@ -258,17 +287,17 @@ class Shards:
         for cursors in self.cursors.values():
             cursors[shard] = 0
         self._rejoining.want(shard, self.urls[shard])
-        self._on_change(shard, "lost")
+        self._on_change(ShardChange(shard, "lost", self.urls[shard].plain, why))
         for lane in self._lanes:
             self.survivors(lane)
 
     def replace(self, shard: int, url: str) -> None:
         """Use another server in place of a shard's from now on."""
-        self.urls[shard] = parse_url(url)
-        if shard in self.lost:
-            self._rejoining.want(shard, self.urls[shard])
-        else:
-            self.lose(shard, f"store {self.urls[shard]}: takes the shard over")
+        other = parse_url(url)
+        if shard not in self.lost:
+            self.lose(shard, f"store {other}: takes the shard over")
+        self.urls[shard] = other
+        self._rejoining.want(shard, other)
 
     def _reconnect(self, shard: int, error: StoreUnavailable, markers: Markers) -> bool:
         """Connect again to a shard whose connection broke; if it is not as it should be, it is lost."""
@@ -327,13 +356,13 @@ class Shards:
                 self._rejoining.want(shard, self.urls[shard])
                 continue
             del self.lost[shard]
-            self._on_change(shard, "rebuilding")
+            self._on_change(ShardChange(shard, "rebuilding", self.urls[shard].plain))
 
     def rebuilt(self, lane: int, shard: int) -> None:
         """A shard has all rows of a lane again, and its marker says so."""
         self.cursors[lane][shard] = ALL_STRIPES
         if all(self.readable(each, shard) for each in self._lanes):
-            self._on_change(shard, "ok")
+            self._on_change(ShardChange(shard, "ok", self.urls[shard].plain))
 
     def close(self) -> None:
         """Stop looking for lost shards."""

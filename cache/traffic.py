@@ -31,7 +31,7 @@ from cache.mending import Mending
 from cache.monitor import Monitor
 from cache.reading import StoredRows
 from cache.rounds import LaneWrites, Moved, PlannedFetch, Rounds
-from cache.shards import ALONE, Ownership, Shards
+from cache.shards import ALONE, Ownership, ShardChange, Shards
 from cache.staging import EndedRows, EventStaging, Staged
 
 NICENESS = 10  # of the thread
@@ -70,7 +70,7 @@ class Traffic:
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
     rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost, "inspected"
-    after `inspection` did something. on_shard is called with (shard, "lost", "rebuilding" or "ok").
+    after `inspection` did something. on_shard is told what becomes of store shards, by the thread or one beside it.
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -87,7 +87,7 @@ class Traffic:
         log: BatchLog | None = None,
         ownership: Ownership = ALONE,
         on_action: Callable[[str], None] | None = None,
-        on_shard: Callable[[int, str], None] | None = None,
+        on_shard: Callable[[ShardChange], None] | None = None,
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
@@ -98,7 +98,7 @@ class Traffic:
         self._lead_events = lead_events
         self._staging_rows = staging_rows
         self._on_action = on_action or (lambda action: None)
-        self._on_shard = on_shard or (lambda shard, what: None)
+        self._on_shard = on_shard or (lambda change: None)
         self._lanes = {plan.lane: LaneTraffic(plan, stored) for plan in plans}
         self._counters = Counters()
         self._monitor = Monitor()
@@ -174,12 +174,17 @@ class Traffic:
         if self._mending is not None:
             self._mending.replace(shard, url)
 
-    def mend(self, grace: timedelta) -> list[int]:
-        """Wait until every shard is whole again, as fast as can be, but no longer than `grace` for a server of a lost one.
+    def mend(self, patience: timedelta) -> list[int]:
+        """Wait until every shard is whole again, as fast as can be, but no longer than `patience`; returns those that are lost.
 
-        Returns the shards that are not whole; none without parity.
+        Without parity there is nothing to wait for.
         """
-        return self._mending.finish(grace) if self._mending is not None else []
+        return self._mending.finish(patience) if self._mending is not None else []
+
+    def probe(self) -> None:
+        """Notice now what store shards died since the last round; without parity nothing happens."""
+        if self._mending is not None:
+            self._mending.probe()
 
     def lost_or_rebuilding(self) -> dict[int, float]:
         """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
@@ -312,8 +317,8 @@ class Traffic:
                 self._monitor.notify_all()
         return bool(sent)
 
-    def _changed(self, shard: int, what: str) -> None:
-        self._on_shard(shard, what)
+    def _changed(self, change: ShardChange) -> None:
+        self._on_shard(change)
         self._monitor.wake()
 
     def _note(self, fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]], moved: Moved) -> None:

@@ -97,6 +97,8 @@ def train(
                 )
                 last = schedule.header.end_step - 1 if stopped is None else stopped
                 trainer.write_everything_back(last + 1, beyond=stopped is not None)
+                # What rank 0 does after the last step has happened before anyone looks for shards that are lost.
+                transports[rank].barrier()
                 assert part.traffic.mend(timedelta(seconds=30)) == []
                 for lane in trainer.lanes:
                     batches[lane] = part.traffic.batches(lane)

@@ -17,7 +17,7 @@ from cache.partition import Partition
 from cache.placement import Placement
 from cache.reading import Expected, StoredRows, read_rows
 from cache.rows import RowLayout
-from cache.shards import ALONE, Ownership, find_rows, take_over
+from cache.shards import ALONE, Ownership, ShardChange, find_rows, take_over
 from cache.staging import Staged
 from cache.store import Store
 from cache.stripes import LaneStripes
@@ -155,7 +155,7 @@ def assemble(
     log: BatchLog | None = None,
     check_tags: bool = True,
     ownership: Ownership = ALONE,
-    on_shard: Callable[[int, str], None] | None = None,
+    on_shard: Callable[[ShardChange], None] | None = None,
 ) -> tuple[Part, Iterator[Event]]:
     """One trainer's parts, and the events that it runs, from `start` on. log, ownership, on_shard: as Traffic has them, where there is parity.
 

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from cache.errors import RowsLost
 from pipelines.schedule import Schedule
 from trainer.coordinator import Board, ControlSocket, Inbox, contiguous_lanes, host_store
 from trainer.errands import Errands
@@ -165,7 +167,7 @@ class Attempt:
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
             for mail in inbox.poll():
                 self._receive(mail, board, report)
-            if any(not error["peer_lost"] for error in self._errors):
+            if any(not error["peer_lost"] and not error.get("rows_lost") for error in self._errors):
                 return
             time.sleep(POLL.total_seconds())
         for mail in inbox.poll():
@@ -198,8 +200,9 @@ class Attempt:
     def _reason(self) -> TrainerError:
         causes = [error for error in self._errors if not error["peer_lost"]]
         if causes:
-            if causes[0].get("shards_lost"):
-                return ShardsLost(causes[0]["message"], causes[0]["shards_lost"])
+            lost = [error["rows_lost"] for error in causes if error.get("rows_lost")]
+            if lost:
+                return _all_lost(lost)
             kind = FingerprintError if causes[0]["message"].startswith("numerics fingerprint") else TrainerError
             return kind(causes[0]["message"])
         spoken = {error["trainer"] for error in self._errors}
@@ -276,6 +279,16 @@ class Attempt:
             "trainers": {trainer: process.pid for trainer, process in self._processes.items()},
             "shards": self._shards.states,
         }
+
+
+def _all_lost(told: Sequence[Mapping[str, Any]]) -> ShardsLost:
+    """What trainers told of the rows that are gone: {"shards", "covered", "rows": {table: count}} each."""
+    rows: Counter[str] = Counter()
+    for one in told:
+        rows.update(one["rows"] or {})
+    shards = sorted({shard for one in told for shard in one["shards"]})
+    counted = any(one["rows"] is not None for one in told)
+    return ShardsLost(str(RowsLost(shards, told[0]["covered"], rows if counted else None)), shards)
 
 
 def _scheduler_address() -> str:

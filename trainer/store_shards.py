@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cache.errors import CacheError
@@ -14,6 +15,16 @@ from cache.local import LocalStores
 from cache.url import parse_urls
 from trainer.faults import Witness
 from trainer.job import TrainJob
+
+SHOWN_STEP = 0.1  # of a rebuild, after which the user is told again
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """What a trainer told of a shard: "lost", "rebuilding" or "ok", and how much of it is rebuilt, from 0 to 1."""
+
+    what: str
+    rebuilt: float
 
 
 class StoreShards:
@@ -28,8 +39,8 @@ class StoreShards:
         self._restarted = local if protected and not job.no_restart else None
         self._spares = [str(url) for url in parse_urls(job.spare)] if job.spare else []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
-        self._lost: dict[int, set[int]] = {}  # shard -> the trainers that go on without it
-        self._states: dict[int, dict[str, Any]] = {}
+        self._states: dict[int, dict[int, ShardState]] = {}  # shard -> trainer -> what that one told last
+        self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
 
     @property
     def plain_urls(self) -> tuple[str, ...]:
@@ -50,21 +61,35 @@ class StoreShards:
                 sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
 
     def changed(self, trainer: int, mail: Mapping[str, Any]) -> None:
-        """Note what a trainer tells of a shard: {"shard", "what": "lost", "rebuilding" or "ok", maybe "done"}; a spare may take its place."""
+        """Note what a trainer tells of a shard: a ShardChange, or {"shard", "what": "rebuilding", "done": a share}; a spare may take its place."""
         shard, what = mail["shard"], mail["what"]
-        self._states[shard] = {"state": what} | ({"rebuilt": mail["done"]} if "done" in mail else {})
-        lost_by = self._lost.setdefault(shard, set())
-        first = what == "lost" and not lost_by
-        if what == "lost":
-            lost_by.add(trainer)
-        elif what == "ok":
-            lost_by.discard(trainer)
-        if first:
-            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity\n")
-            if self._spares and self._restarted is None:
-                self._wanted.append((shard, self._spares.pop(0)))
-        elif what == "ok" and not lost_by:
+        # Whether it is of the server in use, and not of one that another takes the place of.
+        in_use = mail.get("url") == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
+        before = self._state(shard)
+        if what != "unreachable":
+            self._states.setdefault(shard, {})[trainer] = ShardState(what, mail.get("done", 0.0))
+        after = self._state(shard)
+        if after.what == "lost" != before.what:
+            sys.stderr.write(f"store shard {shard}: is lost ({mail['why']}); training goes on, its rows come from parity\n")
+            self._shown[shard] = 0.0
+        elif what == "unreachable" and in_use:
+            sys.stderr.write(f"store shard {shard}: no server for it yet ({mail['why']})\n")
+        elif after.what == "ok" != before.what:
             sys.stderr.write(f"store shard {shard}: is whole again\n")
+        elif after.what == "rebuilding" and after.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
+            self._shown[shard] = after.rebuilt
+            sys.stderr.write(f"store shard {shard}: {after.rebuilt:.0%} rebuilt\n")
+        if what in ("lost", "unreachable") and in_use and self._spares and self._restarted is None:
+            self._wanted.append((shard, self._spares.pop(0)))
+
+    def _state(self, shard: int) -> ShardState:
+        """Of a shard for all trainers together: the worst that any told, and the least that any has rebuilt."""
+        told = self._states.get(shard, {}).values()
+        for what in ("lost", "rebuilding"):
+            of_these = [state.rebuilt for state in told if state.what == what]
+            if of_these:
+                return ShardState(what, min(of_these))
+        return ShardState("ok", 1.0)
 
     def want_replacement(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to `replace` on the control socket: {"old": URL or number of a shard, "new": URL}."""
@@ -93,4 +118,8 @@ class StoreShards:
     @property
     def states(self) -> dict[int, dict[str, Any]]:
         """Of the shards that anything was told of: {"state": "lost", "rebuilding" or "ok", "rebuilt": a share}."""
-        return {shard: dict(state) for shard, state in self._states.items()}
+        states = {shard: self._state(shard) for shard in list(self._states)}
+        return {
+            shard: {"state": state.what} | ({"rebuilt": state.rebuilt} if state.what == "rebuilding" else {})
+            for shard, state in states.items()
+        }

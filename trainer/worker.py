@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from cache.batch_log import FileLog  # noqa: E402
 from cache.errors import CacheError, RowsLost  # noqa: E402
 from cache.placement import Placement  # noqa: E402
-from cache.shards import Ownership  # noqa: E402
+from cache.shards import Ownership, ShardChange  # noqa: E402
 from cache.store import Store  # noqa: E402
 from cache.traffic import Traffic  # noqa: E402
 from pipelines.errors import PipelineError, ScheduleError  # noqa: E402
@@ -89,8 +89,8 @@ def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
         TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores)).run()
     except (PipelineError, CacheError, TrainerError) as error:
         with contextlib.suppress(PeerLost):
-            shards_lost = error.shards if isinstance(error, RowsLost) else []
-            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), shards_lost=shards_lost)
+            lost = {"shards": error.shards, "covered": error.covered, "rows": error.rows} if isinstance(error, RowsLost) else None
+            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=lost)
         return 2
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -113,7 +113,7 @@ class TrainerProcess:
         self._job = TrainJob.of(call.job)
         self._run = Path(self._job.run)
         self._last_step = call.start_step
-        self._shard_changes: deque[tuple[int, str, float]] = deque()  # filled by the traffic's thread
+        self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
         self._orders = 0
         self._losses = 0  # of shards, found so far
@@ -142,10 +142,10 @@ class TrainerProcess:
             owner = Ownership(TERM, Run.open(self._run).manifest.identity)
             part, events = assemble(
                 job, schedule, dense, start, lane_map, transport, store, placement, log,
-                ownership=owner, on_shard=lambda shard, what: self._shard_changes.append((shard, what, time.monotonic())),
+                ownership=owner, on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
             )  # fmt: skip
             self._errands = TrainerErrands(self._mail, self._run, part.traffic, list(part.partitions), dense.layouts)
-            with part.traffic:
+            with part.traffic, self._rows_lost_first(part.traffic):
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 self._board.read("go")
                 trainer = Trainer(part)
@@ -186,6 +186,15 @@ class TrainerProcess:
                 raise
             return True, str(error)
 
+    @contextlib.contextmanager
+    def _rows_lost_first(self, traffic: Traffic) -> Iterator[None]:
+        """Where another trainer is gone because rows are, say which of this one's are, too. Raises RowsLost then."""
+        try:
+            yield
+        except PeerLost:
+            traffic.probe()
+            raise
+
     def _strike(self) -> None:
         """Put in the faults that are due after the last step."""
         for fault in self._faults:
@@ -197,9 +206,9 @@ class TrainerProcess:
     def _see_to_shards(self, traffic: Traffic) -> None:
         """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
         while self._shard_changes:
-            shard, what, at = self._shard_changes.popleft()
-            self._losses += what == "lost"
-            self._mail.send("shard", shard=shard, what=what, at=at)
+            change, at = self._shard_changes.popleft()
+            self._losses += change.what == "lost"
+            self._mail.send("shard", **asdict(change), at=at)
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
@@ -226,9 +235,9 @@ class TrainerProcess:
             hopeful = self._call.servers_return and not lost
             deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
             while True:
-                lost = traffic.mend(SHARDS_PAUSE if hopeful else timedelta())
+                lost = traffic.mend(SHARDS_PAUSE)
                 self._see_to_shards(traffic)
-                if not lost or time.monotonic() >= deadline:
+                if traffic.lost_or_rebuilding().keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
                     break
             found, known = self._losses > known, self._losses
             self._board.publish(f"mended/{turn}/{self._trainer}", found)

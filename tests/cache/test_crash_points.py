@@ -30,6 +30,7 @@ from cache.partition import Partition
 from cache.placement import GROUPS, Placement
 from cache.reading import Expected, StoredRows, read_rows
 from cache.recovery import recover
+from cache.scrub import MUST, TableRows, scrub_table
 from cache.shards import Ownership
 from cache.store import Read, Store, Write
 from cache.stripes import PARITY_BIT, LaneStripes
@@ -246,7 +247,29 @@ def check(stores: LocalStores, folder: Path, k: int, r: int, lost: set[int]) -> 
                 held = dict(zip(pairs[::2], pairs[1::2], strict=True))
                 assert Marker.parse(held.pop(b"m")) == Marker(batches[lane], batches[lane])
                 assert held == truth.of_shard(lane, shard)
+            scrub(stored, lane, truth, batches[lane])
             compare_rows(stored, lane, truth, batches[lane])
+
+
+def scrub(stored: StoredRows, lane: int, truth: Truth, batches: int) -> None:
+    """No stripe is inconsistent, and every row is there, with its id and tag."""
+    checked = 0
+    for table in range(len(LAYOUTS)):
+        rows = {
+            int.from_bytes(name, "big") & ((1 << 48) - 1): row
+            for (of, name), row in truth.rows.items()
+            if of == lane and int.from_bytes(name[:2], "big") == table
+        }
+        count = max(rows, default=-1) + 1
+        known = TableRows(table, *(np.zeros(count, kind) for kind in (np.uint8, np.int64, np.int32, bool)))
+        for ordinal, row in rows.items():
+            known.presence[ordinal], known.exact[ordinal] = MUST, True
+            known.id[ordinal], known.tag[ordinal] = np.frombuffer(row[-12:-4], np.int64)[0], np.frombuffer(row[-4:], np.int32)[0]
+        for found in scrub_table(stored, lane, known, batches, repair=False):
+            assert not found.repaired
+            assert not found.damaged
+            checked += found.stripes
+    assert checked
 
 
 def compare_rows(stored: StoredRows, lane: int, truth: Truth, batches: int) -> None:

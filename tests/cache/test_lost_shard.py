@@ -95,7 +95,7 @@ def run(
             log=FileLog(logs),
             ownership=IDENTITY,
             on_action=disturber,
-            on_shard=lambda shard, what: disturber.states.append((shard, what)) if disturber else None,
+            on_shard=lambda change: disturber.states.append((change.shard, change.what)) if disturber else None,
         ) as traffic:
             for lane, program in programs.items():
                 run_lane(traffic, lane, program)
@@ -269,7 +269,7 @@ def test_a_stale_shard_is_lost_and_the_marker_that_it_must_have_is_named(
 ) -> None:
     with Store(stores.urls, timedelta(seconds=5)) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        shards = Shards(stored, [0], Ownership(), lambda: None, lambda shard, what: None)
+        shards = Shards(stored, [0], Ownership(), lambda: None, lambda change: None)
         try:
             if rebuilding:
                 shards.cursors[0][1] = 0

@@ -119,6 +119,7 @@ def check_stripes(store: Store, stored: StoredRows, lane: int, program: LaneProg
             members = np.zeros((code.k, row_bytes), np.uint8)
             for j, (shard, name) in enumerate(zip(shards, names, strict=True)):
                 if ordinals[j] < count:
+                    assert name in held[shard]
                     members[j] = np.frombuffer(held[shard][name], np.uint8)
             name = int(fields(np.array([table]), np.array([stripe]))[0] | PARITY_BIT).to_bytes(8, "big")
             where = [shard for shard in range(store.shards) if name in held[shard]]

@@ -87,7 +87,9 @@ def run(
     def break_it(rank: int, trainer: Trainer) -> None:
         traffics.append(trainer.part.traffic)
         if rank == 0 and later:
-            trainer.part.traffic._on_action = lambda action: on_action(trainer.part.traffic, action)
+            mending = trainer.part.traffic._mending
+            assert mending is not None
+            mending._on_action = lambda action: on_action(trainer.part.traffic, action)
 
     def on_action(traffic: Traffic, action: str) -> None:
         rebuilt = traffic.lost_or_rebuilding().values()

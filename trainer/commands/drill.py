@@ -68,8 +68,9 @@ class LostShard(Witness):
             self._struck = mail["at"]
             self._return.start()
         elif mail["kind"] == "shard" and mail["shard"] == self._shard and "at" in mail:
-            moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}[mail["what"]]
-            moments[mail["trainer"]] = mail["at"]
+            moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}.get(mail["what"])
+            if moments is not None:
+                moments[mail["trainer"]] = mail["at"]
 
     def may_start(self, shard: int) -> bool:
         """Not before the server was down for long enough."""

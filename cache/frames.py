@@ -283,7 +283,7 @@ def to_front(connection, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(nogil=True, cache=True)
-def _forgive(connections, lapse_ns):  # type: ignore[no-untyped-def]
+def forgive(connections, lapse_ns):  # type: ignore[no-untyped-def]
     """Leave a time in which this process was itself stopped, or got no processor, out of everyone's silence."""
     if lapse_ns > _STALL_NS:
         for c in range(connections.shape[0]):
@@ -309,7 +309,7 @@ def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # 
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
         now = clock_time[0] * 1_000_000_000 + clock_time[1]
         if seen:
-            _forgive(connections, now - seen)
+            forgive(connections, now - seen)
         wait_ns = np.int64(pause_ns)
         n = 0
         for c in range(connections.shape[0]):
@@ -332,7 +332,7 @@ def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # 
         ready = _poll(np.uint64(polls.ctypes.data), np.uint64(n), np.int32((wait_ns + 999_999) // 1_000_000))
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
         seen = clock_time[0] * 1_000_000_000 + clock_time[1]
-        _forgive(connections, seen - now - wait_ns)
+        forgive(connections, seen - now - wait_ns)
         now = seen
         for place in range(n if ready > 0 else 0):
             c = busy[place]

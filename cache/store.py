@@ -370,8 +370,14 @@ class Store:
                     self._lose(shard, error, failures)
                     continue
                 selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, shard)
+            seen = now_ns()
             while selector.get_map():
-                for key, events in selector.select(_PAUSE_NS * 1e-9):
+                due_ns = min(self._channels[key.data].progressed_ns for key in selector.get_map().values()) + self._timeout_ns
+                wait_ns = min(max(due_ns - seen, 0), _PAUSE_NS)
+                ready = selector.select(wait_ns * 1e-9)
+                before, seen = seen, now_ns()
+                frames.forgive(self._states, seen - before - wait_ns)
+                for key, events in ready:
                     try:
                         self._serve(selector, key, events)
                     except StoreUnavailable as error:

@@ -70,7 +70,7 @@ class StoreShards:
             self._states.setdefault(shard, {})[trainer] = ShardState(what, mail.get("done", 0.0))
         after = self._state(shard)
         if after.what == "lost" != before.what:
-            sys.stderr.write(f"store shard {shard}: is lost ({mail['why']}); training goes on, its rows come from parity\n")
+            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({mail['why']})\n")
             self._shown[shard] = 0.0
         elif what == "unreachable" and in_use:
             sys.stderr.write(f"store shard {shard}: no server for it yet ({mail['why']})\n")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -347,6 +348,26 @@ def test_rows_travel_over_tls(certificates: Path, tls_port: int) -> None:
             assert np.array_equal(got.rows, rows)
         store.exchange(reads[:1], [])
         assert reads[0].marker == b"00000002"
+
+
+def test_a_client_that_was_itself_stopped_calls_no_store_silent_over_tls(
+    certificates: Path, tls_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lapse: list[int] = []
+
+    class Stopped(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if not lapse:
+                lapse.append(10 * SHORT // timedelta(microseconds=1) * 1000)
+                return []
+            return super().select(timeout)
+
+    for module in ("cache.store", "cache.channel"):
+        monkeypatch.setattr(f"{module}.now_ns", lambda: time.monotonic_ns() + sum(lapse))
+    with Store([f"rediss://localhost:{tls_port}?ssl_ca_certs={certificates}/ca.pem"], SHORT) as store:
+        monkeypatch.setattr(selectors, "DefaultSelector", Stopped)
+        store.exchange([], [write()])
+    assert lapse
 
 
 def test_an_untrusted_certificate_is_refused(certificates: Path, tls_port: int) -> None:

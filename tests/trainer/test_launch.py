@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
+from launched import Launched, arguments, free_port, reached, summary
 
 from pipelines import prepare
 from pipelines.files import write_json
 from pipelines.schedule_format import FAILED, MANIFEST
 from trainer.cli import main
-from trainer.coordinator import ask
 from trainer.run import Run
-
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_SECONDS = 120
 
 
 @pytest.fixture(scope="module")
@@ -44,86 +35,6 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     run = tmp_path_factory.mktemp("run") / "undisturbed"
     assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
     return run
-
-
-def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
-    return [
-        "train",
-        str(schedule),
-        "--run",
-        str(run),
-        "--dim",
-        "4",
-        "--lr",
-        "0.02",
-        "--model-options",
-        "top=8-1",
-        "bottom=8-4",
-        *further,
-    ]
-
-
-class Launched:
-    """A launcher in a process of its own, with every process that it started."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None, module: str = "trainer.cli") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *command],
-            cwd=ROOT, env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.started: set[psutil.Process] = set()
-
-    def until(self, satisfied: Callable[[], bool]) -> None:
-        """Wait for something that the launcher brings about."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not satisfied():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
-
-    def end(self) -> tuple[int, str, str]:
-        """Exit status, output and errors; asserts that no process is left."""
-        out, err = self.process.communicate(timeout=DEADLINE_SECONDS)
-        _, alive = psutil.wait_procs(self.started, timeout=10)
-        assert not alive
-        return self.process.returncode, out, err
-
-    @property
-    def workers(self) -> list[psutil.Process]:
-        found = [process for process in self.started if "trainer.worker" in process.cmdline()]
-        return sorted(found, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
-
-
-def reached(run: Path, step: int) -> Callable[[], bool]:
-    """Whether the run tells through its control socket that it has trained a step."""
-
-    def asked() -> bool:
-        told = ask(run, {"do": "status"})
-        return told is not None and told["step"] >= step
-
-    return asked
-
-
-@pytest.fixture
-def launched() -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def launch(*arguments: str, **environment: str) -> Launched:
-        started.append(Launched(arguments, environment))
-        return started[-1]
-
-    yield launch
-    for one in started:
-        for process in [*one.started, one.process]:
-            if process.is_running() if isinstance(process, psutil.Process) else process.poll() is None:
-                process.kill()
-        one.process.communicate()
-
-
-def summary(run: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((run / "summary.json").read_text())
-    return found
 
 
 def test_a_run_leaves_what_the_commands_then_read(
@@ -209,12 +120,6 @@ def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
     for command in (["digest", str(run)], arguments(schedule, run, "--store", "local:1", "--resume")):
         assert main(command) == 2
         assert "did not stop cleanly" in capsys.readouterr().err
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def test_trainers_of_a_scheduler_give_the_same_model(

@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_launch import Launched, arguments, free_port, reached, summary
+from launched import Launched, arguments, free_port, reached, summary
 
 from cache.fence import read_epochs
 from cache.local import LocalStores
-from cache.namespace import lane_key
+from cache.namespace import claim, lane_key, owner
 from cache.rows import decode_rows
+from cache.shards import ShardChange
 from cache.store import Store
 from pipelines import prepare
+from pipelines.schedule import Schedule
 from trainer.cli import main
-from trainer.coordinator import ask
+from trainer.faults import Witness
+from trainer.job import TrainJob
 from trainer.run import STORES, Run
+from trainer.store_shards import StoreShards
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +50,6 @@ def undisturbed_run(schedule: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def undisturbed(undisturbed_run: Path) -> str:
     """The digest of its model."""
     return str(summary(undisturbed_run)["digest"])
-
-
-@pytest.fixture
-def launched() -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def launch(*arguments: str) -> Launched:
-        started.append(Launched(arguments))
-        return started[-1]
-
-    yield launch
-    for one in started:
-        for process in one.started:
-            if process.is_running():
-                process.kill()
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.communicate()
 
 
 def send(run: Path, shard: int, signal_number: int) -> None:
@@ -181,7 +169,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
         ends = [job.end() for job in jobs]
     finally:
         for job in jobs:
-            job.process.kill()
+            job.clear()
     assert [status for status, _, _ in ends] == [0, 0], ends
     err = ends[0][2]
     assert "store shard 1: is lost" in err
@@ -195,7 +183,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
 
 
 def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched]
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart", "--store-timeout", "0.5", "--digest"))
@@ -207,6 +195,13 @@ def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
     assert summary(run)["digest"] == undisturbed
     assert Run.open(run).resting().lost == [1]
     assert [(run / STORES / f"shard-{shard}.rdb").exists() for shard in range(3)] == [True, False, True]
+    capsys.readouterr()
+    assert main(["stores", "status", str(run)]) == 2
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].endswith("parity 2+1 degraded")
+    assert [line.split("  ")[1] for line in told[1:4]] == ["at rest", "lost", "at rest"]
+    assert main(["scrub", str(run)]) == 0
+    assert "not checked: store shard 1, which is lost" in capsys.readouterr().out
 
 
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
@@ -242,22 +237,105 @@ def test_a_spare_takes_the_place_of_a_lost_shard(
         os.kill(pid, signal.SIGKILL)
         servers._processes[0].wait()
         job.until(reached(run, 25))
-        answer = ask(run, {"do": "replace", "old": servers.urls[1], "new": servers.urls[4]})
-        assert answer is not None
+        capsys.readouterr()
+        assert main(["stores", "replace", str(run), servers.urls[1], servers.urls[4]]) == 0
+        assert servers.urls[4] in capsys.readouterr().out
         status, _, err = job.end()
         assert status == 0, err
-        assert answer == {"replacing": 1, "by": servers.urls[4]}
+        assert f"store shard 1: {servers.urls[4]} takes its place" in err
         assert summary(run)["digest"] == undisturbed
         assert Run.open(run).manifest.store_urls == (spare, servers.urls[4], servers.urls[2])
         assert main(["digest", str(run)]) == 0
         assert capsys.readouterr().out.strip() == undisturbed
 
 
-def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_leave_what_survived(
-    schedule: Path, undisturbed_run: Path, tmp_path: Path, launched: Callable[..., Launched]
+def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart"))
+    with LocalStores(5, tmp_path / "stores") as servers:
+        taken, good = servers.urls[3], servers.urls[4]
+        with Store([taken]) as store:
+            claim(store, "run", {"run": "another"}, "new")
+        store_urls, spares = ",".join(servers.urls[:3]), f"{taken},{good}"
+        job = launched(*arguments(schedule, run, "--store", store_urls, "--spare", spares, "--digest"))
+        job.until(reached(run, 10))
+        pid = servers.pids[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        status, _, err = job.end()
+        assert status == 0, err
+        assert f"store shard 0: no server for it yet (store {taken}: namespace run belongs to another run there" in err
+        assert f"store shard 0: {good} takes its place" in err
+        assert "store shard 0: is whole again" in err
+        assert summary(run)["digest"] == undisturbed
+        with Store([taken]) as store:
+            assert owner(store, "run", 0)["identity"] == {"run": "another"}  # type: ignore[index]
+
+
+def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
+    spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
+    job = TrainJob(schedule="-", run="-", store=",".join(urls), model="dlrm", spare=",".join(spares))
+    shards = StoreShards(job, urls, None, True, Witness())
+
+    def tell(trainer: int, what: str, url: str, why: str = "") -> None:
+        shards.changed(trainer, asdict(ShardChange(1, what, url, why)))
+
+    def rebuilt(trainer: int, share: float) -> None:
+        shards.changed(trainer, {"shard": 1, "what": "rebuilding", "done": share})
+
+    tell(0, "lost", urls[1], "it was closed")
+    assert shards.states == {1: {"state": "lost"}}
+    assert shards.take_replacement() == (1, spares[0])
+    # One that finds the same server gone later asks for nothing more.
+    tell(1, "lost", urls[1], "it was closed")
+    assert shards.take_replacement() is None
+    tell(0, "rebuilding", spares[0])
+    tell(1, "rebuilding", spares[0])
+    rebuilt(0, 0.6)
+    assert shards.states == {1: {"state": "rebuilding", "rebuilt": 0.0}}
+    rebuilt(1, 0.3)
+    rebuilt(1, 0.35)
+    rebuilt(1, 0.4)
+    assert shards.states == {1: {"state": "rebuilding", "rebuilt": 0.4}}
+    # The spare dies before it is whole, and the next is not there.
+    tell(0, "lost", spares[0], "it was reset")
+    assert shards.take_replacement() == (1, spares[1])
+    tell(1, "lost", spares[0], "it was reset")
+    tell(0, "unreachable", spares[1], "it refuses")
+    assert shards.take_replacement() == (1, spares[2])
+    tell(1, "unreachable", spares[1], "it refuses")
+    assert shards.take_replacement() is None
+    tell(0, "rebuilding", spares[2])
+    tell(0, "ok", spares[2])
+    assert shards.states == {1: {"state": "lost"}}
+    tell(1, "rebuilding", spares[2])
+    tell(1, "ok", spares[2])
+    assert shards.states == {1: {"state": "ok"}}
+    assert capsys.readouterr().err.splitlines() == [
+        "store shard 1: is lost; training goes on, its rows come from parity (it was closed)",
+        "store shard 1: 30% rebuilt",
+        "store shard 1: 40% rebuilt",
+        "store shard 1: is lost; training goes on, its rows come from parity (it was reset)",
+        "store shard 1: no server for it yet (it refuses)",
+        "store shard 1: is whole again",
+    ]
+    # A live server that the user replaces is no loss that asks for a spare.
+    assert shards.want_replacement({"old": "0", "new": "redis://127.0.0.1:21"}) == {
+        "replacing": 0, "by": "redis://127.0.0.1:21",
+    }  # fmt: skip
+    assert shards.take_replacement() == (0, "redis://127.0.0.1:21")
+    tell(0, "lost", urls[0], "another takes the shard over")
+    assert shards.take_replacement() is None
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_leave_what_survived(
+    schedule: Path, undisturbed_run: Path, tmp_path: Path, launched: Callable[..., Launched], trainers: int
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", str(trainers), "--no-restart"))
     job.until(reached(run, 40))
     stores = LocalStores.find(run / STORES)
     assert stores is not None
@@ -267,6 +345,7 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
     status, _, err = job.end()
     assert status == 3, err
     assert "store shards 0, 1 are lost, and parity covers 1" in err
+    told = {table: int(count.replace(",", "")) for count, table in re.findall(r"([\d,]+) rows of table (\w+)", err)}
     assert json.loads((run / "status.json").read_text())["state"] == "training"
     assert [(run / STORES / f"shard-{shard}.rdb").exists() for shard in range(3)] == [False, False, True]
     with LocalStores(3, run / STORES) as left:
@@ -288,3 +367,6 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
         if where in before:
             assert tag > id_and_tag(before[where])[1] or row == before[where]
     assert ended > 100
+    # Of both lanes are told the rows of the shards that are gone, two thirds of all, whoever trained them.
+    assert set(told) <= {table.name for table in Schedule(schedule).header.features.tables}
+    assert 1.5 * len(survived) < sum(told.values()) < 2.5 * len(survived)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from test_launch import Launched, arguments, reached, summary
+from launched import Launched, arguments, reached, summary
 
 from cache.fence import read_epochs
 from cache.local import LocalStores
+from cache.marker import Marker
 from cache.namespace import lane_key
+from cache.resp import MARKER
 from cache.store import Store
 from pipelines import prepare
 from trainer.cli import DAMAGED, main
@@ -34,24 +37,6 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("schedule") / "clicks"
     prepare.run(f"--format synthetic --rows 3840 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
     return out
-
-
-@pytest.fixture
-def launched() -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def launch(*arguments: str) -> Launched:
-        started.append(Launched(arguments))
-        return started[-1]
-
-    yield launch
-    for one in started:
-        for process in one.started:
-            if process.is_running():
-                process.kill()
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.communicate()
 
 
 def rows_of(store: Store, run: Path, lane: int, shard: int) -> tuple[bytes, list[bytes]]:
@@ -144,6 +129,42 @@ def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
         status, out, found = asked(["stores", "status", str(run)], capsys, told)
         assert found["parity"] == {"code": "2+1", "state": "degraded"}
         assert [shard["state"] for shard in found["shards"]] == ["up", "up", "degraded"]
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
+    schedule: Path,
+    tmp_path: Path,
+    launched: Callable[..., Launched],
+    capsys: pytest.CaptureFixture[str],
+    lost: int | None,
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told.json"
+    with LocalStores(3, tmp_path / "stores") as stores:
+        job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls), "--trainers", "2"))
+        job.until(reached(run, 30))
+        for process in [psutil.Process(job.process.pid), *job.started]:
+            process.kill()
+        psutil.wait_procs(job.started)
+        if lost is not None:
+            with Store(stores.urls) as store:
+                store.command(lost, "FLUSHALL")
+        status, _, found = asked(["scrub", str(run)], capsys, told)
+        assert (status, found["stripes_repaired"], found["stripes_damaged"]) == (0, 0, 0)
+        assert found["stripes"] > 0
+        assert found["lost_shards"] == ([] if lost is None else [lost])
+        with Store(stores.urls) as store:
+            markers = {
+                (lane, shard): store.command(shard, "HGET", rows_of(store, run, lane, shard)[0], MARKER)
+                for lane in range(2)
+                for shard in range(3)
+                if shard != lost
+            }
+        # Every lane is at one batch, on all shards that are left.
+        for lane in range(2):
+            (marker,) = {marker for (of, _), marker in markers.items() if of == lane}
+            assert isinstance(marker, bytes)
+            assert Marker.parse(marker).parity == Marker.parse(marker).data > 0
 
 
 @pytest.mark.parametrize("trainers", ["1", "2"])

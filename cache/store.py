@@ -383,7 +383,7 @@ class Store:
                     except StoreUnavailable as error:
                         selector.unregister(key.fileobj)
                         self._lose(key.data, error, failures)
-                silent = self._check_silence(busy, failures)
+                silent = self._check_silence(busy, seen, failures)
                 for key in [key for key in selector.get_map().values() if key.data in silent]:
                     selector.unregister(key.fileobj)
 
@@ -411,12 +411,12 @@ class Store:
     def _timeout_ns(self) -> int:
         return self.timeout // timedelta(microseconds=1) * 1000
 
-    def _check_silence(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> list[int]:
+    def _check_silence(self, busy: list[int], at_ns: int, failures: dict[int, StoreUnavailable] | None) -> list[int]:
         """Find the shards that owe an answer and have been silent for too long: raise StoreUnavailable, or go on without them."""
         silent = []
         for shard in busy:
             channel = self._channels[shard]
-            if not channel.answered and now_ns() - channel.progressed_ns >= self._timeout_ns:
+            if not channel.answered and at_ns - channel.progressed_ns >= self._timeout_ns:
                 self._lose(shard, self._silence(shard), failures)
                 silent.append(shard)
         return silent

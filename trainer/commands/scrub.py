@@ -63,6 +63,11 @@ def _broken_off(found: Run, urls: str | None) -> Iterator[tuple[StoredRows, Sche
         log = FileLog(found.path / LOG)
         for lane in range(manifest.lanes):
             recover(stored, lane, log, Ownership(0, manifest.identity))
+        if stored.lost:
+            raise RunError(
+                f"run {found.path}: was broken off, and store shard {', '.join(map(str, sorted(stored.lost)))} is lost: which of its rows were "
+                "ever written is not known, so the stripes cannot be checked; a server that still has them can be started again"
+            )
         yield stored, schedule
 
 

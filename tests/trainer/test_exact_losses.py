@@ -173,53 +173,36 @@ LOSSES = [
 SOME_PAIRS = ((1, 2), (4, 5))
 
 
-def grid(*some: tuple[int, int]) -> list[Any]:
-    """All of LOSSES. Those of a code in `some` run in every test run: each shard once, with as many trainers as its number says, or some pairs."""
+# When they are killed, and the codes of which some cases of that run in every test run.
+MOMENTS = {"at a seeded step": CODES, "and again in their rebuild": [(2, 1), (4, 2)], "in the last step": [(2, 1), (4, 2)]}
+
+
+def grid() -> list[Any]:
+    """All of LOSSES at all MOMENTS. In every test run: each shard once, with as many trainers as its number says, or some pairs."""
     return [
-        one
-        if one[0] in some and one[1] == 1 + one[2][0] % 2 and (len(one[2]) == 1 or one[2] in SOME_PAIRS)
-        else pytest.param(*one, marks=pytest.mark.full)
+        pytest.param(moment, *one, marks=())
+        if one[0] in codes and one[1] == 1 + one[2][0] % 2 and (len(one[2]) == 1 or one[2] in SOME_PAIRS)
+        else pytest.param(moment, *one, marks=pytest.mark.full)
+        for moment, codes in MOMENTS.items()
         for one in LOSSES
     ]
 
 
-@pytest.mark.parametrize(("code", "trainers", "lost"), grid(*CODES))
-def test_shards_killed_at_a_seeded_step(
+@pytest.mark.parametrize(("moment", "code", "trainers", "lost"), grid())
+def test_shards_killed(
     schedule: Schedule,
     tmp_path: Path,
     undisturbed: Callable[[tuple[int, int]], Outcome],
+    moment: str,
     code: tuple[int, int],
     trainers: int,
     lost: tuple[int, ...],
 ) -> None:
-    step = seeded_step(schedule, *code, trainers, *lost)
-    check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}), undisturbed(code))
-
-
-@pytest.mark.parametrize(("code", "trainers", "lost"), grid((2, 1), (4, 2)))
-def test_the_rebuilt_shards_killed_again_during_their_rebuild(
-    schedule: Schedule,
-    tmp_path: Path,
-    undisturbed: Callable[[tuple[int, int]], Outcome],
-    code: tuple[int, int],
-    trainers: int,
-    lost: tuple[int, ...],
-) -> None:
-    step = seeded_step(schedule, *code, trainers, *lost, 1)
-    check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}, restart(*lost)), undisturbed(code))
-
-
-@pytest.mark.parametrize(("code", "trainers", "lost"), grid((2, 1), (4, 2)))
-def test_shards_killed_in_the_last_step(
-    schedule: Schedule,
-    tmp_path: Path,
-    undisturbed: Callable[[tuple[int, int]], Outcome],
-    code: tuple[int, int],
-    trainers: int,
-    lost: tuple[int, ...],
-) -> None:
-    last = schedule.header.end_step - 1
-    check(run(schedule, tmp_path, code, trainers, {last: restart(*lost)}), undisturbed(code))
+    """The digest, and every row and parity row of every shard, are those of an undisturbed run."""
+    seed = (*code, trainers, *lost, list(MOMENTS).index(moment))
+    step = schedule.header.end_step - 1 if moment == "in the last step" else seeded_step(schedule, *seed)
+    rebuilding = restart(*lost) if moment == "and again in their rebuild" else None
+    check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}, rebuilding), undisturbed(code))
 
 
 @pytest.mark.parametrize("trainers", [1, 2])

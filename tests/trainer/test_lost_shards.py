@@ -88,6 +88,19 @@ def id_and_tag(row: bytes) -> tuple[int, int]:
     return int(ids[0]), int(tags[0])
 
 
+def is_mended(run: Path, err: str, undisturbed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that lost shard 1, and says so, has it again, with the same model as if nothing had happened."""
+    assert "store shard 1: is lost" in err
+    assert "store shard 1: is whole again" in err
+    assert "warning" not in err
+    assert summary(run)["digest"] == undisturbed
+    assert Run.open(run).resting().lost == []
+    assert main(["scrub", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "0 stripes repaired, 0 damaged" in out
+    assert "not checked" not in out
+
+
 @pytest.mark.parametrize("trainers", ["1", "2"])
 def test_a_dead_server_is_started_again_and_rebuilt(
     schedule: Path,
@@ -104,13 +117,7 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     job.until(reached(run, 15))
     status, _, err = job.end()
     assert status == 0, err
-    assert "store shard 1: is lost" in err
-    assert "store shard 1: is whole again" in err
-    assert "warning" not in err
-    assert summary(run)["digest"] == undisturbed
-    assert Run.open(run).resting().lost == []
-    assert main(["scrub", str(run)]) == 0
-    assert "0 stripes repaired, 0 damaged" in capsys.readouterr().out
+    is_mended(run, err, undisturbed, capsys)
 
 
 @pytest.mark.parametrize("trainers", ["1", pytest.param("2", marks=pytest.mark.full)])
@@ -148,13 +155,7 @@ def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebu
             worker.resume()
         status, _, err = job.end()
         assert status == 0, err
-        assert "store shard 1: is lost" in err
-        assert "store shard 1: is whole again" in err
-        assert "warning" not in err
-        assert summary(run)["digest"] == undisturbed
-        assert Run.open(run).resting().lost == []
-        assert main(["scrub", str(run)]) == 0
-        assert "0 stripes repaired, 0 damaged" in capsys.readouterr().out
+        is_mended(run, err, undisturbed, capsys)
 
 
 def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
@@ -172,14 +173,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
             job.clear()
     assert [status for status, _, _ in ends] == [0, 0], ends
     err = ends[0][2]
-    assert "store shard 1: is lost" in err
-    assert "store shard 1: is whole again" in err
-    assert summary(run)["digest"] == undisturbed
-    assert Run.open(run).resting().lost == []
-    assert main(["scrub", str(run)]) == 0
-    out = capsys.readouterr().out
-    assert "0 stripes repaired, 0 damaged" in out
-    assert "not checked" not in out
+    is_mended(run, err, undisturbed, capsys)
 
 
 def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(

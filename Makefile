@@ -30,6 +30,8 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/cache
+	$(BIN)/mypy tests/trainer
 
 # Less than an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works.
 bench: venv

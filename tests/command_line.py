@@ -235,10 +235,10 @@ class Clicks:
         done("prepare", clicks.log, *clicks.options(clicks.schedule))
         return clicks
 
-    def options(self, out: Path, features: Path | None = None, **further: object) -> list[object]:
+    def options(self, out: Path, **further: object) -> list[object]:
         """What `foreload prepare` is given, the source aside; further: other values, by flag."""
         values: dict[str, object] = {
-            "format": "csv", "features": features or self.features, "batch_size": 10, "lanes": 2, "slots": 40, "epochs": 2,
+            "format": "csv", "features": self.features, "batch_size": 10, "lanes": 2, "slots": 40, "epochs": 2,
             "eval_fraction": 0.1, "segment_bytes": 16000, "out": out,
         }  # fmt: skip
         return [word for name, value in (values | further).items() for word in ("--" + name.replace("_", "-"), value)]

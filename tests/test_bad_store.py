@@ -177,8 +177,8 @@ def test_a_wrong_password_and_that_none_is_shown(clicks: Clicks, tmp_path: Path,
             assert not any(secret in text for secret in (PASSWORD, IN_URL, "s3cret", "wr0ng")), text
     finally:
         # The fixture's shutdown has no password.
-        with Store([server.stores.urls[0].replace("unix://", f"unix://:{IN_URL}@")]) as store:
-            store.command(0, "CONFIG", "SET", "requirepass", "")
+        with Store([server.stores.urls[0].replace("unix://", f"unix://:{IN_URL}@")]) as client:
+            client.command(0, "CONFIG", "SET", "requirepass", "")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from test_parity import plan
 
 from cache.batch_log import FileLog, LoggedBatch
 from cache.errors import CacheError, Fenced, StoreUnavailable
+from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.namespace import claim, lane_key
@@ -34,7 +35,7 @@ from cache.scrub import MUST, TableRows, scrub_table
 from cache.shards import Ownership
 from cache.store import Read, Store, Write
 from cache.stripes import PARITY_BIT, LaneStripes
-from cache.traffic import LanePlan, Traffic
+from cache.traffic import Traffic
 from pipelines.mixing import key
 
 SLOTS, EVALUATION_SLOTS = 12, 6

@@ -181,7 +181,9 @@ def damage(four: LocalStores, scrubbing: Scrubbing, places: tuple[int, ...], byt
                 if byte is None:
                     assert other.command(shard, "HDEL", key, name) == 1
                     continue
-                row = bytearray(other.command(shard, "HGET", key, name))  # type: ignore[arg-type]
+                held = other.command(shard, "HGET", key, name)
+                assert isinstance(held, bytes)
+                row = bytearray(held)
                 row[byte] ^= 0x10
                 other.command(shard, "HSET", key, name, bytes(row))
 

@@ -41,7 +41,8 @@ def stores(tmp_path: Path) -> Iterator[LocalStores]:
 
 def held(stored: StoredRows, traffic: Traffic) -> Contents:
     """What every shard that is up holds of each lane, but for the marker, which says that it holds everything."""
-    store, found = stored.store, {}
+    store = stored.store
+    found: Contents = {}
     for lane in LANES:
         found[lane] = [{} for _ in range(store.shards)]
         for shard in range(store.shards):

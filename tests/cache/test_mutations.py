@@ -12,20 +12,22 @@ from lane_program import LAYOUTS, SEED, LaneProgram, make_program
 from test_lost_shard import PATIENCE, Disturber, kill, restart, run
 from test_parity import EVALUATION_SLOTS, SLOTS, Recording, check_stripes, plan, run_lane
 
-from cache import batches, decoding, rebuild, rounds
+from cache import batches, decoding
 from cache.batch_log import FileLog
 from cache.batches import WriteBackBatch
-from cache.decoding import ShardRows
+from cache.decoding import ShardRows, rows_on_shard
 from cache.erasure import Code
 from cache.errors import CacheError
+from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.placement import Placement
 from cache.reading import StoredRows
 from cache.rounds import Rounds
+from cache.shards import Shards
 from cache.store import Read, Write
 from cache.stripes import LaneStripes
-from cache.traffic import LanePlan, Traffic
+from cache.traffic import Traffic
 
 Check = Callable[[LocalStores, Path], None]
 
@@ -101,13 +103,11 @@ def the_difference_is_added_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_range_is_left_out_of_the_rebuild(patch: pytest.MonkeyPatch) -> None:
-    found = rebuild.rows_on_shard
-
     def fewer(stripes: LaneStripes, table: int, first: int, shard: int, most: int) -> ShardRows:
-        rows = found(stripes, table, first, shard, most)
+        rows = rows_on_shard(stripes, table, first, shard, most)
         return ShardRows(rows.stripe[2:], rows.place[2:], rows.end)
 
-    patch.setattr(rebuild, "rows_on_shard", fewer)
+    patch.setattr("cache.rebuild.rows_on_shard", fewer)
 
 
 def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
 
 def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
     """A server that came back empty counts as if it had everything."""
-    patch.setattr(rounds.Shards, "_expected", lambda self, lane, shard, marker, markers: True)
+    patch.setattr(Shards, "_expected", lambda self, lane, shard, marker, markers: True)
     patch.setattr("cache.shards.is_of", lambda *_: True)
     # However slow the machine, so that it is not lost for being late.
     patch.setattr("cache.shards.RECONNECT", PATIENCE)

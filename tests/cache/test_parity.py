@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -217,9 +217,7 @@ def test_a_batch_has_at_most_2048_rows_and_parity_rows_a_shard(five: LocalStores
     from test_traffic import ending
 
     ended = ending(15_000, 1)
-    zeros = np.zeros_like(ended.weights), np.zeros_like(ended.state)
-    names = ("weights", "state", "table", "ordinal", "id", "tag", "stored_tag")
-    protected = type(ended)(*(getattr(ended, name) for name in names), *zeros)
+    protected = replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
     with Recording(five.urls) as store:
         stored = StoredRows(store, Placement.spread(5, 1, 2), LAYOUTS, "t")
         with Traffic(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:

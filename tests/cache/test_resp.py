@@ -110,13 +110,11 @@ def test_a_server_error_is_read_wherever_rows_were_expected(rows: int, cut: int)
     data = b"-WRONGTYPE Operation against a key\r\n"
     reply = HmgetReply(np.zeros((rows, 5), np.uint8))
     assert feed(reply, data, [cut]) == len(data)
-    assert reply.done
-    assert reply.error == "WRONGTYPE Operation against a key"
+    assert (reply.done, reply.error) == (True, "WRONGTYPE Operation against a key")
     reply.restart()
     assert not reply.done
     assert feed(reply, b"*%d\r\n$-1\r\n" % (rows + 1) + rows * b"$5\r\nabcde\r\n", [cut]) > 0
-    assert reply.done
-    assert reply.rows.tobytes() == rows * b"abcde"
+    assert (reply.done, reply.rows.tobytes()) == (True, rows * b"abcde")
 
 
 @pytest.mark.parametrize(

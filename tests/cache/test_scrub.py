@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from cache.placement import Placement, fields
 from cache.reading import StoredRows
 from cache.resp import MARKER
 from cache.scrub import MAY, MUST, Findings, TableRows, scrub_table
-from cache.staging import EndedRows
 from cache.store import Store, Write
 from cache.stripes import PARITY_BIT
 from cache.traffic import Traffic
@@ -276,14 +275,13 @@ def test_where_it_is_unknown_whether_a_row_was_written_its_stripe_tells(rest: At
 def test_many_stripes_are_read_and_repaired_in_commands_of_2048(five: LocalStores, tmp_path: Path) -> None:
     count = 40_001
     ended = ending(count, 7)
-    zeros = np.zeros_like(ended.weights), np.zeros_like(ended.state)
-    names = ("weights", "state", "table", "ordinal", "id", "tag", "stored_tag")
+    protected = replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
     with Store(five.urls[:3], timedelta(seconds=10)) as store:
         for shard in range(3):
             store.command(shard, "FLUSHALL")
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
         with Traffic(stored, [LanePlan(LANE, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
-            traffic.write_back(LANE, 1, EndedRows(*(getattr(ended, name) for name in names), *zeros))
+            traffic.write_back(LANE, 1, protected)
             traffic.flush()
         known = TableRows(1, np.full(count, MUST, np.uint8), ended.id, ended.tag, np.ones(count, bool))
         rest = AtRest(stored, [known], traffic.batches(LANE))

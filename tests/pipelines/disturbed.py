@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
+import pytest
 
-from pipelines import beam_pipeline, plan, prepare
+from pipelines import prepare
 from pipelines.beam_pipeline import Compile
 from pipelines.beam_stages import GroupStage, Stage
+from pipelines.compile import CompileSettings, compile_schedule
+from pipelines.ordering import OrderedSource
 from pipelines.schedule_format import MANIFEST
 
 
@@ -65,16 +68,18 @@ class Killed(beam.DoFn):
 
 def prepare_and_die(arguments: list[str], where: str, elements: int, piece_rows: int) -> None:
     """Run prepare until it is killed: after a stage's n-th element, or when `Compile` has compiled n steps."""
-    plan.PIECE_ROWS = piece_rows
-    if where == "Compile":
-        compile_schedule = beam_pipeline.compile_schedule
 
-        def until_killed(source: Any, settings: Any, out: Path, work: Path, progress: Any) -> Any:
-            def note(done: int, total: int) -> None:
-                if done >= elements:
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def until_killed(
+        source: OrderedSource, settings: CompileSettings, out: Path, work: Path, progress: Callable[[int, int], None]
+    ) -> dict[str, Any]:
+        def note(done: int, total: int) -> None:
+            if done >= elements:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-            return compile_schedule(source, settings, out, work, note)
+        return compile_schedule(source, settings, out, work, note)
 
-        beam_pipeline.compile_schedule = until_killed
-    prepare.run(arguments, wrap=lambda stage: Killed(stage, elements) if type(stage).__name__ == where else stage)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelines.plan.PIECE_ROWS", piece_rows)
+        if where == "Compile":
+            patch.setattr("pipelines.beam_pipeline.compile_schedule", until_killed)
+        prepare.run(arguments, wrap=lambda stage: Killed(stage, elements) if type(stage).__name__ == where else stage)

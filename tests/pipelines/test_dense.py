@@ -18,12 +18,12 @@ floats = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1
 
 
 @given(st.lists(floats | st.sampled_from([5e-324, -5e-324, 2.0**-1022, 0.1, -0.0, 1e150, -1e150]), max_size=40))
-def test_a_sum_is_exact(values):
+def test_a_sum_is_exact(values: list[float]) -> None:
     assert Fraction(exact_sum(np.array(values, np.float64)), 1 << 1074) == sum(map(Fraction, values), Fraction())
 
 
 @given(st.lists(st.lists(floats | st.just(math.nan), min_size=2, max_size=2), max_size=30), st.integers(0, 30))
-def test_statistics_do_not_depend_on_the_pieces(rows, cut):
+def test_statistics_do_not_depend_on_the_pieces(rows: list[list[float]], cut: int) -> None:
     dense = np.array(rows, np.float64).reshape(-1, 2)
     whole = DenseStatistics.of(dense)
     parts = DenseStatistics.of(dense[cut:]).merge(DenseStatistics.of(dense[:cut])).merge(DenseStatistics.empty(2))
@@ -39,7 +39,7 @@ def test_statistics_do_not_depend_on_the_pieces(rows, cut):
         assert scale == Scale(mean, math.sqrt(variance) if variance > 0 else 1.0)
 
 
-def test_each_transform_is_as_documented_and_missing_is_zero_behind_it():
+def test_each_transform_is_as_documented_and_missing_is_zero_behind_it() -> None:
     values = np.array([[x] * 3 for x in (-2.0, 0.0, 3.0, 1e6, math.nan)])
     columns = (Dense("a", "a", "log"), Dense("b", "b", "standard"), Dense("c", "c", "none"))
     out = transform(values, columns, (Scale(0, 1), Scale(1.5, 4.0), Scale(0, 1)))

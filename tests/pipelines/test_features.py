@@ -53,13 +53,13 @@ column = "Age"
 """
 
 
-def load(tmp_path, text):
+def load(tmp_path: Path, text: str) -> FeatureSpec:
     path = tmp_path / "features.toml"
     path.write_text(text)
     return FeatureSpec.load(path)
 
 
-def test_a_feature_file_becomes_a_spec_with_own_tables_behind_the_named_ones(tmp_path):
+def test_a_feature_file_becomes_a_spec_with_own_tables_behind_the_named_ones(tmp_path: Path) -> None:
     spec = load(tmp_path, FILE)
     assert spec == FeatureSpec(
         label="click",
@@ -82,20 +82,20 @@ def test_a_feature_file_becomes_a_spec_with_own_tables_behind_the_named_ones(tmp
 
 
 @pytest.mark.parametrize("spec", [FeatureSpec.criteo(), FeatureSpec.synthetic(rows=100, dimension=8)])
-def test_a_spec_survives_json(spec, tmp_path):
+def test_a_spec_survives_json(spec: FeatureSpec, tmp_path: Path) -> None:
     for each in (spec, load(tmp_path, FILE)):
         assert FeatureSpec.from_dict(json.loads(json.dumps(each.to_dict()))) == each
         assert json.loads(json.dumps(each.to_dict())) == each.to_dict()
 
 
-def test_rows_of_a_vocabulary_are_two_more_than_its_values(tmp_path):
+def test_rows_of_a_vocabulary_are_two_more_than_its_values(tmp_path: Path) -> None:
     spec = load(tmp_path, FILE)
     with pytest.raises(FeatureError, match="table user: its rows are known once its vocabulary is counted"):
         _ = spec.table_rows
     assert spec.with_vocabulary({1: 40}).table_rows == (1000, 42, 10)
 
 
-def test_the_built_in_specs_have_the_kaggle_tables():
+def test_the_built_in_specs_have_the_kaggle_tables() -> None:
     for spec, encoding in ((FeatureSpec.criteo(), "hash"), (FeatureSpec.synthetic(), "id")):
         assert spec.table_rows == KAGGLE_ROWS
         assert {f.encoding for f in spec.features} == {encoding}
@@ -149,21 +149,21 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_a_broken_rule_is_named_in_one_line(tmp_path, message):
+def test_a_broken_rule_is_named_in_one_line(tmp_path: Path, message: str) -> None:
     with pytest.raises(FeatureError, match=message) as caught:
         load(tmp_path, BAD[message])
     assert "features.toml: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_feature_file_that_cannot_be_read_is_an_error(tmp_path):
+def test_a_feature_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FeatureError, match=r"none.toml: cannot read the feature file \(No such file"):
         FeatureSpec.load(tmp_path / "none.toml")
     with pytest.raises(FeatureError, match="written by another version"):
         FeatureSpec.from_dict({"label": "x"})
 
 
-def test_the_documented_feature_file_is_valid(tmp_path):
+def test_the_documented_feature_file_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "features.md").read_text(encoding="utf-8")
     spec = load(tmp_path, page.split("```toml\n")[1].split("```")[0])
     assert [t.name for t in spec.tables] == ["site", "ip", "app", "device"]

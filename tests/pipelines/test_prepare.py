@@ -177,7 +177,7 @@ def test_every_epoch_is_shuffled_by_its_documented_key(tmp_path: Path) -> None:
     for epoch, order in enumerate(orders):
         numbers = assert_same(tmp_path / "dump" / f"training-{epoch}.npz", expected.training.take(order))
         assert np.array_equal(numbers, order)
-    assert not np.array_equal(*orders)
+    assert not np.array_equal(orders[0], orders[1])
 
 
 def refused(tmp_path: Path, *arguments: str | Path, csv: bool = True) -> PipelineError:

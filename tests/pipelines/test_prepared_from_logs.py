@@ -96,12 +96,12 @@ def check(schedule: Schedule, data: Data, log: Log, shuffle_seed: int | None, ki
     events = list(schedule.events())
     manifest = schedule.manifest
     check_program(events, schedule.lane, program, schedule.header.slots, manifest["evaluation_slots"], schedule.final_ends)
-    for event, step, named in zip(events, samples, numbers, strict=True):
+    for event, batch, named in zip(events, samples, numbers, strict=True):
         parts = [schedule.lane(event, lane) for lane in range(LANES)]
-        np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), step.labels)
-        np.testing.assert_array_equal(np.concatenate([part.dense for part in parts]), step.dense)
+        np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), batch.labels)
+        np.testing.assert_array_equal(np.concatenate([part.dense for part in parts]), batch.dense)
         np.testing.assert_array_equal(np.concatenate([part.numbers for part in parts]), named)
-        counts = [len(bag) for bags in step.bags for bag in bags]
+        counts = [len(bag) for bags in batch.bags for bag in bags]
         if schedule.header.features.multi_valued:
             offsets = [part.offsets for part in parts if part.offsets is not None]
             assert [n for lane in offsets for n in np.diff(lane).tolist()] == counts

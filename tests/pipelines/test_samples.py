@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from pipelines.errors import ScheduleError
 from pipelines.samples import Samples, read_piece, write_piece
 
+Drawn = tuple[int, Samples]  # the number of features, and samples of so many
+
 
 @st.composite
-def samples(draw):
+def samples(draw: st.DrawFn) -> Drawn:
     """A number of features and samples of any shape, with labels that number them."""
     n, f, w = draw(st.integers(0, 7)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
     counts = draw(st.lists(st.integers(1, 3) if draw(st.booleans()) else st.just(1), min_size=n * f, max_size=n * f))
@@ -25,7 +28,7 @@ def samples(draw):
     return f, Samples(np.arange(n, dtype=np.float32), dense, ids, offsets)
 
 
-def plain(f, s):
+def plain(f: int, s: Samples) -> list[tuple[float, list[float], list[list[int]]]]:
     """Samples as a list of (label, dense, lists of ids)."""
     offsets = np.arange(len(s) * f + 1) if s.offsets is None else s.offsets
     assert offsets[0] == 0
@@ -37,7 +40,7 @@ def plain(f, s):
 
 
 @given(samples(), st.data())
-def test_slices_put_together_are_the_whole(drawn, data):
+def test_slices_put_together_are_the_whole(drawn: Drawn, data: st.DataObject) -> None:
     f, whole = drawn
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=4)))
     bounds = [0, *cuts, len(whole)]
@@ -47,14 +50,16 @@ def test_slices_put_together_are_the_whole(drawn, data):
 
 
 @given(samples(), st.data())
-def test_take_gives_the_samples_asked_for(drawn, data):
+def test_take_gives_the_samples_asked_for(drawn: Drawn, data: st.DataObject) -> None:
     f, whole = drawn
     places = data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=9)) if len(whole) else []
     assert plain(f, whole.take(np.array(places, np.int64))) == [plain(f, whole)[i] for i in places]
 
 
 @given(samples())
-def test_a_piece_reads_back_as_written_and_is_a_function_of_its_contents(tmp_path_factory, drawn):
+def test_a_piece_reads_back_as_written_and_is_a_function_of_its_contents(
+    tmp_path_factory: pytest.TempPathFactory, drawn: Drawn
+) -> None:
     f, written = drawn
     folder = tmp_path_factory.mktemp("pieces")
     keys = pa.array([None if i % 3 == 0 else f"k{i}" for i in range(len(written))], pa.string())
@@ -62,6 +67,7 @@ def test_a_piece_reads_back_as_written_and_is_a_function_of_its_contents(tmp_pat
         write_piece(folder / name, written, keys, {"rows": len(written), "file": "x"})
     read, read_keys, meta = read_piece(folder / "a")
     assert plain(f, read) == plain(f, written)
+    assert read_keys is not None
     assert read_keys.equals(keys)
     assert meta == {"rows": len(written), "file": "x"}
     assert read.dense.shape == written.dense.shape
@@ -71,13 +77,17 @@ def test_a_piece_reads_back_as_written_and_is_a_function_of_its_contents(tmp_pat
 
 
 @pytest.mark.parametrize("keys", [None, np.arange(3), np.array([0.5, 1.5, 2.5])])
-def test_keys_may_be_numbers_or_left_out(tmp_path, keys):
+def test_keys_may_be_numbers_or_left_out(tmp_path: Path, keys: np.ndarray | None) -> None:
     write_piece(tmp_path / "p", Samples(np.zeros(3, np.float32), np.zeros((3, 1), np.float32), np.arange(3)), keys, {})
     read = read_piece(tmp_path / "p")[1]
-    assert read is None if keys is None else np.array_equal(read.to_numpy(), keys)
+    if keys is None:
+        assert read is None
+    else:
+        assert read is not None
+        assert np.array_equal(read.to_numpy(), keys)
 
 
-def test_what_is_no_piece_is_refused(tmp_path):
+def test_what_is_no_piece_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(b"nothing of the kind")
     with pytest.raises(ScheduleError, match="not a readable piece"):
         read_piece(tmp_path / "p")
@@ -85,7 +95,7 @@ def test_what_is_no_piece_is_refused(tmp_path):
         Samples(np.zeros(1, np.float32), np.zeros((1, 0), np.float32), np.zeros(1, np.int64)).slice(0, 2)
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     one = Samples(np.zeros(1, np.float32), np.zeros((1, 0), np.float32), np.zeros(1, np.int64))
     (tmp_path / "p").mkdir()
     with pytest.raises(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from datetime import date, datetime
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ from pipelines.errors import SourceError
 from pipelines.features import Dense, Feature, FeatureSpec, Table
 from pipelines.samples import Samples
 from pipelines.sources import Source, plan_splits, read_records, read_split
+from pipelines.sources.splits import Format
 
 SPEC = FeatureSpec(
     label="y",
@@ -24,6 +26,9 @@ SPEC = FeatureSpec(
     order_by="t",
 )
 ROWS = 40
+Columns = dict[str, pa.Array]
+Key = int | float | str | None
+Read = tuple[Samples, list[Key], list[tuple[int, str, str]]]  # samples, order keys, and line, field and value of rejects
 PLAIN = {
     "y": pa.array([i % 2 for i in range(ROWS)], pa.int8()),
     "d": pa.array([None if i == 3 else i for i in range(ROWS)], pa.int32()),
@@ -34,25 +39,29 @@ PLAIN = {
 }
 
 
-def write(path, columns, row_group_size=7):
+def write(path: Path, columns: Columns, row_group_size: int = 7) -> Path:
     pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
     return path
 
 
-def read(path, spec=SPEC, kind="parquet"):
+def read(path: Path, spec: FeatureSpec = SPEC, kind: Format = "parquet") -> Read:
     planned = plan_splits(Source(kind, (str(path),)), spec)
     pieces = [p for s in planned for p in read_split(s, spec, Encoder(spec))]
     rejects = [(r.line, r.field, r.value) for p in pieces for r in p.rejects]
-    return Samples.concat([p.samples for p in pieces]), [k for p in pieces for k in p.keys.to_pylist()], rejects
+    keys: list[Key] = []
+    for piece in pieces:
+        assert piece.keys is not None
+        keys += piece.keys.to_pylist()
+    return Samples.concat([p.samples for p in pieces]), keys, rejects
 
 
-def assert_same(a, b):
+def assert_same(a: Samples, b: Samples) -> None:
     for name in ("labels", "dense", "ids", "offsets"):
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
 
 
 @pytest.fixture(scope="module")
-def as_csv(tmp_path_factory):
+def as_csv(tmp_path_factory: pytest.TempPathFactory) -> Read:
     path = tmp_path_factory.mktemp("csv") / "log.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -62,7 +71,7 @@ def as_csv(tmp_path_factory):
     return read(path, kind="csv")
 
 
-TYPES = {
+TYPES: dict[str, Columns] = {
     "as they are": {},
     "texts": {n: PLAIN[n].cast(pa.string()) for n in ("y", "d", "c", "i")},
     "large texts": {n: PLAIN[n].cast(pa.large_string()) for n in ("y", "d", "c", "i", "t")},
@@ -82,14 +91,14 @@ TYPES = {
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("row_group_size", [7, 1000])
-def test_any_type_gives_the_samples_of_the_csv_file(tmp_path, as_csv, types, row_group_size):
+def test_any_type_gives_the_samples_of_the_csv_file(tmp_path: Path, as_csv: Read, types: str, row_group_size: int) -> None:
     samples, keys, rejects = read(write(tmp_path / "log.parquet", PLAIN | TYPES[types], row_group_size))
     assert_same(samples, as_csv[0])
     assert keys == as_csv[1]
     assert not rejects
 
 
-def test_a_single_value_in_a_multi_valued_feature_is_a_list_of_one(tmp_path):
+def test_a_single_value_in_a_multi_valued_feature_is_a_list_of_one(tmp_path: Path) -> None:
     whole = [None if x in (None, []) else x[0] for x in PLAIN["m"].to_pylist()]
     single, _, _ = read(write(tmp_path / "a.parquet", PLAIN | {"m": pa.array(whole)}))
     lists = pa.array([[] if x is None else [x] for x in whole])
@@ -98,7 +107,7 @@ def test_a_single_value_in_a_multi_valued_feature_is_a_list_of_one(tmp_path):
     assert_same(single, read(write(tmp_path / "c.parquet", PLAIN | {"m": nulls}))[0])
 
 
-def test_a_column_of_nulls_is_missing_throughout(tmp_path):
+def test_a_column_of_nulls_is_missing_throughout(tmp_path: Path) -> None:
     nothing = {n: pa.nulls(ROWS) for n in ("d", "c", "i", "m")}
     samples, _, rejects = read(write(tmp_path / "log.parquet", PLAIN | nothing))
     assert not rejects
@@ -120,12 +129,12 @@ def test_a_column_of_nulls_is_missing_throughout(tmp_path):
         (pa.array([date(1970, 1, 2), None, date(1969, 12, 31)]), [86_400 * 10**9, None, -86_400 * 10**9]),
     ],
 )
-def test_order_keys_keep_their_kind(tmp_path, times, keys):
+def test_order_keys_keep_their_kind(tmp_path: Path, times: pa.Array, keys: list[Key]) -> None:
     columns = {name: column.slice(0, 3) for name, column in PLAIN.items()} | {"t": times}
     assert read(write(tmp_path / "log.parquet", columns))[1] == keys
 
 
-def test_faults_are_located_by_row(tmp_path):
+def test_faults_are_located_by_row(tmp_path: Path) -> None:
     texts = TYPES["texts"]
     y, d, i = (texts[n].to_pylist() for n in ("y", "d", "i"))
     m = TYPES["lists of texts"]["m"].to_pylist()
@@ -140,7 +149,7 @@ def test_faults_are_located_by_row(tmp_path):
     assert found == [(20, "20")] + [(row + 1, str(row)) for row in range(20, ROWS)]
 
 
-def test_large_unsigned_and_fractional_ids_are_rejects(tmp_path):
+def test_large_unsigned_and_fractional_ids_are_rejects(tmp_path: Path) -> None:
     columns = {n: c.slice(0, 3) for n, c in PLAIN.items()}
     big = pa.array([2**64 - 1, 49, 50], pa.uint64())
     assert read(write(tmp_path / "a.parquet", columns | {"i": big}))[2] == [(1, "i", str(2**64 - 1)), (3, "i", "50")]
@@ -150,8 +159,8 @@ def test_large_unsigned_and_fractional_ids_are_rejects(tmp_path):
     ]
 
 
-def test_what_cannot_be_read_is_said_in_one_line(tmp_path):
-    def message(path, spec=SPEC):
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
+    def message(path: Path, spec: FeatureSpec = SPEC) -> str:
         with pytest.raises(SourceError) as caught:
             [r for s in plan_splits(Source("parquet", (str(path),)), spec) for r in read_records(s, spec)]
         text = str(caught.value)

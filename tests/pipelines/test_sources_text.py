@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +19,11 @@ from hypothesis import strategies as st
 from pipelines.encode import Encoder
 from pipelines.errors import SourceError
 from pipelines.features import Dense, Feature, FeatureSpec, Table, TextFormat
+from pipelines.records import Records
 from pipelines.samples import Samples
 from pipelines.sources import Source, plan_splits, read_records, read_split, splits
 from pipelines.sources.files import File, match_files
+from pipelines.sources.splits import Piece
 from pipelines.sources.text import _read_exactly, plan_text, read_text
 
 SPEC = FeatureSpec(
@@ -29,22 +34,31 @@ SPEC = FeatureSpec(
     order_by="c",
 )
 HEADER = "y,unused,d,c,m\n"
+Key = int | float | str | None
+Reject = tuple[int, str, str]  # line, field, value
+Found = tuple[list[tuple[object, ...]], list[Reject], int]  # rows, rejects, and how many were rejected
+Criteo = tuple[FeatureSpec, list[Piece]]
 
 
-def everything(pieces):
+def keys_of(piece: Records | Piece) -> list[Key]:
+    """The order keys of a piece, which has some."""
+    assert piece.keys is not None
+    keys: list[Key] = piece.keys.to_pylist()
+    return keys
+
+
+def everything(pieces: Iterable[Records]) -> Found:
     """Records of all pieces as (labels, dense, categorical columns, keys) lists, and the rejects as (line, field, value)."""
     pieces = list(pieces)
     rows = [
         row
         for p in pieces
-        for row in zip(
-            p.labels.tolist(), p.dense.tolist(), *(c.to_pylist() for c in p.categorical), p.keys.to_pylist(), strict=True
-        )
+        for row in zip(p.labels.tolist(), p.dense.tolist(), *(c.to_pylist() for c in p.categorical), keys_of(p), strict=True)
     ]
     return rows, [(r.line, r.field, r.value) for p in pieces for r in p.rejects], sum(p.rejected for p in pieces)
 
 
-def read(path, spec=SPEC, split_bytes=1 << 24, block_bytes=1 << 24):
+def read(path: Path, spec: FeatureSpec = SPEC, split_bytes: int = 1 << 24, block_bytes: int = 1 << 24) -> Found:
     planned = plan_text(match_files([str(path)]), spec, split_bytes)
     return everything(records for split in planned for records in read_text(split, spec, block_bytes))
 
@@ -65,7 +79,7 @@ FAULTS = {
 BLANK = {5, 6, 40}
 
 
-def faulty():
+def faulty() -> tuple[str, list[Reject]]:
     """Lines with faults and blank lines among good ones, the good rows, and where the faults are (header is line 1)."""
     lines = list(GOOD)
     for at in sorted(FAULTS):
@@ -77,14 +91,16 @@ def faulty():
     return "".join(text), located
 
 
-def expected_rows():
+def expected_rows() -> list[tuple[object, ...]]:
     return [(float(i % 2), [i + 0.5], f"c{i % 7}", [i % 50, (i * 7) % 50], f"c{i % 7}", f"c{i % 7}") for i in range(40)]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("form", ["plain", "gzip", "zstd", "quoted"])
-def test_any_cut_gives_the_same_rows_and_the_same_faults_on_their_lines(tmp_path, newline, last, form):
+def test_any_cut_gives_the_same_rows_and_the_same_faults_on_their_lines(
+    tmp_path: Path, newline: str, last: bool, form: str
+) -> None:
     text, located = faulty()
     data = text.replace("\n", newline).removesuffix("" if last else newline).encode()
     spec = SPEC
@@ -108,7 +124,7 @@ def test_any_cut_gives_the_same_rows_and_the_same_faults_on_their_lines(tmp_path
         assert rejected == len(located)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_name_or_value(tmp_path):
+def test_a_byte_order_mark_is_no_part_of_a_name_or_value(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_bytes(b"\xef\xbb\xbf" + (HEADER + "".join(GOOD)).encode())
     assert read(path)[0] == expected_rows()
@@ -124,7 +140,9 @@ cell = st.text("ab\"',é \n", max_size=4)
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(cell, cell), max_size=12), st.integers(40, 80), st.booleans())
-def test_quoted_values_are_what_the_csv_module_wrote(tmp_path_factory, rows, block_bytes, newlines):
+def test_quoted_values_are_what_the_csv_module_wrote(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], block_bytes: int, newlines: bool
+) -> None:
     rows = [(a, b) if newlines else (a.replace("\n", ""), b.replace("\n", "")) for a, b in rows]
     path = tmp_path_factory.mktemp("quoted") / "log.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -149,14 +167,14 @@ def test_quoted_values_are_what_the_csv_module_wrote(tmp_path_factory, rows, blo
         (["1,x,1,a,1", '1,x,1,a,"1'], 3),
     ],
 )
-def test_a_value_over_several_lines_is_refused_unless_it_is_announced(tmp_path, lines, line):
+def test_a_value_over_several_lines_is_refused_unless_it_is_announced(tmp_path: Path, lines: list[str], line: int) -> None:
     path = tmp_path / "log.csv"
     path.write_bytes((HEADER + "\n".join(lines) + "\n").encode())
     with pytest.raises(SourceError, match=f"log.csv:{line}: .*newlines_in_values = true"):
         read(path)
 
 
-def test_lines_that_are_not_utf8_are_rejected(tmp_path):
+def test_lines_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_bytes(HEADER.encode() + b"1,x,1,a\xff,1\n0,x,2,\xc3\xa9,2\n\xfe\xff,1\n")
     rows, rejects, rejected = read(path)
@@ -165,7 +183,7 @@ def test_lines_that_are_not_utf8_are_rejected(tmp_path):
     assert rejected == 2
 
 
-def test_texts_that_mean_missing_are_missing_everywhere(tmp_path):
+def test_texts_that_mean_missing_are_missing_everywhere(tmp_path: Path) -> None:
     path = tmp_path / "log.tsv"
     path.write_text("y\td\tc\tm\n1\tNULL\t\\N\t1|NULL|\n0\t 2 \t\tNULL\n")
     spec = FeatureSpec(SPEC.label, SPEC.dense, SPEC.features, SPEC.tables, "c", None, TextFormat(missing=("NULL", "\\N")))
@@ -175,7 +193,9 @@ def test_texts_that_mean_missing_are_missing_everywhere(tmp_path):
     planned = plan_splits(Source("csv", (str(path),)), spec)
     (piece,) = (p for s in planned for p in read_split(s, spec, Encoder(spec)))
     assert piece.samples.ids.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert piece.samples.offsets is not None
     assert piece.samples.offsets.tolist() == [0, 1, 4, 5, 6, 7, 8]
+    assert piece.keys is not None
     assert piece.keys.null_count == 2
 
 
@@ -188,12 +208,14 @@ def test_texts_that_mean_missing_are_missing_everywhere(tmp_path):
         (None, ["9", None, "10", "-1"], None),
     ],
 )
-def test_order_keys_have_the_type_asked_for(tmp_path, order_type, keys, bad):
+def test_order_keys_have_the_type_asked_for(
+    tmp_path: Path, order_type: Literal["text", "integer", "number"] | None, keys: list[Key], bad: str | None
+) -> None:
     path = tmp_path / "log.csv"
     path.write_text("y,t,a\n" + "".join(f"1,{t},a\n" for t in ["9", "", "10", "-1", bad or "x"]))
     spec = FeatureSpec("y", (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", order_type)
     (records,) = (r for s in plan_splits(Source("csv", (str(path),)), spec) for r in read_records(s, spec))
-    assert records.keys.to_pylist() == keys + ([] if bad else ["x"])
+    assert keys_of(records) == keys + ([] if bad else ["x"])
     assert [(r.line, r.field, r.value) for r in records.rejects] == ([(6, "t", bad)] if bad else [])
 
 
@@ -208,7 +230,7 @@ def test_order_keys_have_the_type_asked_for(tmp_path, order_type, keys, bad):
         (['"1\n2"', "3"], "text"),
     ],
 )
-def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path, first, order_type):
+def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path: Path, first: list[str], order_type: str) -> None:
     (tmp_path / "a.csv").write_text("y,t,a\n")
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(("y,t,a\n" + "".join(f"1,{t},a\n" for t in first)).encode()))
     (tmp_path / "c.csv").write_text("t,y,a\n1.5,1,a\n")
@@ -217,7 +239,7 @@ def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path,
     planned = plan_splits(Source("csv", (str(tmp_path / "*"),)), spec)
     assert [s.order_type for s in planned] == [order_type] * 3
     records = [r for s in planned for r in read_records(s, spec)]
-    keys = {k for r in records for k in r.keys.to_pylist()}
+    keys = {k for r in records for k in keys_of(r)}
     rejects = [str(reject) for r in records for reject in r.rejects]
     if order_type == "integer":
         assert keys == {None, 17, -4}
@@ -229,7 +251,7 @@ def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path,
         assert (1.5 in keys) == (order_type == "number")
 
 
-def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path, monkeypatch):
+def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelines.sources.text.PIECE_ROWS", 16)
     text, located = faulty()
     path = tmp_path / "log.csv"
@@ -241,22 +263,22 @@ def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path, monkeypatch):
     assert everything(pieces)[:2] == (expected_rows(), located)
 
 
-def test_a_file_without_a_row_gives_nothing(tmp_path):
+def test_a_file_without_a_row_gives_nothing(tmp_path: Path) -> None:
     for name, content in (("header.csv", HEADER), ("blank.csv", HEADER + "\n\n"), ("none.csv.gz", HEADER)):
         path = tmp_path / name
         path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
         assert read(path) == ([], [], 0)
 
 
-def test_only_so_many_rejects_are_kept_but_all_are_counted(tmp_path):
+def test_only_so_many_rejects_are_kept_but_all_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text(HEADER + "3,x,1,a,1\n" * 300 + "1,2\n" * 200)
     rows, rejects, rejected = read(path)
     assert (rows, len(rejects), rejected) == ([], 100, 500)
 
 
-def test_what_cannot_be_read_is_said_in_one_line(tmp_path):
-    def message(path, spec=SPEC):
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
+    def message(path: Path | str, spec: FeatureSpec = SPEC) -> str:
         with pytest.raises(SourceError) as caught:
             [r for s in plan_splits(Source("csv", (str(path),)), spec) for r in read_records(s, spec)]
         text = str(caught.value)
@@ -280,7 +302,7 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path):
     assert "nowhere://x" in message("nowhere://x")
 
 
-def test_files_come_in_the_order_of_patterns_and_then_of_paths(tmp_path):
+def test_files_come_in_the_order_of_patterns_and_then_of_paths(tmp_path: Path) -> None:
     for name in ("b.csv", "a.csv", "c.csv"):
         (tmp_path / name).write_text(HEADER + "".join(GOOD))
     files = match_files([str(tmp_path / "c.csv"), str(tmp_path / "[ab].csv")])
@@ -291,7 +313,7 @@ def test_files_come_in_the_order_of_patterns_and_then_of_paths(tmp_path):
     assert [(s.path[-5:], s.file_index, s.split_index) for s in planned] == [("c.csv", 0, 0), ("a.csv", 1, 0), ("b.csv", 2, 0)]
 
 
-def test_a_source_says_what_is_wrong_with_it():
+def test_a_source_says_what_is_wrong_with_it() -> None:
     for source, message in (
         (("tsv", ("x",)), "format: must be one of"),
         (("csv",), "needs at least one file"),
@@ -303,13 +325,13 @@ def test_a_source_says_what_is_wrong_with_it():
 
 
 @pytest.fixture(scope="module")
-def criteo(data):
+def criteo(data: Path) -> Criteo:
     spec = FeatureSpec.criteo()
     planned = plan_splits(Source("criteo", (str(data / "criteo" / "train.tsv"),)), spec)
     return spec, [p for s in planned for p in read_split(s, spec, Encoder(spec))]
 
 
-def test_criteo_is_read_as_the_reference_reads_it(data, criteo):
+def test_criteo_is_read_as_the_reference_reads_it(data: Path, criteo: Criteo) -> None:
     spec, pieces = criteo
     samples = Samples.concat([p.samples for p in pieces])
     log = reference.Log(
@@ -327,7 +349,7 @@ def test_criteo_is_read_as_the_reference_reads_it(data, criteo):
     assert np.array_equal(samples.ids, np.concatenate([ids for bags in expected.bags for ids in bags]))
 
 
-def test_criteo_in_small_splits_or_compressed_is_the_same(data, criteo, tmp_path):
+def test_criteo_in_small_splits_or_compressed_is_the_same(data: Path, criteo: Criteo, tmp_path: Path) -> None:
     spec, pieces = criteo
     whole = Samples.concat([p.samples for p in pieces])
     raw = (data / "criteo" / "train.tsv").read_bytes()
@@ -341,7 +363,7 @@ def test_criteo_in_small_splits_or_compressed_is_the_same(data, criteo, tmp_path
             assert np.array_equal(getattr(again, name), getattr(whole, name))
 
 
-def test_talkingdata_is_read_as_the_csv_module_reads_it(data):
+def test_talkingdata_is_read_as_the_csv_module_reads_it(data: Path) -> None:
     path = data / "talkingdata" / "train_sample.csv"
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -351,15 +373,16 @@ def test_talkingdata_is_read_as_the_csv_module_reads_it(data):
     for size in (splits.PIECE_ROWS, 1 << 24):
         planned = plan_text(match_files([str(path)]), spec, size)
         records = [r for s in planned for r in read_text(s, spec)]
-        assert [x for r in records for x in r.keys.to_pylist()] == [row["click_time"] for row in rows]
+        assert [x for r in records for x in keys_of(r)] == [row["click_time"] for row in rows]
         for place, name in enumerate(names):
             values = np.concatenate([r.categorical[place].to_numpy() for r in records])
             assert np.array_equal(values, np.array([int(row[name]) for row in rows]))
 
 
-def test_a_stream_that_returns_less_than_asked_is_read_whole():
+def test_a_stream_that_returns_less_than_asked_is_read_whole() -> None:
     class Slow(io.BytesIO):
-        def read(self, size=-1):
+        def read(self, size: int | None = -1) -> bytes:
+            assert size is not None
             return super().read(min(size, 3))
 
     assert _read_exactly(Slow(b"0123456789"), 8, "x") == b"01234567"

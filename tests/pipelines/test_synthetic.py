@@ -14,17 +14,18 @@ from pipelines.samples import Samples
 from pipelines.sources import Source, plan_splits, read_split
 from pipelines.sources.synthetic import SPLIT_ROWS, Generator
 
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 LABELS = [1.0, 0.0, 0.0]
 DENSE = [[-42897.0, 28800.0, 30432.0], [-43136.0, 33054.0, -4508.0], [-31009.0, 7166.0, -42065.0]]
 IDS = [[1083, 954, 1277], [245, 569, 313], [901698, 6028094, 7750384], [1890158, 2166771, 1580756], [7, 262, 27], [2, 10, 4]]
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows() -> Rows:
     return Generator(1, KAGGLE_ROWS).rows(0, 100_000)
 
 
-def test_a_row_is_a_function_of_seed_and_number(rows):
+def test_a_row_is_a_function_of_seed_and_number(rows: Rows) -> None:
     again = Generator(1, KAGGLE_ROWS).rows(70_000, 70_123)
     for whole, part in zip(rows, again, strict=True):
         assert np.array_equal(whole[..., 70_000:70_123], part, equal_nan=whole.dtype == np.float64)
@@ -32,14 +33,14 @@ def test_a_row_is_a_function_of_seed_and_number(rows):
     assert not np.array_equal(other[2], rows[2][:, :1000])
 
 
-def test_these_rows_never_change():
+def test_these_rows_never_change() -> None:
     labels, dense, ids = Generator(7, KAGGLE_ROWS).rows(5, 8)
     assert labels.tolist() == LABELS
     assert (dense[:3] * 65536).tolist() == DENSE
     assert ids[:6].tolist() == IDS
 
 
-def test_ranks_follow_a_zipf_law(rows):
+def test_ranks_follow_a_zipf_law(rows: Rows) -> None:
     for place in (0, 2, 8, 16):
         size = KAGGLE_ROWS[place]
         total = sum((r + 1) ** -1.1 for r in range(min(size, 10**6))) + (10 * (1e6**-0.1 - size**-0.1) if size > 10**6 else 0)
@@ -50,7 +51,7 @@ def test_ranks_follow_a_zipf_law(rows):
             assert counts[rank] == pytest.approx(share, rel=0.12), (place, rank)
 
 
-def test_ids_are_spread_over_the_whole_table(rows):
+def test_ids_are_spread_over_the_whole_table(rows: Rows) -> None:
     for place, size in enumerate(KAGGLE_ROWS):
         ids = rows[2][place]
         assert ids.min() >= 0
@@ -60,7 +61,7 @@ def test_ids_are_spread_over_the_whole_table(rows):
             assert tenths.min() > 0.5 * tenths.mean(), place
 
 
-def test_every_rank_has_an_id_of_its_own():
+def test_every_rank_has_an_id_of_its_own() -> None:
     generator = Generator(3, (2, 3, 4, 10, 200, 1025, 1 << 20, *KAGGLE_ROWS[7:]))
     ids = generator.rows(0, 50_000)[2]
     assert [len(np.unique(ids[k])) for k in range(5)] == [2, 3, 4, 10, 200]
@@ -68,18 +69,19 @@ def test_every_rank_has_an_id_of_its_own():
     assert not tiny.any()
 
 
-def test_with_a_limit_on_values_accesses_do_not_depend_on_the_rows_of_a_table():
+def test_with_a_limit_on_values_accesses_do_not_depend_on_the_rows_of_a_table() -> None:
     small = Generator(1, (100_000,) * 26, 5000).rows(0, 20_000)
     large = Generator(1, (1 << 40,) * 26, 5000).rows(0, 20_000)
     assert np.array_equal(small[0], large[0])
     assert np.array_equal(small[1], large[1], equal_nan=True)
     for a, b in zip(small[2], large[2], strict=True):
         firsts = [np.unique(ids, return_index=True, return_inverse=True) for ids in (a, b)]
-        assert np.array_equal(*(index[inverse] for _, index, inverse in firsts))
+        of_small, of_large = (index[inverse] for _, index, inverse in firsts)
+        assert np.array_equal(of_small, of_large)
         assert b.max() > 1 << 39
 
 
-def test_dense_values_are_exact_centred_and_sometimes_missing(rows):
+def test_dense_values_are_exact_centred_and_sometimes_missing(rows: Rows) -> None:
     dense = rows[1]
     known = dense[~np.isnan(dense)]
     assert np.array_equal(known, known.astype(np.float32))
@@ -88,7 +90,7 @@ def test_dense_values_are_exact_centred_and_sometimes_missing(rows):
     assert np.isnan(dense).mean() == pytest.approx(1 / 16, rel=0.05)
 
 
-def test_labels_can_be_learned(rows):
+def test_labels_can_be_learned(rows: Rows) -> None:
     labels, dense, ids = rows
     assert 0.2 < labels.mean() < 0.3
     # A naive Bayes model: the log odds of every value, smoothed, on one half; the score of the other half is their sum.
@@ -108,7 +110,7 @@ def test_labels_can_be_learned(rows):
     assert 0.74 < auc < 0.82
 
 
-def test_splits_cut_the_rows_without_changing_them():
+def test_splits_cut_the_rows_without_changing_them() -> None:
     spec = FeatureSpec.synthetic(rows=50)
     source = Source("synthetic", rows=SPLIT_ROWS + 10, seed=1)
     planned = plan_splits(source, spec)
@@ -121,11 +123,12 @@ def test_splits_cut_the_rows_without_changing_them():
     assert last.rejected == 0
 
 
-def test_features_may_be_fewer_and_encoded_otherwise():
+def test_features_may_be_fewer_and_encoded_otherwise() -> None:
     spec = FeatureSpec("label", (Dense("x", "I2", "none"),), (Feature("c", 0, "C3", "hash"),), (Table("c", 1000),), order_by="C1")
     (piece,) = read_split(plan_splits(Source("synthetic", rows=100), spec)[0], spec, Encoder(spec))
     assert isinstance(piece.samples, Samples)
     assert piece.samples.ids.min() >= 1
+    assert piece.keys is not None
     assert len(piece.keys) == 100
     with pytest.raises(FeatureError, match=r"column C27: synthetic data has label, I1 .. I13 and C1 .. C26 only"):
         plan_splits(Source("synthetic", rows=1), FeatureSpec("label", (), (Feature("c", 0, "C27", "hash"),), (Table("c", 9),)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
 
 import numpy as np
 import pyarrow as pa
@@ -27,9 +30,10 @@ SPEC = FeatureSpec(
     (Table("t", None), Table("h", 5)),
 )
 texts = st.text("aé€z", max_size=3) | st.none()
+Row = tuple[str | None, list[str | None]]
 
 
-def records(rows):
+def records(rows: Sequence[Row]) -> Records:
     labels = np.zeros(len(rows), np.float32)
     columns = (
         pa.array([a for a, _ in rows], pa.string()),
@@ -40,7 +44,9 @@ def records(rows):
 
 
 @given(st.lists(st.lists(st.tuples(texts, st.lists(texts, max_size=3)), max_size=8), max_size=4), st.integers(1, 3), st.randoms())
-def test_values_rank_by_count_then_bytes_whatever_the_order_of_the_pieces(pieces, min_count, random):
+def test_values_rank_by_count_then_bytes_whatever_the_order_of_the_pieces(
+    pieces: list[list[Row]], min_count: int, random: Random
+) -> None:
     counted = [count_values(records(rows), SPEC, 0) for rows in pieces]
     random.shuffle(counted)
     merged = merge_counts(counted)
@@ -57,7 +63,7 @@ def test_values_rank_by_count_then_bytes_whatever_the_order_of_the_pieces(pieces
         assert vocabulary.ids(pa.array(["?", *asked], kind).slice(1)).tolist() == ids
 
 
-def test_a_vocabulary_survives_disk_and_pickling(tmp_path):
+def test_a_vocabulary_survives_disk_and_pickling(tmp_path: Path) -> None:
     values = [f"value {i}" for i in range(1000)]
     vocabulary = Vocabulary(pa.array(values))
     vocabulary.save(tmp_path / "v.arrow")

@@ -24,6 +24,8 @@ class Sum(nn.Module):
 
 
 class Counting(Sum):
+    calls: Tensor
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.register_buffer("calls", torch.zeros(()))

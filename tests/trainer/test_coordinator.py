@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -100,7 +101,12 @@ def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
     run = tmp_path.joinpath(*["a folder"] * depth)
     run.mkdir(parents=True)
     stopped = threading.Event()
-    control = ControlSocket(run, {"status": lambda _: {"step": 7}, "stop": lambda _: stopped.set() or {"stopping": True}})
+
+    def stop(_: Mapping[str, object]) -> Mapping[str, object]:
+        stopped.set()
+        return {"stopping": True}
+
+    control = ControlSocket(run, {"status": lambda _: {"step": 7}, "stop": stop})
     try:
         assert ask(run, {"do": "status"}) == {"step": 7}
         assert ask(run, {"do": "fly"}) == {"error": "cannot do 'fly'; there are status, stop"}

@@ -115,9 +115,9 @@ def test_without_a_schedule_clicks_are_made_up(
 def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> None:
     opened = Schedule(schedule)
 
-    def chosen(seed: int, **further: int) -> tuple[int, int]:
+    def chosen(seed: int, at: int | None = None, shard: int | None = None) -> tuple[int, int]:
         job = TrainJob(schedule=str(schedule), run=str(tmp_path / "run"), store="local:3", seed=seed)
-        fault = drill.choose_fault(job, Drill(**further), opened)
+        fault = drill.choose_fault(job, Drill(at=at, shard=shard), opened)
         return fault.step, fault.shard
 
     assert [chosen(seed) for seed in range(30)] == [chosen(seed) for seed in range(30)]

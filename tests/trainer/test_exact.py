@@ -272,7 +272,8 @@ def test_stopping_and_going_on_changes_nothing(
 
 def _drop_a_write_back(rank: int, trainer: Trainer) -> None:
     """One row of one boundary never leaves for the store."""
-    traffic, write_back, dropped = trainer.part.traffic, trainer.part.traffic.write_back, []
+    traffic, write_back = trainer.part.traffic, trainer.part.traffic.write_back
+    dropped: list[int] = []
 
     def broken(lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
         if lane == 2 and boundary > 40 and len(ended) and not dropped:
@@ -285,7 +286,8 @@ def _drop_a_write_back(rank: int, trainer: Trainer) -> None:
 
 def _write_a_stale_row(rank: int, trainer: Trainer) -> None:
     """One row is written back as it was before its last residency."""
-    traffic, write_back, staled = trainer.part.traffic, trainer.part.traffic.write_back, []
+    traffic, write_back = trainer.part.traffic, trainer.part.traffic.write_back
+    staled: list[int] = []
 
     def broken(lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
         places = np.flatnonzero(ended.stored_tag > 0)

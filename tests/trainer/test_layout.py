@@ -75,6 +75,7 @@ def test_gradients_of_views_come_together_in_the_block() -> None:
     (embeddings["b"].sum() * 2 + embeddings["a.linear"].sum() * 3).backward()
     expected = torch.zeros(3, 3, 7)
     expected[:, 1, :4], expected[:, 0, 6] = 2, 3
+    assert block.grad is not None
     assert torch.equal(block.grad, expected)
 
 

@@ -119,7 +119,7 @@ def test_deepfm_sums_the_dot_products_of_all_pairs() -> None:
         nn.init.zeros_(parameter)
     dense, embeddings = inputs(module, spec, 5)
     vectors = [embeddings[name] for name in spec.names]
-    expected = sum((vectors[i] * vectors[j]).sum(1) for i in range(3) for j in range(i))
+    expected = sum(((vectors[i] * vectors[j]).sum(1) for i in range(3) for j in range(i)), torch.zeros(5))
     expected = expected + sum(embeddings[f"{name}.linear"].squeeze(1) for name in spec.names)
     assert torch.allclose(module(dense, embeddings), expected, atol=1e-5)
 

@@ -9,9 +9,8 @@ from cache.erasure import accumulate
 from cache.errors import CacheError
 from cache.fence import fence
 from cache.marker import Marker
-from cache.namespace import is_of
+from cache.ownership import Ownership, check_covered
 from cache.reading import StoredRows
-from cache.shards import Ownership, check_covered
 from cache.store import NO_ROWS, Read, Write
 from cache.stripes import ALL_STRIPES, Arrangement
 
@@ -30,7 +29,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     batch = log.held(lane) or LoggedBatch(0, NO_ROWS[0], NO_ROWS[1], NO_ROWS[1])
     found: dict[int, Marker] = {}
     for shard in range(stored.placement.shard_count):
-        if shard in stored.store.down or not _is_of(stored, ownership, shard):
+        if shard in stored.store.down or not ownership.has(stored.store, stored.namespace, shard):
             stored.lost.add(shard)
             continue
         stored.epochs[lane, shard], marker = fence(stored.store, shard, stored.namespace, lane, ownership.term)
@@ -82,7 +81,3 @@ def _finish_parity(stored: StoredRows, lane: int, batch: LoggedBatch, placed: Ar
         stored_marker = Marker(batch.number, marker.data).stored()
         writes.append(Write(shard, stored.key(lane, shard), placed.entry_fields[own], parity[own], stored_marker))
     stored.store.exchange([], writes)
-
-
-def _is_of(stored: StoredRows, ownership: Ownership, shard: int) -> bool:
-    return ownership.identity is None or is_of(stored.store, stored.namespace, ownership.identity, shard)

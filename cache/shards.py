@@ -7,193 +7,26 @@ is asked of it is decoded, what is meant for it is left out. A server that is th
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 
 from cache.decoding import Survivors
-from cache.errors import Fenced, NamespaceInUse, StoreError, StoreSilent, StoreUnavailable
-from cache.fence import fence_all, read_epochs
+from cache.errors import Fenced, StoreError, StoreSilent, StoreUnavailable
+from cache.fence import fence_all
 from cache.marker import Marker
-from cache.namespace import is_of, join
+from cache.ownership import Ownership
 from cache.reading import StoredRows
-from cache.resp import MARKER
+from cache.rejoining import Rejoining, ShardChange
 from cache.store import NO_ROWS, Read, Store, Write
 from cache.stripes import ALL_STRIPES
-from cache.url import StoreUrl, parse_url
+from cache.url import parse_url
 
 RECONNECT = timedelta(milliseconds=200)
-REJOIN_PAUSE = timedelta(milliseconds=200)
-
-UNREACHABLE = timedelta(seconds=5)  # after which a server that is looked for is said not to be there
 
 Markers = Callable[[int], Sequence[Marker]]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardChange:
-    """What became of a store shard. url: of its server, without password; why: where something is wrong.
-
-    what: "lost"; "unreachable": its server, or the one to take its place, is not there for 5 s, or is of no use; "rebuilding"; "ok".
-    """
-
-    shard: int
-    what: str
-    url: str
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """Who owns the lanes: its term, and the identity that a server of the run has noted, None where none is noted."""
-
-    term: int = 0
-    identity: Mapping[str, Any] | None = None
-
-
-ALONE = Ownership()
-
-
-def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, int]) -> None:
-    """Fence lanes on every store shard, and note in stored.lost the shards that do not have all of their rows.
-
-    batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
-    """
-    for shard in range(stored.placement.shard_count):
-        if shard in stored.store.down:
-            stored.lost.add(shard)
-            continue
-        if ownership.identity is not None and not is_of(stored.store, stored.namespace, ownership.identity, shard):
-            stored.lost.add(shard)
-            continue
-        found = fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term)
-        for lane, (epoch, marker) in found.items():
-            stored.epochs[lane, shard] = epoch
-            if marker != Marker(batches[lane], batches[lane]):
-                stored.lost.add(shard)
-    check_covered(stored)
-
-
-def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:
-    """The same for a reader: find each lane's fence epoch on every store shard, and note in stored.lost the shards that lack rows."""
-    for shard in range(stored.placement.shard_count):
-        if shard in stored.store.down:
-            stored.lost.add(shard)
-            continue
-        for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(batches))):
-            stored.epochs[lane, shard] = int(epoch)
-            found = stored.store.command(shard, "HGET", stored.key(lane, shard), MARKER)
-            assert found is None or isinstance(found, bytes)
-            if Marker.parse(found) != Marker(batches[lane], batches[lane]):
-                stored.lost.add(shard)
-    check_covered(stored)
-
-
-def check_covered(stored: StoredRows) -> None:
-    """Raise RowsLost where more shards of a stripe are lost than parity covers."""
-    if stored.lost:
-        gone = np.zeros(stored.placement.shard_count, bool)
-        gone[list(stored.lost)] = True
-        Survivors.of(stored.placement, gone)
-
-
-@dataclass(slots=True)
-class Wanted:
-    """A server that is looked for, since when (time.monotonic()), and whether it was said that it is not there."""
-
-    url: StoreUrl
-    since: float
-    told: bool = False
-
-
-class Rejoining:
-    """Tries, in a thread of its own, to reach the servers of lost shards, so that nobody waits for one that does not answer.
-
-    found is called when there is one, on_change with those that are unreachable for 5 s.
-    """
-
-    def __init__(
-        self, stored: StoredRows, ownership: Ownership, found: Callable[[], None], on_change: Callable[[ShardChange], None]
-    ) -> None:
-        self._stored, self._ownership, self._found, self._on_change = stored, ownership, found, on_change
-        self._condition = threading.Condition()
-        self._wanted: dict[int, Wanted] = {}
-        self._ready: dict[int, Store] = {}
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def want(self, shard: int, url: StoreUrl) -> None:
-        """Look for the server of a shard at a URL from now on."""
-        with self._condition:
-            self._wanted[shard] = Wanted(url, time.monotonic())
-            stale = self._ready.pop(shard, None)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="rejoining", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
-        if stale is not None:
-            stale.close()
-
-    def ready(self) -> dict[int, Store]:
-        """The shards whose server answers, each with a Store of its own; they are looked for no more."""
-        with self._condition:
-            found, self._ready = self._ready, {}
-            for shard in found:
-                self._wanted.pop(shard, None)
-            return found
-
-    def close(self) -> None:
-        """Stop looking."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        for store in self._ready.values():
-            store.close()
-
-    def _look(self) -> None:
-        while True:
-            with self._condition:
-                if self._closed:
-                    return
-                everyone = {shard: wanted for shard, wanted in self._wanted.items() if shard not in self._ready}
-            for shard, wanted in everyone.items():
-                try:
-                    store = self._reach(shard, wanted.url)
-                except StoreError as error:
-                    waited = isinstance(error, NamespaceInUse) or time.monotonic() - wanted.since >= UNREACHABLE.total_seconds()
-                    if waited and not wanted.told:
-                        wanted.told = True
-                        self._on_change(ShardChange(shard, "unreachable", wanted.url.plain, str(error)))
-                    continue
-                with self._condition:
-                    current = self._wanted.get(shard) is wanted
-                    if current:
-                        self._ready[shard] = store
-                if current:
-                    self._found()
-                else:
-                    store.close()
-            with self._condition:
-                if not self._closed:
-                    self._condition.wait(REJOIN_PAUSE.total_seconds())
-
-    def _reach(self, shard: int, url: StoreUrl) -> Store:
-        store = Store([url], self._stored.store.timeout, timedelta())
-        identity, namespace = self._ownership.identity, self._stored.namespace
-        try:
-            if identity is not None and not join(store, namespace, identity, shard, self._stored.placement.shard_count):
-                raise NamespaceInUse(f"store {url}: namespace {namespace} belongs to another run there, or to another shard")
-        except StoreError:
-            store.close()
-            raise
-        return store
 
 
 class Shards:
@@ -324,7 +157,7 @@ class Shards:
 
     def _fenced(self, fresh: Store, shard: int) -> dict[int, tuple[int, Marker]] | None:
         """Fence all lanes; None if the server is not the run's."""
-        if self._ownership.identity is not None and not is_of(fresh, self._stored.namespace, self._ownership.identity, shard, 0):
+        if not self._ownership.has(fresh, self._stored.namespace, shard, 0):
             return None
         return fence_all(fresh, 0, self._stored.namespace, self._lanes, self._ownership.term)
 

@@ -29,9 +29,11 @@ from cache.inspection import Inspection
 from cache.lanes import Boundary, Fetch, LanePlan, LaneTraffic
 from cache.mending import Mending
 from cache.monitor import Monitor
+from cache.ownership import ALONE, Ownership
 from cache.reading import StoredRows
+from cache.rejoining import ShardChange
 from cache.rounds import LaneWrites, Moved, PlannedFetch, Rounds
-from cache.shards import ALONE, Ownership, ShardChange, Shards
+from cache.shards import Shards
 from cache.staging import EndedRows, EventStaging, Staged
 
 NICENESS = 10  # of the thread

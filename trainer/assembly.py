@@ -13,11 +13,12 @@ from torch import nn
 
 from cache.batch_log import BatchLog
 from cache.lanes import LanePlan
+from cache.ownership import ALONE, Ownership, find_rows, take_over
 from cache.partition import Partition
 from cache.placement import Placement
 from cache.reading import Expected, StoredRows, read_rows
+from cache.rejoining import ShardChange
 from cache.rows import RowLayout
-from cache.shards import ALONE, Ownership, ShardChange, find_rows, take_over
 from cache.staging import Staged
 from cache.store import Store
 from cache.stripes import LaneStripes

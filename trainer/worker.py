@@ -28,8 +28,9 @@ import torch  # noqa: E402
 
 from cache.batch_log import FileLog  # noqa: E402
 from cache.errors import CacheError, RowsLost  # noqa: E402
+from cache.ownership import Ownership  # noqa: E402
 from cache.placement import Placement  # noqa: E402
-from cache.shards import Ownership, ShardChange  # noqa: E402
+from cache.rejoining import ShardChange  # noqa: E402
 from cache.store import Store  # noqa: E402
 from cache.traffic import Traffic  # noqa: E402
 from pipelines.errors import PipelineError, ScheduleError  # noqa: E402

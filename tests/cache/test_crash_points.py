@@ -27,12 +27,12 @@ from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.namespace import claim, lane_key
+from cache.ownership import Ownership
 from cache.partition import Partition
 from cache.placement import GROUPS, Placement
 from cache.reading import Expected, StoredRows, read_rows
 from cache.recovery import recover
 from cache.scrub import MUST, TableRows, scrub_table
-from cache.shards import Ownership
 from cache.store import Read, Store, Write
 from cache.stripes import PARITY_BIT, LaneStripes
 from cache.traffic import Traffic

@@ -17,11 +17,11 @@ from cache.errors import CacheError
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.namespace import claim
+from cache.ownership import Ownership
 from cache.placement import Placement, fields
 from cache.reading import StoredRows
 from cache.resp import MARKER
 from cache.scrub import Findings
-from cache.shards import Ownership
 from cache.store import Store
 from cache.stripes import PARITY_BIT
 from cache.traffic import Traffic

@@ -18,9 +18,10 @@ from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
 from cache.namespace import claim
+from cache.ownership import Ownership
 from cache.placement import Placement
 from cache.reading import StoredRows
-from cache.shards import Ownership, Shards
+from cache.shards import Shards
 from cache.store import NO_ROWS, Read, Store, Write
 from cache.traffic import Counters, Traffic
 

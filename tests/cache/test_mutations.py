@@ -21,6 +21,7 @@ from cache.errors import CacheError
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
+from cache.ownership import Ownership
 from cache.placement import Placement
 from cache.reading import StoredRows
 from cache.rounds import Rounds
@@ -141,7 +142,7 @@ def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
 def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
     """A server that came back empty counts as if it had everything."""
     patch.setattr(Shards, "_expected", lambda self, lane, shard, marker, markers: True)
-    patch.setattr("cache.shards.is_of", lambda *_: True)
+    patch.setattr(Ownership, "has", lambda *_: True)
     # However slow the machine, so that it is not lost for being late.
     patch.setattr("cache.shards.RECONNECT", PATIENCE)
 

@@ -17,10 +17,10 @@ from cache.errors import StoreUnavailable
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
+from cache.ownership import Ownership
 from cache.placement import Placement
 from cache.reading import StoredRows
 from cache.recovery import recover
-from cache.shards import Ownership
 from cache.store import Read, Store, Write
 from cache.stripes import PARITY_BIT
 from cache.traffic import Traffic

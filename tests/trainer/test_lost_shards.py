@@ -18,8 +18,8 @@ from launched import Launched, arguments, free_port, reached, summary
 from cache.fence import read_epochs
 from cache.local import LocalStores
 from cache.namespace import claim, lane_key, owner
+from cache.rejoining import ShardChange
 from cache.rows import decode_rows
-from cache.shards import ShardChange
 from cache.store import Store
 from pipelines import prepare
 from pipelines.schedule import Schedule

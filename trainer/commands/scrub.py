@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from cache.batch_log import FileLog
 from cache.local import LocalStores
+from cache.ownership import Ownership
 from cache.reading import StoredRows
 from cache.recovery import recover
 from cache.scrub import Finding, Findings, scrub_table
-from cache.shards import Ownership
 from cache.store import Store
 from pipelines.schedule import Schedule
 from trainer.commands.resting import layouts_of, open_resting

@@ -1,0 +1,75 @@
+"""Who owns lanes on the store, and what an owner, or a reader, finds there: each lane's fence epoch, and the shards that lack rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache.decoding import Survivors
+from cache.fence import fence_all, read_epochs
+from cache.marker import Marker
+from cache.namespace import is_of
+from cache.reading import StoredRows
+from cache.resp import MARKER
+from cache.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who owns the lanes: its term, and the identity that a server of the run has noted, None where none is noted."""
+
+    term: int = 0
+    identity: Mapping[str, Any] | None = None
+
+    def has(self, store: Store, namespace: str, shard: int, at: int | None = None) -> bool:
+        """Whether the store's shard (its number `at` of the Store, the same by default) is noted as shard `shard` of the owner's run."""
+        return self.identity is None or is_of(store, namespace, self.identity, shard, at)
+
+
+ALONE = Ownership()
+
+
+def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, int]) -> None:
+    """Fence lanes on every store shard, and note in stored.lost the shards that do not have all of their rows.
+
+    batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
+    """
+    for shard in range(stored.placement.shard_count):
+        if shard in stored.store.down:
+            stored.lost.add(shard)
+            continue
+        if not ownership.has(stored.store, stored.namespace, shard):
+            stored.lost.add(shard)
+            continue
+        found = fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term)
+        for lane, (epoch, marker) in found.items():
+            stored.epochs[lane, shard] = epoch
+            if marker != Marker(batches[lane], batches[lane]):
+                stored.lost.add(shard)
+    check_covered(stored)
+
+
+def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:
+    """The same for a reader: find each lane's fence epoch on every store shard, and note in stored.lost the shards that lack rows."""
+    for shard in range(stored.placement.shard_count):
+        if shard in stored.store.down:
+            stored.lost.add(shard)
+            continue
+        for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(batches))):
+            stored.epochs[lane, shard] = int(epoch)
+            found = stored.store.command(shard, "HGET", stored.key(lane, shard), MARKER)
+            assert found is None or isinstance(found, bytes)
+            if Marker.parse(found) != Marker(batches[lane], batches[lane]):
+                stored.lost.add(shard)
+    check_covered(stored)
+
+
+def check_covered(stored: StoredRows) -> None:
+    """Raise RowsLost where more shards of a stripe are lost than parity covers."""
+    if stored.lost:
+        gone = np.zeros(stored.placement.shard_count, bool)
+        gone[list(stored.lost)] = True
+        Survivors.of(stored.placement, gone)

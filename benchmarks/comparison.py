@@ -36,7 +36,7 @@ MINUTES = {
     "torchrec": (5.0, 0.9),
     "growth": (4.0, 0.7),
     "store": (2.0, 0.4),
-    "recovery": (10.0, 1.0),
+    "recovery": (14.0, 1.0),
     "oracle": (3.0, 0.4),
     "prepare": (8.0, 1.0),
     "locality": (2.0, 0.4),

@@ -106,8 +106,7 @@ class Mending:
 
     def described(self, error: RowsLost) -> RowsLost:
         """The same error with the rows, by table, that are gone."""
-        gone = np.zeros(self._stored.placement.shard_count, bool)
-        gone[error.shards] = True
+        gone = self._stored.placement.mask(error.shards)
         counts: np.ndarray = np.zeros(len(self._stored.layouts), np.int64)
         for writes in self._lanes:
             counts += lost_rows(writes.stripes, len(counts), gone)

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from cache.decoding import Survivors
 from cache.fence import fence_all, read_epochs
 from cache.marker import Marker
@@ -38,10 +36,7 @@ def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, in
     batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
     """
     for shard in range(stored.placement.shard_count):
-        if shard in stored.store.down:
-            stored.lost.add(shard)
-            continue
-        if not ownership.has(stored.store, stored.namespace, shard):
+        if shard in stored.store.down or not ownership.has(stored.store, stored.namespace, shard):
             stored.lost.add(shard)
             continue
         found = fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term)
@@ -70,6 +65,4 @@ def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:
 def check_covered(stored: StoredRows) -> None:
     """Raise RowsLost where more shards of a stripe are lost than parity covers."""
     if stored.lost:
-        gone = np.zeros(stored.placement.shard_count, bool)
-        gone[list(stored.lost)] = True
-        Survivors.of(stored.placement, gone)
+        Survivors.of(stored.placement, stored.placement.mask(stored.lost))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +98,12 @@ class Placement:
         out = np.empty(len(ordinal), np.int32)
         _shards(np.uint64(key(lane)), table, ordinal, self.members, self.k, out)
         return out
+
+    def mask(self, shards: Collection[int]) -> np.ndarray:
+        """Which of all store shards are among these: bool [shard_count]."""
+        found = np.zeros(self.shard_count, bool)
+        found[list(shards)] = True
+        return found
 
     @property
     def code(self) -> Code | None:

@@ -186,8 +186,7 @@ def read_rows(stored: StoredRows, expected: Expected, batches: int | None = None
 
 def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Decoding:
     assert stored.stripes is not None
-    gone = np.zeros(stored.placement.shard_count, bool)
-    gone[list(stored.lost)] = True
+    gone = stored.placement.mask(stored.lost)
     ordinal, k = expected.ordinal[request.places], stored.placement.k
     wanted = expected.table[request.places], ordinal // k, ordinal % k
     survivors = Survivors.of(stored.placement, gone)

@@ -267,8 +267,7 @@ def scrub_table(
     checked against every shard. Raises StoreError.
     """
     stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
-    unreadable = np.zeros(stored.placement.shard_count, bool)
-    unreadable[list(stored.lost)] = True
+    unreadable = stored.placement.mask(stored.lost)
     end = -(-len(rows.id) // stripes.k)
     for first in range(0, end, CHUNK_STRIPES):
         count = min(CHUNK_STRIPES, end - first)

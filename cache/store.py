@@ -113,6 +113,11 @@ class Store:
             self.close()
             raise
 
+    @classmethod
+    def sparing(cls, urls: Sequence[str | StoreUrl], timeout: timedelta, spared: int) -> Self:
+        """One for rows that parity has, too, if `spared` shards may be lost: a server that is gone is then not waited for, and no error."""
+        return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout)
+
     @property
     def shards(self) -> int:
         """How many store shards there are."""

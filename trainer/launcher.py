@@ -147,9 +147,7 @@ class Launch:
             trained = True
             try:
                 if self._job.digest and attempt.failure is None:
-                    spared = run.placement.r
-                    patience = timedelta(seconds=1 if spared else 10)
-                    with Store(shards.urls, self._job.store_silence, patience, optional=spared > 0) as store:
+                    with Store.sparing(shards.urls, self._job.store_silence, run.placement.r) as store:
                         ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
                     write_json(run.path / SUMMARY, ending.summary)
             finally:
@@ -177,7 +175,7 @@ class Launch:
         job = self._job
         # A run that goes on may do so without the shards whose rows parity has.
         spared = run.placement.r if job.resume else 0
-        with Store(urls, job.store_silence, timedelta(seconds=1 if spared else 10), optional=spared > 0) as store:
+        with Store.sparing(urls, job.store_silence, spared) as store:
             mode: Literal["new", "resume", "overwrite"] = "resume" if job.resume else "overwrite" if job.overwrite else "new"
             claim(store, manifest.namespace, manifest.identity, mode, spared)
         try:

@@ -133,11 +133,7 @@ class TrainerProcess:
         if lane_map[0] == self._trainer:
             self._faults = [Fault(**fault) for fault in call.faults]
         placement = Placement.load(self._run / PLACEMENT)
-        patience = timedelta(seconds=1 if placement.r else 10)
-        with (
-            self._transport() as transport,
-            Store(self._store_urls, job.store_silence, patience, optional=placement.r > 0) as store,
-        ):
+        with self._transport() as transport, Store.sparing(self._store_urls, job.store_silence, placement.r) as store:
             start = Start(call.start_step, tuple(call.batches))
             log = FileLog(self._run / LOG)
             owner = Ownership(TERM, Run.open(self._run).manifest.identity)

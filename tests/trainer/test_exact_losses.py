@@ -177,14 +177,17 @@ SOME_PAIRS = ((1, 2), (4, 5))
 MOMENTS = {"at a seeded step": CODES, "and again in their rebuild": [(2, 1), (4, 2)], "in the last step": [(2, 1), (4, 2)]}
 
 
+def always(trainers: int, lost: tuple[int, ...]) -> bool:
+    """What is in every test run: each shard once, with as many trainers as its number says, or some pairs."""
+    return trainers == 1 + lost[0] % 2 and (len(lost) == 1 or lost in SOME_PAIRS)
+
+
 def grid() -> list[Any]:
-    """All of LOSSES at all MOMENTS. In every test run: each shard once, with as many trainers as its number says, or some pairs."""
+    """All of LOSSES at all MOMENTS."""
     return [
-        pytest.param(moment, *one, marks=())
-        if one[0] in codes and one[1] == 1 + one[2][0] % 2 and (len(one[2]) == 1 or one[2] in SOME_PAIRS)
-        else pytest.param(moment, *one, marks=pytest.mark.full)
+        pytest.param(moment, code, trainers, lost, marks=() if code in codes and always(trainers, lost) else pytest.mark.full)
         for moment, codes in MOMENTS.items()
-        for one in LOSSES
+        for code, trainers, lost in LOSSES
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -89,9 +88,7 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
         spared = run.placement.r
-        # A server that is gone is not waited for where parity has its rows.
-        patience = timedelta(seconds=1 if spared else 10)
-        opened = stack.enter_context(Store(urls, manifest.training_job.store_silence, patience, optional=spared > 0))
+        opened = stack.enter_context(Store.sparing(urls, manifest.training_job.store_silence, spared))
         # Another run may have taken the name since, with rows that look the same.
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)
         yield rest(run, opened, status)

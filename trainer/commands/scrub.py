@@ -58,7 +58,7 @@ def _broken_off(found: Run, urls: str | None) -> Iterator[tuple[StoredRows, Sche
     """The rows of a run whose trainers died, every lane's last batch finished."""
     manifest = found.manifest
     job, schedule = manifest.training_job, Schedule(manifest.stages[-1].path)
-    with Store(_urls(found, manifest, urls), job.store_silence, timedelta(seconds=1), optional=True) as store:
+    with Store.sparing(_urls(found, manifest, urls), job.store_silence, found.placement.r) as store:
         stored = StoredRows(store, found.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(found.path / LOG)
         for lane in range(manifest.lanes):

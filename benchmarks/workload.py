@@ -48,7 +48,8 @@ SEED = 0
 LR = 0.05
 NAMESPACE = RUN_ID = "bench"
 PARITY = (2, 1)
-Kind = Literal["rows", "parity", "plain", "empty"]
+Filled = Literal["rows", "parity", "plain"]
+Kind = Filled | Literal["empty"]
 MODELS = {
     "small": {"bottom": "64-32", "top": "64-1"},
     "Bagpipe's": {"bottom": "512-256-64-32", "top": "1024-1024-1024-256-128-1"},
@@ -129,29 +130,36 @@ class Workload:
             encode_rows(weights, np.zeros((count, 1), np.float32), batch["id"], batch["tag"], DIM, 1, rows)
             yield batch, rows
 
-    @cached_property
-    def _image(self) -> Path:
-        """The saved store that all rows of the first schedule are in."""
-        saved = self.folder / "store"
+    def _saved(self, kind: Filled) -> Path:
+        """A folder with what servers saved that were filled with all rows of the first schedule; filled where it is not there whole."""
+        saved, fill = {
+            "rows": (self.folder / "store", self._fill),
+            "parity": (self.folder / "parity-store", self._fill_parity),
+            "plain": (self.folder / "plain-store", self._fill_plain),
+        }[kind]
         if not (saved / "whole").exists():
             shutil.rmtree(saved, ignore_errors=True)
-            tell("filling the store")
-            placement = Placement.spread(SHARDS)
-            with _running(saved, save=True) as stores, Store(stores.urls, timedelta(seconds=60)) as store:
-                self._claim(store)
-                for batch, rows in self._filled():
-                    names = fields(batch["table"], batch["ordinal"])
-                    writes = []
-                    for lane in map(int, np.unique(batch["lane"])):
-                        shards = placement.shards(lane, batch["table"], batch["ordinal"])
-                        for shard in range(SHARDS):
-                            places = np.flatnonzero((shards == shard) & (batch["lane"] == lane))
-                            for start in range(0, len(places), COMMAND_ROWS):
-                                some = places[start : start + COMMAND_ROWS]
-                                writes.append(Write(shard, lane_key(NAMESPACE, lane, 0), names[some], rows[some]))
-                    store.exchange([], writes)
+            tell(f"filling the {saved.name}")
+            with _running(saved, save=True) as stores:
+                fill(stores)
             (saved / "whole").touch()
         return saved
+
+    def _fill(self, stores: LocalStores) -> None:
+        placement = Placement.spread(SHARDS)
+        with Store(stores.urls, timedelta(seconds=60)) as store:
+            self._claim(store)
+            for batch, rows in self._filled():
+                names = fields(batch["table"], batch["ordinal"])
+                writes = []
+                for lane in map(int, np.unique(batch["lane"])):
+                    shards = placement.shards(lane, batch["table"], batch["ordinal"])
+                    for shard in range(SHARDS):
+                        places = np.flatnonzero((shards == shard) & (batch["lane"] == lane))
+                        for start in range(0, len(places), COMMAND_ROWS):
+                            some = places[start : start + COMMAND_ROWS]
+                            writes.append(Write(shard, lane_key(NAMESPACE, lane, 0), names[some], rows[some]))
+                store.exchange([], writes)
 
     def _claim(self, store: Store) -> None:
         """What a run's beginning leaves on its store."""
@@ -171,54 +179,36 @@ class Workload:
                 last = table
         yield last, *_joined(parts)
 
-    @cached_property
-    def _parity_image(self) -> Path:
-        """The saved store that all rows of the first schedule and their parity rows are in, 2+1."""
-        saved = self.folder / "parity-store"
-        if not (saved / "whole").exists():
-            shutil.rmtree(saved, ignore_errors=True)
-            tell("filling the store with parity")
-            placement = Placement.spread(SHARDS, *PARITY)
-            with _running(saved, save=True) as stores, Store(stores.urls, timedelta(seconds=60)) as store:
-                self._claim(store)
-                for table, lanes, ordinals, rows in self._by_table():
-                    for lane in map(int, np.unique(lanes)):
-                        mine = lanes == lane
-                        _write_stripes(store, placement, lane, table, ordinals[mine], rows[mine])
-                for lane in range(self.first.header.lanes):
-                    marker = Marker(0, 0).stored()
-                    store.exchange([], [Write(shard, lane_key(NAMESPACE, lane, 0), *NO_ROWS, marker) for shard in range(SHARDS)])
-            (saved / "whole").touch()
-        return saved
+    def _fill_parity(self, stores: LocalStores) -> None:
+        """With parity rows, 2+1."""
+        placement = Placement.spread(SHARDS, *PARITY)
+        with Store(stores.urls, timedelta(seconds=60)) as store:
+            self._claim(store)
+            for table, lanes, ordinals, rows in self._by_table():
+                for lane in map(int, np.unique(lanes)):
+                    mine = lanes == lane
+                    _write_stripes(store, placement, lane, table, ordinals[mine], rows[mine])
+            for lane in range(self.first.header.lanes):
+                marker = Marker(0, 0).stored()
+                store.exchange([], [Write(shard, lane_key(NAMESPACE, lane, 0), *NO_ROWS, marker) for shard in range(SHARDS)])
 
-    @cached_property
-    def _plain_image(self) -> Path:
-        """The same rows as a user would store them: one key a row (8 bytes: table and id), MGET and MSET; the shard is id mod shards."""
-        saved = self.folder / "plain-store"
-        if not (saved / "whole").exists():
-            shutil.rmtree(saved, ignore_errors=True)
-            tell("filling the store of the on-demand side")
-            width = 4 * (DIM + 1)
-            with _running(saved, save=True) as stores:
-                clients = [redis.Redis(unix_socket_path=url.removeprefix("unix://")) for url in stores.urls]
-                for batch, rows in self._filled():
-                    numbers = self.bases[batch["table"]] + batch["id"]
-                    for shard, client in enumerate(clients):
-                        for places in np.array_split(np.flatnonzero(numbers % SHARDS == shard), 32):
-                            keys, values = numbers[places].astype(">i8").tobytes(), rows[places, :width].tobytes()
-                            if len(places):
-                                client.mset(
-                                    {keys[8 * k : 8 * k + 8]: values[width * k : width * k + width] for k in range(len(places))}
-                                )
-                for client in clients:
-                    client.close()
-            (saved / "whole").touch()
-        return saved
+    def _fill_plain(self, stores: LocalStores) -> None:
+        """As a user would store them: one key a row (8 bytes: table and id), MGET and MSET; the shard is id mod shards."""
+        width = 4 * (DIM + 1)
+        clients = [redis.Redis(unix_socket_path=url.removeprefix("unix://")) for url in stores.urls]
+        for batch, rows in self._filled():
+            numbers = self.bases[batch["table"]] + batch["id"]
+            for shard, client in enumerate(clients):
+                for places in np.array_split(np.flatnonzero(numbers % SHARDS == shard), 32):
+                    keys, values = numbers[places].astype(">i8").tobytes(), rows[places, :width].tobytes()
+                    if len(places):
+                        client.mset({keys[8 * k : 8 * k + 8]: values[width * k : width * k + width] for k in range(len(places))})
+        for client in clients:
+            client.close()
 
-    def copy_store(self, kind: Kind, folder: Path) -> None:
+    def copy_store(self, kind: Filled, folder: Path) -> None:
         """Copy a filled store, as its servers saved it, into the folder of servers that do not run."""
-        image = {"plain": "_plain_image", "parity": "_parity_image", "rows": "_image"}[kind]
-        for file in getattr(self, image).glob("*.rdb"):
+        for file in self._saved(kind).glob("*.rdb"):
             shutil.copy(file, folder)
 
     @contextmanager

@@ -19,6 +19,7 @@ from pipelines import encoding_state
 from pipelines.disk import Shape, check_disk, estimate_bytes, estimate_rows
 from pipelines.errors import DiskError, PipelineError, ScheduleError
 from pipelines.files import write_json
+from pipelines.interrupts import Interrupts
 from pipelines.options import Options, parser, quiet_import, read
 from pipelines.plan import FOLDERS, PROGRESS, RESERVE, RESERVE_BYTES, WORK, make_plan
 from pipelines.progress import Progress
@@ -90,15 +91,16 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
 
 
 def main() -> int:
-    """`python -m pipelines.prepare`: 0, or 2 after one line that says what is wrong."""
+    """`python -m pipelines.prepare`: 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it."""
     try:
-        run()
+        with Interrupts() as interrupts:
+            run()
     except PipelineError as error:
         print(f"foreload: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
-        return 130
+        return 128 + interrupts.received[0]
     return 0
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from cache.errors import RowsLost
+from pipelines.interrupts import Interrupts
 from pipelines.schedule import Schedule
 from trainer.coordinator import Board, ControlSocket, Inbox, contiguous_lanes, host_store
 from trainer.errands import Errands
 from trainer.errors import FingerprintError, ShardsLost, TrainerError
 from trainer.faults import Witness
-from trainer.interrupts import Interrupts
 from trainer.job import TrainJob
 from trainer.report import RunReport, Totals
 from trainer.run import Manifest, Run, Status

@@ -9,11 +9,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from cache.errors import CacheError, RowsLost
 from pipelines.errors import PipelineError
+from pipelines.interrupts import Interrupts
 from trainer.errors import JobError, ShardsLost, TrainerError
 from trainer.job import Setting, TrainJob, flag, masked, read_job_file, settings
 
@@ -60,30 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     3: more store shards are lost than parity covers, so rows are gone. 4: `scrub` found a stripe that it cannot repair.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    terminated: list[int] = []
-
-    def terminate(number: int, _: FrameType | None) -> None:
-        terminated.append(number)
-        raise KeyboardInterrupt
-
-    # Like Ctrl-C, so that servers and temporary files go.
-    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        if given[:1] == ["prepare"]:
-            # Beam takes long to import, and only prepare needs it.
-            from pipelines.prepare import run
+        with Interrupts() as interrupts:
+            if given[:1] == ["prepare"]:
+                # Beam takes long to import, and only prepare needs it.
+                from pipelines.prepare import run
 
-            run(given[1:])
-            return 0
-        parsed = parser().parse_args(given)
-        command: Callable[[argparse.Namespace], int] = parsed.command
-        return command(parsed)
+                run(given[1:])
+                return 0
+            parsed = parser().parse_args(given)
+            command: Callable[[argparse.Namespace], int] = parsed.command
+            return command(parsed)
     except (PipelineError, CacheError, TrainerError) as error:
         print(f"foreload: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return ROWS_LOST if isinstance(error, RowsLost | ShardsLost) else 2
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
-        return 128 + (terminated or [int(signal.SIGINT)])[0]
+        return 128 + (interrupts.received or [int(signal.SIGINT)])[0]
     except BrokenPipeError:
         # Whoever read the output has had enough; Python would complain while flushing it.
         sys.stdout = None
@@ -93,8 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("foreload: error: the disk is full: free space where this command writes, and start it again", file=sys.stderr)
         return 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Parser(argparse.ArgumentParser):

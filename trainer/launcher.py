@@ -21,6 +21,7 @@ from cache.placement import Placement
 from cache.store import Store
 from cache.url import parse_urls
 from pipelines.files import write_json
+from pipelines.interrupts import Interrupts
 from pipelines.schedule import Schedule
 from trainer import numerics
 from trainer.assembly import DensePart
@@ -31,7 +32,6 @@ from trainer.coordinator import ask
 from trainer.errors import JobError, RunError, ShardsLost, TrainerError
 from trainer.faults import Witness
 from trainer.fit import check_fit
-from trainer.interrupts import Interrupts
 from trainer.job import TrainJob, local_shards
 from trainer.layout import model_spec
 from trainer.models import build_model, load_model

@@ -1,0 +1,111 @@
+"""Signals reach the program wherever it is when they arrive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from numba import njit
+from numba.core import event
+
+from pipelines.interrupts import Interrupts
+
+
+def send(number: int = signal.SIGINT) -> None:
+    """A signal to this process."""
+    os.kill(os.getpid(), number)
+
+
+def wait() -> None:
+    """Long enough for every signal to arrive."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+class Finalized:
+    """Sends the signal within its finalizer, where an exception would be lost."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.ended = number, list[bool]()
+
+    def __del__(self) -> None:
+        send(self.number)
+        self.ended.append(True)
+
+
+class Listener(event.Listener):
+    """Sends the signal as numba's compiler begins and ends."""
+
+    def on_start(self, event: Any) -> None:
+        send()
+
+    def on_end(self, event: Any) -> None:
+        send()
+
+
+def finalize(number: int) -> None:
+    """Send it within a finalizer."""
+    thing = Finalized(number)
+    ended = thing.ended
+    del thing
+    assert ended == [True]
+
+
+def in_plain_code(number: int) -> None:
+    send(number)
+    wait()
+
+
+def in_a_finalizer(number: int) -> None:
+    finalize(number)
+    wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("place", [in_plain_code, in_a_finalizer])
+def test_a_signal_ends_the_work(place: Callable[[int], None], number: int) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    with Interrupts() as outer:
+        with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+            place(number)
+        assert interrupts.received == outer.received == [number]
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
+
+
+def test_a_signal_while_numba_compiles() -> None:
+    @njit
+    def twice(x: int) -> int:
+        return 2 * x
+
+    def compile_and_wait() -> None:
+        with event.install_listener("numba:compile", Listener()):
+            assert twice(4) == 8
+            wait()
+
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts() as interrupts:
+        compile_and_wait()
+    assert interrupts.received == [signal.SIGINT] * 2
+    assert twice.signatures
+    assert not [at for at in traceback.extract_tb(caught.tb) if "/numba/" in at.filename]
+
+
+def test_a_signal_at_the_very_end_is_not_lost() -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        finalize(signal.SIGINT)
+
+
+def test_a_gentle_one_is_only_noted() -> None:
+    with Interrupts() as interrupts:
+        interrupts.gentle = True
+        send(signal.SIGTERM)
+        finalize(signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while len(interrupts.received) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert interrupts.received == [signal.SIGTERM, signal.SIGINT]

@@ -67,12 +67,12 @@ class Remains:
 
 
 class Command:
-    """A `foreload` command started in a process, and process group, of its own."""
+    """A `foreload` command (or another module's) started in a process, and process group, of its own."""
 
-    def __init__(self, *arguments: object, **environment: str) -> None:
+    def __init__(self, *arguments: object, module: str = "trainer.cli", **environment: str) -> None:
         self.remains = Remains()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.cli", *map(str, arguments)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -94,12 +94,30 @@ class Command:
         self.until(satisfied)
         os.killpg(self.process.pid, number)
 
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """The trainers' processes, in order."""
+        found = [process for process in self.remains.processes() if "trainer.worker" in process.cmdline()]
+        return sorted(found, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
+
+    def kill(self) -> None:
+        """Every process of it, at once."""
+        alive = self.remains.processes()
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive)
+
+    def clear(self) -> None:
+        """Let nothing be left, whatever became of it."""
+        self.remains.remove()
+        self.process.communicate()
+
     def end(self) -> tuple[int, str, str]:
         """Exit status, output and errors; asserts that neither a process nor a temporary file is left."""
         try:
             out, err = self.process.communicate(timeout=DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
-            self.remains.remove()
+            self.clear()
             raise
         self.remains.check(err)
         return self.process.returncode, out, err

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from launched import Launched
+from command_line import Command
 
 
 @pytest.fixture
-def launched() -> Iterator[Callable[..., Launched]]:
+def launched() -> Iterator[Callable[..., Command]]:
     """Starts `foreload` with these arguments; keywords are further environment. None of it is left afterwards."""
-    started: list[Launched] = []
+    started: list[Command] = []
 
-    def launch(*arguments: str, **environment: str) -> Launched:
-        started.append(Launched(arguments, environment))
+    def launch(*arguments: str, **environment: str) -> Command:
+        started.append(Command(*arguments, **environment))
         return started[-1]
 
     yield launch

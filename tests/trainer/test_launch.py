@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from launched import Launched, arguments, free_port, reached, summary
+from command_line import Command, reached
+from small_job import arguments, free_port, summary
 
 from pipelines import prepare
 from pipelines.files import write_json
@@ -73,7 +74,7 @@ def test_a_run_leaves_what_the_commands_then_read(
 
 
 def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     first = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", "2"))
@@ -104,7 +105,7 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
 
 
 def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2"))
@@ -123,7 +124,7 @@ def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
 
 
 def test_trainers_of_a_scheduler_give_the_same_model(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Launched]
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -134,7 +135,7 @@ def test_trainers_of_a_scheduler_give_the_same_model(
 
 
 def test_a_trainer_whose_arithmetic_differs_may_not_join(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Launched]
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     command = arguments(schedule, tmp_path / "run", "--store", "local:1")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -163,7 +164,7 @@ def publish_rest(schedule: Path, path: Path) -> None:
 
 
 def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Launched]
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     # The first epoch and its evaluation; the follower cannot know of anything beyond.
     followed = growing(schedule, tmp_path / "growing", 2)
@@ -177,7 +178,7 @@ def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
 
 
 def test_a_follower_stops_cleanly_where_preparing_failed(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Launched]
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     followed = growing(schedule, tmp_path / "growing", 2)
     run = tmp_path / "run"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import Launched, arguments, free_port, reached, summary
+from command_line import Command, reached
+from small_job import arguments, free_port, summary
 
 from cache.fence import read_epochs
 from cache.local import LocalStores
@@ -106,7 +107,7 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     schedule: Path,
     undisturbed: str,
     tmp_path: Path,
-    launched: Callable[..., Launched],
+    launched: Callable[..., Command],
     trainers: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebu
     schedule: Path,
     undisturbed: str,
     tmp_path: Path,
-    launched: Callable[..., Launched],
+    launched: Callable[..., Command],
     snapshot: bool,
     trainers: str,
     capsys: pytest.CaptureFixture[str],
@@ -165,7 +166,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
     command = arguments(schedule, run, "--store", "local:3", "--digest")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     modules = ["trainer.cli", "tests.trainer.late_trainer"]
-    jobs = [Launched(command, {**place, "RANK": str(rank)}, module) for rank, module in enumerate(modules)]
+    jobs = [Command(*command, module=module, **place, RANK=str(rank)) for rank, module in enumerate(modules)]
     try:
         ends = [job.end() for job in jobs]
     finally:
@@ -177,7 +178,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
 
 
 def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart", "--store-timeout", "0.5", "--digest"))
@@ -199,7 +200,7 @@ def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
 
 
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart"))
@@ -219,7 +220,7 @@ def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
 
 
 def test_a_spare_takes_the_place_of_a_lost_shard(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     with LocalStores(5, tmp_path / "stores") as servers:
@@ -244,7 +245,7 @@ def test_a_spare_takes_the_place_of_a_lost_shard(
 
 
 def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Launched]
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     run = tmp_path / "run"
     with LocalStores(5, tmp_path / "stores") as servers:
@@ -326,7 +327,7 @@ def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replace
 
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_leave_what_survived(
-    schedule: Path, undisturbed_run: Path, tmp_path: Path, launched: Callable[..., Launched], trainers: int
+    schedule: Path, undisturbed_run: Path, tmp_path: Path, launched: Callable[..., Command], trainers: int
 ) -> None:
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", str(trainers), "--no-restart"))

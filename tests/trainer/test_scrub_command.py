@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from launched import Launched, arguments, reached, summary
+from command_line import Command, reached
+from small_job import arguments, summary
 
 from cache.fence import read_epochs
 from cache.local import LocalStores
@@ -106,7 +106,7 @@ def test_what_cannot_be_told_is_named_left_alone_and_has_an_exit_status_of_its_o
 
 
 def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, told = tmp_path / "run", tmp_path / "told.json"
     with LocalStores(3, tmp_path / "stores") as stores:
@@ -132,15 +132,13 @@ def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
 
 
 def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, told = tmp_path / "run", tmp_path / "told.json"
     with LocalStores(3, tmp_path / "stores") as stores:
         job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls), "--trainers", "2"))
         job.until(reached(run, 30))
-        for process in [psutil.Process(job.process.pid), *job.started]:
-            process.kill()
-        psutil.wait_procs(job.started)
+        job.kill()
         status, _, found = asked(["scrub", str(run)], capsys, told)
         assert (status, found["stripes_repaired"], found["stripes_damaged"]) == (0, 0, 0)
         assert found["stripes"] > 0
@@ -158,7 +156,7 @@ def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
 
 @pytest.mark.parametrize("trainers", ["1", "2"])
 def test_a_run_is_scrubbed_and_told_of_while_it_trains(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Launched], capsys: pytest.CaptureFixture[str], trainers: str
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str], trainers: str
 ) -> None:
     run, told = tmp_path / "run", tmp_path / "told.json"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers))

@@ -62,11 +62,11 @@ def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
     """Parity without failures: step time, samples/s, rows moved, memory."""
     second = work.second()
     sides = ["floor", "one table", "foreload", PROTECTED]
-    small = contest(work, second, "small", sides, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.25)))
+    small = contest(work, second, "small", sides, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.53)))
     found = Found(tables=[step_table("Small model, with and without parity", small)])
     large: Contest | None = None
     if not quick:
-        large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 12, 6, budget.until(0.42)))
+        large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 12, 6, budget.until(0.72)))
         found.tables.append(step_table("Bagpipe's model, with and without parity", large))
 
     def dearer(of: Contest | None, model: str, most: float) -> Claim:

@@ -22,7 +22,7 @@ from bench_step import DISCARDED, Contest, Plan, contest, step_table
 from cache.local import LocalStores
 from cache.store import Store
 from comparison import Budget, Cell, Claim, Results, Series, Table, arguments, ratio, save, spread, tell
-from losses import Loss, Strike, Striker, launched, resting_run, trained
+from losses import Loss, Pulse, Strike, Striker, launched, resting_run, trained
 from moved import rows_moved
 from pipelines.schedule import Schedule
 from sides import PROTECTED
@@ -153,21 +153,26 @@ def figures(losses: Sequence[Loss], timeline: Timeline) -> list[Figures]:
     return found
 
 
-def loss_table(title: str, losses: Sequence[Loss], found: Sequence[Figures], begin: float) -> Table:
+def loss_table(title: str, losses: Sequence[Loss], found: Sequence[Figures], begin: float, pulse: Pulse) -> Table:
     """Every loss."""
     rows: list[list[Cell]] = []
     for loss, of in zip(losses, found, strict=True):
         rows.append([
             f"{loss.struck - begin:.1f}", signal.Signals(loss.strike.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
-            f"{1000 * of.median_step:.1f}", f"{1000 * (loss.lost - loss.struck):.0f}", f"{loss.back - loss.struck:.2f}",
+            f"{1000 * pulse.longest_pause(loss.struck, loss.whole):.0f}", f"{1000 * of.median_step:.1f}",
+            f"{1000 * (loss.lost - loss.struck):.0f}", f"{loss.back - loss.struck:.2f}",
             f"{loss.whole - loss.back:.2f}",
             None if of.degraded is None else f"{of.degraded:.3f}", None if of.rebuilding is None else f"{of.rebuilding:.3f}",
         ])  # fmt: skip
     columns = [
-        "at, s", "signal", "shard", "longest gap, ms", "median step, ms", "lost after, ms", "server back after, s", "rebuilt in, s",
-        "throughput while lost", "while rebuilding",
+        "at, s", "signal", "shard", "longest gap, ms", "machine's pause, ms", "median step, ms", "lost after, ms",
+        "server back after, s", "rebuilt in, s", "throughput while lost", "while rebuilding",
     ]  # fmt: skip
-    return Table(title, columns, rows, "Throughput is over that of the calm steps before and after.")
+    note = (
+        "Throughput is over that of the calm steps before and after. The machine's pause is the longest time from the strike until the shard is "
+        "whole in which a thread of the launcher that sleeps 5 ms at a time was not run."
+    )
+    return Table(title, columns, rows, note)
 
 
 def gap_claim(name: str, losses: Sequence[Loss], found: Sequence[Figures], more: float) -> Claim:
@@ -190,7 +195,8 @@ def gaps(folder: Path, quick: bool, seconds: float) -> Found:
     with tempfile.TemporaryDirectory(dir=folder, prefix="gaps-") as name:
         run = Path(name) / "run"
         striker = Striker(run, strikes, 0.7 if quick else 1.0, seconds)
-        summary = trained(TrainJob.of(launched(schedule, run)), striker)
+        with Pulse() as pulse:
+            summary = trained(TrainJob.of(launched(schedule, run)), striker)
     losses, timeline = striker.losses, striker.timeline
     if not losses:
         raise SystemExit("the training ended before a store shard was struck and rebuilt")
@@ -210,7 +216,7 @@ def gaps(folder: Path, quick: bool, seconds: float) -> Found:
         )  # fmt: skip
     return Found(
         claims,
-        [loss_table("Losses in one training", losses, found, begin)],
+        [loss_table("Losses in one training", losses, found, begin, pulse)],
         [Series("Throughput while shards are lost and rebuilt", "s", "samples/s", "lines",
                 {"samples/s": [(float(edge - begin), float(rate)) for edge, rate in zip(edges, rates, strict=False)]})],
         [f"Gaps: one training by the launcher, {summary['steps']:,} steps, one trainer, three local store shards, 2+1, one after the other "

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from comparison import cpu_capability
 from trainer import numerics
 
@@ -140,6 +142,35 @@ class Striker(Witness):
         """Not before the server was down for long enough."""
         struck = self._struck
         return struck is None or struck[1] != shard or time.monotonic() >= struck[2] + struck[0].down_seconds
+
+
+class Pulse:
+    """A thread that only sleeps: where it is long in waking up, the machine did not run it, whatever else is trained there."""
+
+    PERIOD_SECONDS = 0.005
+
+    def __init__(self) -> None:
+        self._woke = [time.monotonic()]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def _beat(self) -> None:
+        while not self._over.wait(self.PERIOD_SECONDS):
+            self._woke.append(time.monotonic())
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def longest_pause(self, since: float, until: float) -> float:
+        """Seconds between two beats at most, of those beats that came within a time."""
+        woke = np.array(self._woke)
+        within = (woke[1:] >= since) & (woke[1:] <= until)
+        return float(np.diff(woke)[within].max(initial=0.0))
 
 
 def trained(training: TrainJob, witness: Witness) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def loss_table(title: str, losses: Sequence[Loss], found: Sequence[Figures], beg
     ]  # fmt: skip
     note = (
         "Throughput is over that of the calm steps before and after. The machine's pause is the longest time from the strike until the shard is "
-        "whole in which a thread of the launcher that sleeps 5 ms at a time was not run."
+        f"whole in which a thread of the launcher that sleeps {1000 * Pulse.PERIOD_SECONDS:g} ms at a time was not run."
     )
     return Table(title, columns, rows, note)
 

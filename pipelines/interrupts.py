@@ -13,8 +13,8 @@ _COMPILERS = ("/numba/", "/llvmlite/")
 class Interrupts:
     """While entered, both signals raise KeyboardInterrupt in the main thread; with `gentle` set they are only noted.
 
-    An exception that is raised within a finalizer, or within a callback from foreign code, is printed and lost, and numba's compiler crashes
-    after it. A signal that arrives there is heeded as soon as the main thread has left the place.
+    An exception that is raised within a finalizer, or within a callback from foreign code such as numba's compiler, is printed and
+    lost. A signal that arrives there is heeded as soon as the main thread has left the place.
 
     received: numbers of the signals, in the order of their arrival, those included that came while another Interrupts was entered within.
     """

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -59,10 +60,16 @@ class Remains:
         assert not commands, (commands, err)
         assert not files, (files, err)
 
-    def remove(self) -> None:
-        """End and delete everything at once."""
-        for process in self.processes():
+    def kill(self) -> None:
+        """End every process at once."""
+        alive = self.processes()
+        for process in alive:
             process.kill()
+        psutil.wait_procs(alive, timeout=10)
+
+    def remove(self) -> None:
+        """End and delete everything."""
+        self.kill()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -99,13 +106,6 @@ class Command:
         """The trainers' processes, in order."""
         found = [process for process in self.remains.processes() if "trainer.worker" in process.cmdline()]
         return sorted(found, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
-
-    def kill(self) -> None:
-        """Every process of it, at once."""
-        alive = self.remains.processes()
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive)
 
     def clear(self) -> None:
         """Let nothing be left, whatever became of it."""
@@ -174,6 +174,13 @@ def refused_apart(*arguments: object, **environment: str) -> str:
     """The same in a process of its own, where nothing of it can hide."""
     status, _, err = Command(*arguments, **environment).end()
     return error_of(status, err)
+
+
+def free_port() -> int:
+    """A TCP port of this host's loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def reached(run: Path, step: int) -> Callable[[], bool]:

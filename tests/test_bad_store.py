@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, Command, done, error_of, reached, refused, refused_apart
+from command_line import SMALL, Clicks, Command, done, error_of, free_port, reached, refused, refused_apart
 
 from cache.errors import StoreUnavailable
 from cache.local import LocalStores
@@ -20,12 +19,6 @@ from cache.url import PASSWORD_VARIABLE
 
 PASSWORD = "s3cret,not@shown"
 IN_URL = "s3cret%2Cnot%40shown"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from command_line import free_port
 
 from cache import frames
 from cache.channel import reply_error
@@ -315,9 +316,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tls_port(certificates: Path, tmp_path: Path) -> Iterator[int]:
     """The port of a server that speaks TLS."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     settings = {
         "tls-port": str(port),
         "bind": "127.0.0.1",

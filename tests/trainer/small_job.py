@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 
@@ -29,10 +28,3 @@ def summary(run: Path) -> dict[str, object]:
     """What the run's summary.json says."""
     found: dict[str, object] = json.loads((run / "summary.json").read_text())
     return found
-
-
-def free_port() -> str:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command_line import Command, reached
-from small_job import arguments, free_port, summary
+from command_line import Command, free_port, reached
+from small_job import arguments, summary
 
 from pipelines import prepare
 from pipelines.files import write_json
@@ -127,7 +127,7 @@ def test_trainers_of_a_scheduler_give_the_same_model(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest")
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for job in [launched(*command, RANK=str(rank), **place) for rank in range(2)]:
         status, _, err = job.end()
         assert status == 0, err
@@ -138,7 +138,7 @@ def test_a_trainer_whose_arithmetic_differs_may_not_join(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     command = arguments(schedule, tmp_path / "run", "--store", "local:1")
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [launched(*command, RANK="0", **place), launched(*command, RANK="1", MKL_CBWR="COMPATIBLE", **place)]
     ends = [job.end() for job in jobs]
     assert [status for status, _, _ in ends] == [2, 2]

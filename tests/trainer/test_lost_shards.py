@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import Command, reached
-from small_job import arguments, free_port, summary
+from command_line import Command, free_port, reached
+from small_job import arguments, summary
 
 from cache.fence import read_epochs
 from cache.local import LocalStores
@@ -164,7 +164,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
 ) -> None:
     run = tmp_path / "run"
     command = arguments(schedule, run, "--store", "local:3", "--digest")
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     modules = ["trainer.cli", "tests.trainer.late_trainer"]
     jobs = [Command(*command, module=module, **place, RANK=str(rank)) for rank, module in enumerate(modules)]
     try:

@@ -138,7 +138,7 @@ def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
     with LocalStores(3, tmp_path / "stores") as stores:
         job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls), "--trainers", "2"))
         job.until(reached(run, 30))
-        job.kill()
+        job.remains.kill()
         status, _, found = asked(["scrub", str(run)], capsys, told)
         assert (status, found["stripes_repaired"], found["stripes_damaged"]) == (0, 0, 0)
         assert found["stripes"] > 0

@@ -1,17 +1,24 @@
-"""Ctrl-C and SIGTERM, heeded where the program can be stopped."""
+"""Ctrl-C, SIGTERM and the end of the terminal (SIGHUP), heeded where the program can be stopped."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _AGAIN_SECONDS = 0.005
 _COMPILERS = ("/numba/", "/llvmlite/")
 
 
 class Interrupts:
-    """While entered, both signals raise KeyboardInterrupt in the main thread; with `gentle` set they are only noted.
+    """While entered, these signals raise KeyboardInterrupt in the main thread; with `gentle` set they are only noted.
+
+    SIGHUP that is ignored, as under nohup, stays so. Where it is not, output that went to the terminal goes nowhere from then on, for a write to
+    a terminal that is gone is an error.
 
     An exception that is raised within a finalizer, or within a callback from foreign code such as numba's compiler, is printed and
     lost. A signal that arrives there is heeded as soon as the main thread has left the place.
@@ -25,7 +32,9 @@ class Interrupts:
         self._due = False
 
     def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        self._before = {number: signal.signal(number, self._note) for number in heeded}
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._again)
         return self
 
@@ -40,6 +49,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminals()
+            if number in self.received:
+                # The shell sends one as its terminal closes, and the kernel another as the shell ends.
+                return
         self.received.append(number)
         if not self.gentle:
             self._due = True
@@ -52,6 +66,13 @@ class Interrupts:
         due, self._due = self._due and not self.gentle, False
         if due:
             raise KeyboardInterrupt
+
+    def _leave_terminals(self) -> None:
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in self._terminals:
+                os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -74,12 +74,17 @@ class Remains:
 
 
 class Command:
-    """A `foreload` command (or another module's) started in a process, and process group, of its own."""
+    """A `foreload` command (or another module's) started in a process, and process group, of its own.
 
-    def __init__(self, *arguments: object, module: str = "trainer.cli", **environment: str) -> None:
+    terminal: the path of one, to be its controlling terminal and to print to.
+    """
+
+    def __init__(self, *arguments: object, module: str = "trainer.cli", terminal: str | None = None, **environment: str) -> None:
         self.remains = Remains()
+        # The first terminal that the leader of a session opens is its controlling one.
+        at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            [*at_terminal, sys.executable, "-m", module, *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

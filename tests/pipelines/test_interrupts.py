@@ -13,7 +13,7 @@ import pytest
 from numba import njit
 from numba.core import event
 
-from pipelines.interrupts import Interrupts
+from pipelines.interrupts import SIGNALS, Interrupts
 
 
 def send(number: int = signal.SIGINT) -> None:
@@ -67,15 +67,26 @@ def in_a_finalizer(number: int) -> None:
     wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("place", [in_plain_code, in_a_finalizer])
 def test_a_signal_ends_the_work(place: Callable[[int], None], number: int) -> None:
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    before = [signal.getsignal(n) for n in (*SIGNALS, signal.SIGALRM)]
     with Interrupts() as outer:
         with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
             place(number)
         assert interrupts.received == outer.received == [number]
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
+    assert [signal.getsignal(n) for n in (*SIGNALS, signal.SIGALRM)] == before
+
+
+def test_under_nohup_the_end_of_the_terminal_is_none_of_ours() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            send(signal.SIGHUP)
+        assert interrupts.received == []
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_while_numba_compiles() -> None:
@@ -100,12 +111,14 @@ def test_a_signal_at_the_very_end_is_not_lost() -> None:
         finalize(signal.SIGINT)
 
 
-def test_a_gentle_one_is_only_noted() -> None:
+def test_a_gentle_one_is_only_noted_and_a_terminal_ends_but_once() -> None:
     with Interrupts() as interrupts:
         interrupts.gentle = True
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)
         send(signal.SIGTERM)
         finalize(signal.SIGINT)
         deadline = time.monotonic() + 60
-        while len(interrupts.received) < 2 and time.monotonic() < deadline:
+        while len(interrupts.received) < 3 and time.monotonic() < deadline:
             time.sleep(0.001)
-    assert interrupts.received == [signal.SIGTERM, signal.SIGINT]
+    assert interrupts.received == [signal.SIGHUP, signal.SIGTERM, signal.SIGINT]

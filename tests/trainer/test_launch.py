@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import shutil
 import signal
 from collections.abc import Callable
@@ -102,6 +105,28 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
     assert summary(run)["steps"] == 80
     assert summary(run)["rows_flushed"] > 0  # type: ignore[operator]
+
+
+def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    job = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", "2"), terminal=os.ttyname(theirs))
+    os.set_blocking(ours, False)
+
+    def watched() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(ours, 1 << 16)
+        return reached(run, 5)()
+
+    job.until(watched)
+    os.close(theirs)
+    os.close(ours)
+    assert job.end()[0] == 128 + signal.SIGHUP
+    assert Run.open(run).resting().state == "stopped"
+    assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
+    assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
 
 def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(

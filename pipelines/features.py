@@ -26,6 +26,7 @@ KAGGLE_ROWS = (
 
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
+_MOST_LINES = 1000  # so that a quote that is not closed does not swallow the file, or all up to a quote far away
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,19 @@ class TextFormat:
     delimiter: one character, or None for a comma (a tab in files named .tsv or .tab, gzip or zstd suffix aside). columns: the
     names where files have no header line; empty where they have one. quoting: fields may stand in double quotes. missing:
     texts that mean a missing value; the empty text always does. newlines_in_values: quoted fields may hold line breaks (then
-    a file is read by one worker).
+    a file is read by one worker), so many lines at most where it is a number.
     """
 
     delimiter: str | None = None
     columns: tuple[str, ...] = ()
     quoting: bool = True
     missing: tuple[str, ...] = ()
-    newlines_in_values: bool = False
+    newlines_in_values: bool | int = False
+
+    @property
+    def most_lines(self) -> int:
+        """Lines that a value may span; 0 where values hold no line breaks."""
+        return _MOST_LINES if self.newlines_in_values is True else int(self.newlines_in_values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +297,13 @@ def _check_text(text: TextFormat) -> None:
         raise FeatureError(f"[text]: delimiter must be one ASCII character, not {text.delimiter!r}")
     if text.delimiter in ("\n", "\r", '"'):
         raise FeatureError(f"[text]: delimiter cannot be a line break or a quote, it is {text.delimiter!r}")
-    for key, value in (("quoting", text.quoting), ("newlines_in_values", text.newlines_in_values)):
-        if not isinstance(value, bool):
-            raise FeatureError(f"[text]: {key} must be true or false, not {value!r}")
+    if not isinstance(text.quoting, bool):
+        raise FeatureError(f"[text]: quoting must be true or false, not {text.quoting!r}")
+    if not isinstance(text.newlines_in_values, int) or text.newlines_in_values < 0:
+        raise FeatureError(
+            "[text]: newlines_in_values must be true, false, or the number of lines that a value may span, not "
+            f"{text.newlines_in_values!r}"
+        )
     if text.newlines_in_values and not text.quoting:
         raise FeatureError("[text]: newlines_in_values needs quoting = true, since only a quoted value can hold a line break")
 

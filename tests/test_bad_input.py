@@ -109,6 +109,14 @@ def test_a_dense_value_that_is_no_number_and_leaving_it_out(clicks: Clicks, tmp_
     assert header.training_samples + header.evaluation_samples == 298
 
 
+def test_a_quote_that_never_closes(clicks: Clicks, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.csv", 2000, {(999, "site"): '"s7'})
+    features = tmp_path / "features.toml"
+    features.write_text(clicks.features.read_text() + "[text]\nnewlines_in_values = 10000\n")
+    line = refused("prepare", log, *clicks.options(tmp_path / "out", features=features))
+    assert f"{log}:1001: the quote that opens here is never closed" in line
+
+
 def test_an_id_outside_its_table(clicks: Clicks, tmp_path: Path) -> None:
     for number, bad in enumerate(("300", "-1", "3.5", "x")):
         log = write_log(tmp_path / f"{number}.csv", 20, {(3, "ad"): bad})
@@ -138,6 +146,7 @@ def test_too_few_slots_for_a_step_and_as_many_as_it_says(clicks: Clicks, tmp_pat
     [
         ("none/*.csv", {}, "no file matches; check the path"),
         ("folder.csv", {}, "folder.csv"),
+        (None, {"format": "parquet"}, "log.csv: is text, not a readable Parquet file; check --format"),
         (None, {"lanes": 65}, "--lanes: must be in 1 .. 64, not 65"),
         (None, {"batch_size": 0}, "--batch-size: must be in 1 .. 2147483647, not 0"),
         (None, {"batch_size": "ten"}, "--batch-size: must be a whole number, not 'ten'"),

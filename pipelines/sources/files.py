@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from pipelines.errors import SourceError
 
 _SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
+_MAGIC = {
+    b"PAR1": "Parquet",
+    b"PARE": "encrypted Parquet",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\xff\x06\x00\x00sNaPpY": "snappy",
+    b"PK\x03\x04": "zip",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"ORC": "ORC",
+    b"Obj\x01": "Avro",
+    b"ARROW1": "Arrow IPC",
+    b"SQLite format 3\x00": "SQLite",
+    b"\x89HDF": "HDF5",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+_REMEDIES = {
+    "Parquet": "give --format parquet",
+    "gzip": "give it a name that ends in .gz",
+    "zstd": "give it a name that ends in .zst",
+    "text": "give --format csv, tsv or criteo",
+    "UTF-16": "convert it to UTF-8",
+}
+_HEAD_BYTES = 512
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +100,88 @@ def compression(path: str) -> str | None:
     return next((name for suffix, name in _SUFFIXES.items() if path.endswith(suffix)), None)
 
 
+def kind_of(file: BinaryIO | pa.NativeFile) -> str | None:
+    """What a file is by its first bytes, "text" or another format; None where they do not tell. The file is at its start, and stays."""
+    head = file.read(_HEAD_BYTES)
+    file.seek(0)
+    if head and _is_text(head):  # first, as the names of columns may begin like anything
+        return "text"
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        # The last character may be cut short.
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return not any(character < " " and character not in "\t\n\r\f" for character in text)
+
+
+def other_kind(path: str, wanted: str, kind: str) -> SourceError:
+    """The error of a file that is of another kind than wanted."""
+    remedy = _REMEDIES.get(kind, "convert it to text or Parquet")
+    return SourceError(f"{path}: is {kind}, not {wanted}; check --format and the file's name, or {remedy}")
+
+
 @contextmanager
 def open_stream(path: str) -> Iterator[BinaryIO]:
-    """The file's contents from its start, decompressed. SourceError where it cannot be opened or read to its end."""
+    """The file's contents from its start, decompressed. SourceError where it is no text, or cannot be opened or read to its end."""
     with reading(path), open_file(path) as file:
         codec = compression(path)
+        kind = kind_of(file)
+        if kind not in (None, codec or "text"):
+            raise other_kind(path, codec or "text", kind)
         if codec is None:
             yield file
+        elif codec == "gzip":
+            with io.BufferedReader(_Chunks(_gunzip(file)), _READ_BYTES) as stream:
+                yield stream
         else:
             with io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)) as stream:
                 yield stream
+
+
+class _Chunks(io.RawIOBase):
+    """Chunks of bytes, none of them empty, as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        super().__init__()
+        self._chunks, self._left = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """What is left of a chunk, or the next one's beginning; 0 at the end."""
+        if not self._left:
+            self._left = memoryview(next(self._chunks, b""))
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    """The contents of all members of a gzip file, and nothing of the zero bytes that may follow each, which Arrow's reader refuses.
+
+    EOFError where the file ends within a member, OSError where it is damaged.
+    """
+    data = file.read(_READ_BYTES)
+    while data:
+        member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        while not member.eof:
+            if not data:
+                raise EOFError("it ends within a compressed part")
+            try:
+                chunk = member.decompress(data, _READ_BYTES)
+            except zlib.error as error:
+                raise OSError(str(error)) from error
+            if chunk:
+                yield chunk
+            data = member.unused_data if member.eof else member.unconsumed_tail or file.read(_READ_BYTES)
+        while not (data := data.lstrip(b"\0")) and (data := file.read(_READ_BYTES)):
+            pass
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Literal
 
@@ -17,11 +19,19 @@ _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 1000
 _SHOWN_COLUMNS = 50
+_SHOWN_CHARACTERS = 1000
 
 
 def delimiter_of(path: str) -> str:
     name = path.removesuffix(".gz").removesuffix(".zst")
     return "\t" if name.endswith((".tsv", ".tab")) else ","
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """The names of columns as an error tells them: the first ones, without what a terminal would take for a command."""
+    text = ", ".join(names[:_SHOWN_COLUMNS])
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_SHOWN_CHARACTERS])
+    return shown + (", ..." if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARACTERS else "")
 
 
 def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[str, ...], int]:
@@ -36,13 +46,16 @@ def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[s
         line = head[start:].decode(errors="replace").rstrip("\r\n")
         delimiter = text.delimiter or ","
         quoted = text.quoting and '"' in line
-        columns = next(csv.reader([line], delimiter=delimiter)) if quoted else line.split(delimiter)
+        try:
+            columns = next(csv.reader([line], delimiter=delimiter)) if quoted else line.split(delimiter)
+        except csv.Error as error:
+            raise SourceError(f"{path}:1: the header cannot be cut into names ({error}); check quoting and --format") from error
         start = len(head)
         given = "its header"
     for name in spec.columns:
         if columns.count(name) != 1:
             found = "no" if name not in columns else "more than one"
-            shown = ", ".join(columns[:_SHOWN_COLUMNS]) + (", ..." if len(columns) > _SHOWN_COLUMNS else "")
+            shown = shown_names(columns)
             raise SourceError(
                 f"{path}: {found} column {name!r} among {given}: {shown or 'none'}; check the feature file and the delimiter"
             )
@@ -65,9 +78,10 @@ def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat)
     rows = csv.reader(lines, delimiter=delimiter) if text.quoting else (line.rstrip("\r\n").split(delimiter) for line in lines)
     place = text.columns.index(spec.order_by)
     values = set()
-    for row in islice(rows, _HEAD_ROWS):
-        if len(row) == len(text.columns) and row[place] not in ("", *text.missing):
-            values.add(row[place].strip())
+    with suppress(csv.Error):  # reading the file says what is wrong with it, and where
+        for row in islice(rows, _HEAD_ROWS):
+            if len(row) == len(text.columns) and row[place] not in ("", *text.missing):
+                values.add(row[place].strip())
     if not values:
         return None
     if all(parses(value, pa.int64()) for value in values):

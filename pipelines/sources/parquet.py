@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from pipelines.errors import SourceError
 from pipelines.features import FeatureSpec
 from pipelines.records import Records, convert
-from pipelines.sources.files import File, open_arrow, reading
+from pipelines.sources.files import File, kind_of, open_arrow, other_kind, reading
+from pipelines.sources.heads import shown_names
 from pipelines.sources.splits import PIECE_ROWS, Split
 
 
@@ -25,9 +26,7 @@ def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
             for name in spec.columns:
                 if names.count(name) != 1:
                     found = "no" if name not in names else "more than one"
-                    raise SourceError(
-                        f"{file.path}: {found} column {name!r} among {', '.join(names[:50])}; check the feature file"
-                    )
+                    raise SourceError(f"{file.path}: {found} column {name!r} among {shown_names(names)}; check the feature file")
             groups = [g for g in range(parquet.num_row_groups) if parquet.metadata.row_group(g).num_rows]
         splits += [Split("parquet", file.path, place, number, group, group + 1) for number, group in enumerate(groups)]
     return splits
@@ -56,6 +55,9 @@ def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBa
 @contextmanager
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
     with reading(path), open_arrow(path) as file:
+        kind = kind_of(file)
+        if kind not in (None, "Parquet"):
+            raise other_kind(path, "a readable Parquet file", kind)
         try:
             yield pq.ParquetFile(file)
         except pa.ArrowException as error:

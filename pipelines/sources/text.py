@@ -9,7 +9,6 @@ from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
 from pipelines.errors import SourceError
@@ -18,6 +17,7 @@ from pipelines.records import MOST_REJECTS, Records, RejectedRecord, convert, pa
 from pipelines.sources.fields import Fields
 from pipelines.sources.files import File, compression, open_file, open_stream, reading
 from pipelines.sources.heads import delimiter_of, infer_order_type, read_header
+from pipelines.sources.quoting import Bounds
 from pipelines.sources.splits import PIECE_ROWS, Split
 
 SPLIT_BYTES = 16 << 20
@@ -65,11 +65,7 @@ def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES) -
         return
     with open_stream(split.path) as stream:
         _read_exactly(stream, split.start, split.path)
-        lines_before = split.first_line - 1
-        if split.text.newlines_in_values:
-            yield from _read_quoted(stream, layout, block_bytes, lines_before)
-        else:
-            yield from _read_blocks(stream, layout, block_bytes, lines_before)
+        yield from _read_blocks(stream, layout, block_bytes, split.first_line - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:
-    """A line, from 0 in its block, that is no row: what of it breaks which rule."""
+    """What is no row: the line where it begins, from 0 in its block, and what of it breaks which rule."""
 
     line: int
     field: str
@@ -109,8 +105,8 @@ class _Misfit:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Parsed rows. columns: place -> string or float64 array [rows]. lines: where each row starts, from 0 in the block. misfits: the
-    lines that are no rows, ascending. lines_before: how many lines of the file precede the block."""
+    """Parsed rows. columns: place -> string or float64 array [rows]. lines: where each row starts, from 0 in the block. misfits: what
+    is no row, by ascending line. lines_before: how many lines of the file precede the block."""
 
     columns: dict[int, pa.Array]
     lines: np.ndarray
@@ -159,148 +155,104 @@ def _lines_before(path: str, end: int) -> int:
 
 
 def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_before: int) -> Iterator[Records]:
-    """Blocks of whole lines, one after the other."""
+    """Blocks of whole rows, one after the other. SourceError where a quote is not closed in time."""
+    text = layout.text
     carry = b""
     more = True
     while more:
         part = _read_exactly(stream, block_bytes, layout.path)
         more = len(part) == block_bytes
         data = carry + part
+        bounds = None
         cut = data.rfind(b"\n") + 1 if more else len(data)
+        if text.most_lines and (b'"' in data or b"\r" in data):
+            bounds = Bounds.of(data, text.delimiter or ",", text.quoting, text.most_lines, last=not more)
+            _check_closed(bounds, layout, lines_before, last=not more)
+            cut = int(bounds.starts[-1])
         data, carry = data[:cut], data[cut:]
         if data:
-            yield from _pieces(_parse(data, layout, partial(int, lines_before)), layout)
-            lines_before += data.count(b"\n")
+            yield from _pieces(_parse(data, layout, partial(int, lines_before), bounds), layout)
+            lines_before += data.count(b"\n") if bounds is None else bounds.end_line
 
 
-def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int]) -> _Block:
-    """Whole lines -> rows, one a line. Blank lines are no records. SourceError where a value spans lines."""
-    data, misfits = _only_utf8(data)
+def _check_closed(bounds: Bounds, layout: _Layout, lines_before: int, last: bool) -> None:
+    """Raise SourceError where the value of a quote spans too many lines, or the file ends in it."""
+    if bounds.long_line >= 0:
+        most = layout.text.most_lines
+        raise SourceError(
+            f"{layout.path}:{lines_before + bounds.long_line + 1}: the quote that opens here is not closed within {most:,} lines; close "
+            f"it, or say how many lines a value may span, as in newlines_in_values = {10 * most} under [text] of the feature file"
+        )
+    if last and bounds.open_line >= 0:
+        raise SourceError(
+            f"{layout.path}:{lines_before + bounds.open_line + 1}: the quote that opens here is never closed; close it, or set quoting = "
+            "false and no newlines_in_values under [text] of the feature file, if quotes mean nothing"
+        )
+
+
+def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds: Bounds | None = None) -> _Block:
+    """Whole rows, typed as text or numbers. Blank lines are no records. bounds: the rows, where they have been looked for.
+
+    SourceError where a value spans lines that may not.
+    """
+    text = layout.text
+    delimiter = text.delimiter or ","
     places = sorted(layout.places.values())
-    fields = None if misfits else Fields.of(data, layout.text.delimiter or ",", len(layout.columns), layout.text.quoting)
+    valid = _is_utf8(data)
+    fields = Fields.of(data, delimiter, len(layout.columns), text.quoting) if valid else None
     if fields is not None:
         columns = fields.columns(places, layout.numbers, {layout.columns.index(layout.spec.label)})
         return _Block(columns, np.arange(len(fields)), [], lines_before)
+    bounds = bounds or Bounds.of(data, delimiter, text.quoting, text.most_lines)
+    characters = np.frombuffer(data, np.uint8)
+    firsts = characters[bounds.starts[:-1]]
+    blank = (firsts == ord("\n")) | (firsts == ord("\r"))
+    misfits = [] if valid else _not_utf8(data, bounds)
+    wrong_bytes = np.isin(bounds.lines, [misfit.line for misfit in misfits])
+    broken = np.flatnonzero(bounds.broken & ~wrong_bytes)
+    if len(broken):
+        raise SourceError(
+            f"{layout.path}:{lines_before() + 1 + bounds.lines[broken[0]]}: a value holds a line break or a carriage return, or a quote "
+            "is never closed; if that is meant, set newlines_in_values = true under [text] of the feature file, or quoting = false, if "
+            "quotes mean nothing"
+        )
+    chosen = ~(blank | wrong_bytes)
+    if not chosen.all():
+        data = characters[np.repeat(chosen, np.diff(bounds.starts))].tobytes()
+    lines = bounds.lines[chosen]
+    if not len(lines):
+        return _Block({place: pa.array([], pa.string()) for place in places}, lines, misfits, lines_before)
     wrong: list[arrow_csv.InvalidRow] = []
     try:
         table = arrow_csv.read_csv(pa.BufferReader(data), *_options(layout, places, len(data), wrong))
     except pa.ArrowInvalid as error:
         raise SourceError(f"{layout.path}: not readable as delimited text ({error}); check quoting and delimiter") from error
-    lines = data.count(b"\n") + (not data.endswith(b"\n"))
-    if table.num_rows + len(wrong) != lines or _open_quote(data[data.rfind(b"\n", 0, -1) + 1 :], layout):
-        line = lines_before() + 1 + next((n for n, text in enumerate(data.split(b"\n")) if _open_quote(text, layout)), 0)
-        raise SourceError(
-            f"{layout.path}:{line}: a value holds a line break or a carriage return, or a quote is never closed; if that is meant, "
-            "set newlines_in_values = true under [text] of the feature file"
-        )
-    not_rows = [row.number - 1 for row in wrong]
-    blank = _blank_lines(data)
-    is_row = np.ones(lines, bool)
-    is_row[not_rows] = False
-    chosen = is_row.copy()
-    chosen[blank] = False
+    assert table.num_rows + len(wrong) == len(lines), "rows end where Arrow's reader ends them"
+    is_row = np.ones(len(lines), bool)
+    is_row[[row.number - 1 for row in wrong]] = False
+    misfits += [_miscount(layout, int(lines[row.number - 1]), row.actual_columns) for row in wrong]
     columns = {place: _one_chunk(table.column(str(place))) for place in places}
-    if len(blank):
-        mask = pa.array(chosen[is_row])
-        columns = {place: column.filter(mask) for place, column in columns.items()}
-        not_rows = sorted(set(not_rows) - set(blank.tolist()))
-    counts = {row.number - 1: row.actual_columns for row in wrong}
-    misfits = sorted([*misfits, *(_miscount(layout, line, counts[line]) for line in not_rows)], key=lambda m: m.line)
-    return _Block(columns, np.flatnonzero(chosen), misfits, lines_before)
+    return _Block(columns, lines[is_row], sorted(misfits, key=lambda misfit: misfit.line), lines_before)
 
 
-def _only_utf8(data: bytes) -> tuple[bytes, list[_Misfit]]:
-    """The block with every line that is not UTF-8 blanked, and those lines."""
+def _is_utf8(data: bytes) -> bool:
     try:
         if not data.isascii():
             data.decode()
-        return data, []
     except UnicodeDecodeError:
-        pass
+        return False
+    return True
+
+
+def _not_utf8(data: bytes, bounds: Bounds) -> list[_Misfit]:
+    """The rows that are not UTF-8."""
     misfits = []
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines):
-        try:
-            line.decode()
-        except UnicodeDecodeError:
-            shown = line.decode(errors="backslashreplace")[:_SHOWN_CHARACTERS]
-            misfits.append(_Misfit(number, "text", shown, "a line must be UTF-8"))
-            lines[number] = b""
-    return b"\n".join(lines), misfits
-
-
-def _blank_lines(data: bytes) -> np.ndarray:
-    """The lines without a character, int64, ascending."""
-    if not (b"\n\n" in data or data.startswith((b"\n", b"\r\n")) or (b"\r" in data and b"\n\r\n" in data)):
-        return np.empty(0, np.int64)
-    characters = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(characters == ord("\n"))
-    lengths = np.diff(ends, prepend=-1) - 1
-    returns = (lengths == 1) & (characters[np.maximum(ends - 1, 0)] == ord("\r"))
-    return np.flatnonzero((lengths == 0) | returns)
-
-
-def _open_quote(line: bytes, layout: _Layout) -> bool:
-    """Whether a line, with or without its end, holds a value that goes on in the next line, or a carriage return inside."""
-    unclosed = layout.text.quoting and line.count(b'"') % 2 == 1
-    return unclosed or b"\r" in line.removesuffix(b"\n").removesuffix(b"\r")
-
-
-def _read_quoted(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_before: int) -> Iterator[Records]:
-    """Rows that may span lines. All columns are read, since a row's line depends on the line breaks in every value before it."""
-    wrong: list[arrow_csv.InvalidRow] = []
-    rows_before = 0
-    options = _options(layout, range(len(layout.columns)), block_bytes, wrong)
-    with reading(layout.path):
-        try:
-            for batch in arrow_csv.open_csv(pa.PythonFile(stream, "r"), *options):
-                block, rows, lines = _quoted_block(batch, layout, wrong, rows_before, lines_before)
-                yield from _pieces(block, layout)
-                rows_before += rows
-                lines_before += lines
-                wrong[:] = [row for row in wrong if row.number > rows_before]
-        except pa.ArrowInvalid as error:
-            if "Empty CSV file" not in str(error):
-                raise SourceError(
-                    f"{layout.path}: not readable as delimited text ({error}); check quoting and delimiter"
-                ) from error
-    if wrong:  # behind the last row that was one
-        nothing = pa.record_batch([pa.array([], pa.string())] * len(layout.columns), [str(n) for n in range(len(layout.columns))])
-        yield from _pieces(_quoted_block(nothing, layout, wrong, rows_before, lines_before, last=True)[0], layout)
-
-
-def _quoted_block(
-    batch: pa.RecordBatch,
-    layout: _Layout,
-    wrong: list[arrow_csv.InvalidRow],
-    rows_before: int,
-    lines_before: int,
-    last: bool = False,
-) -> tuple[_Block, int, int]:
-    """A batch of rows with the wrong ones that stand before and among them (all that are left, with `last`), how many rows and how many
-    lines that is."""
-    among = []
-    rows = batch.num_rows
-    for row in wrong:
-        if row.number - 1 >= rows_before + rows and not last:
-            break
-        among.append(row)
-        rows += 1
-    is_row = np.ones(rows, bool)
-    spanned = np.ones(rows, np.int64)
-    for row in among:
-        place = row.number - 1 - rows_before
-        is_row[place] = False
-        spanned[place] += row.text.count("\n")
-    empty = np.ones(batch.num_rows, bool)
-    for column in batch.columns:
-        spanned[is_row] += pc.fill_null(pc.count_substring(column, "\n"), 0).to_numpy(zero_copy_only=False)
-        empty &= np.asarray(column.is_null())
-    starts = np.cumsum(spanned) - spanned
-    chosen = pa.array(~empty)  # a blank line reads as a row without values
-    columns = {place: batch.column(place).filter(chosen) for place in layout.places.values()}
-    misfits = [_miscount(layout, int(starts[row.number - 1 - rows_before]), row.actual_columns) for row in among]
-    return _Block(columns, starts[is_row][~empty], misfits, partial(int, lines_before)), rows, int(spanned.sum())
+    for start, end, line in zip(bounds.starts[:-1].tolist(), bounds.starts[1:].tolist(), bounds.lines.tolist(), strict=True):
+        row = data[start:end]
+        if not _is_utf8(row):
+            shown = row.rstrip(b"\r\n").decode(errors="backslashreplace")[:_SHOWN_CHARACTERS]
+            misfits.append(_Misfit(line, "text", shown, "a line must be UTF-8"))
+    return misfits
 
 
 def _miscount(layout: _Layout, line: int, columns: int) -> _Misfit:
@@ -325,7 +277,7 @@ def _options(
         arrow_csv.ParseOptions(
             delimiter=text.delimiter,
             quote_char='"' if text.quoting else False,
-            newlines_in_values=text.newlines_in_values,
+            newlines_in_values=bool(text.most_lines),
             ignore_empty_lines=False,
             invalid_row_handler=skip,
         ),

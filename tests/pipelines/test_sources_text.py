@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
+import lzma
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import reference_data as reference
 from hypothesis import given, settings
@@ -135,7 +139,7 @@ def test_a_byte_order_mark_is_no_part_of_a_name_or_value(tmp_path: Path) -> None
     assert read(path, spec)[0] == expected_rows()
 
 
-cell = st.text("ab\"',é \n", max_size=4)
+cell = st.text("ab\"',é \r\n", max_size=4)
 
 
 @settings(max_examples=60)
@@ -146,7 +150,7 @@ def test_quoted_values_are_what_the_csv_module_wrote(
     rows = [(a, b) if newlines else (a.replace("\n", ""), b.replace("\n", "")) for a, b in rows]
     path = tmp_path_factory.mktemp("quoted") / "log.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+        writer = csv.writer(file, lineterminator="\r\n")  # so that it quotes both
         writer.writerow(["a", "y", "b"])
         writer.writerows((a, "1", b) for a, b in rows)
     features = (Feature("a", 0, "a", "hash"), Feature("b", 1, "b", "hash"))
@@ -172,6 +176,112 @@ def test_a_value_over_several_lines_is_refused_unless_it_is_announced(tmp_path: 
     path.write_bytes((HEADER + "\n".join(lines) + "\n").encode())
     with pytest.raises(SourceError, match=f"log.csv:{line}: .*newlines_in_values = true"):
         read(path)
+
+
+QUOTED = replace(SPEC, text=TextFormat(newlines_in_values=True))
+LOG = [HEADER, *GOOD]
+
+
+def with_line(number: int, line: str) -> bytes:
+    """A log of good lines (the header is line 1), and another line in one's place."""
+    return "".join([*LOG[: number - 1], line, *LOG[number:]]).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (with_line(10, '1,x,1,c,"1\n'), 10),
+        (with_line(10, '1,x,1,"c,1\n'), 10),
+        (with_line(10, '1,x,1,"c ""quoted"" ,1\n'), 10),
+        (with_line(10, '1,"two\nlines",1,c,"1\n'), 11),
+        (with_line(41, '1,x,1,c,"1\n'), 41),
+        (with_line(41, '1,x,1,c,"'), 41),
+        (with_line(41, '1,x,1,c,""""'), None),
+        (with_line(41, '1,x,1,c,"1""'), 41),
+        (with_line(10, '1,x,1,c,"1\n').replace(b"\n", b"\r\n"), 10),
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [40, 64, 1000, 1 << 24])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_quote_that_never_closes_is_an_error_in_the_line_where_it_opens(
+    tmp_path: Path, data: bytes, line: int | None, block_bytes: int, compressed: bool
+) -> None:
+    path = tmp_path / ("log.csv.gz" if compressed else "log.csv")
+    path.write_bytes(gzip.compress(data) if compressed else data)
+    if line is None:
+        assert read(path, QUOTED, block_bytes=block_bytes)[1] == [(41, "m", '"')]
+        return
+    with pytest.raises(SourceError, match=rf"log.csv(.gz)?:{line}: the quote that opens here is never closed; close it"):
+        read(path, QUOTED, block_bytes=block_bytes)
+
+
+@pytest.mark.parametrize("block_bytes", [40, 1000, 1 << 24])
+def test_a_value_spans_only_so_many_lines(tmp_path: Path, block_bytes: int) -> None:
+    path = tmp_path / "log.csv"
+    # A quote that opens in line 5, and one that stands in line 25 by accident, and closes it.
+    path.write_bytes("".join([*LOG[:4], '1,x,1,"c,1\n', *LOG[5:24], '1,x,1,5",1\n', *LOG[25:]]).encode())
+    for allowed in (1, 19, 20):
+        with pytest.raises(SourceError, match=rf"log.csv:5: the quote that opens here is not closed within {allowed} lines; .*"):
+            read(path, replace(SPEC, text=TextFormat(newlines_in_values=allowed)), block_bytes=block_bytes)
+    for enough in (21, True):
+        rows, rejects, _ = read(path, replace(SPEC, text=TextFormat(newlines_in_values=enough)), block_bytes=block_bytes)
+        assert len(rows) == 40 - 21 + 1
+        assert not rejects
+    path.write_bytes("".join([*LOG[:4], '1,x,1,"c,1\n', *LOG[5:] * 50]).encode())
+    with pytest.raises(SourceError, match=r"log.csv:5: the quote that opens here is not closed within 1,000 lines; .* = 10000"):
+        read(path, QUOTED, block_bytes=block_bytes)
+
+
+@pytest.mark.parametrize("text", [TextFormat(), TextFormat(newlines_in_values=True)])
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_a_quote_within_a_value_is_a_character(tmp_path: Path, text: TextFormat, end: str) -> None:
+    path = tmp_path / "log.csv"
+    for value, meant in (('5" disk', '5" disk'), ('x"', 'x"'), ('"a\rb"', "a\rb"), ('"a"b"c', 'ab"c')):
+        path.write_bytes((HEADER + f"1,x,1,{value},1\n" * 2 + f"1,x,1,{value},1" + end).encode())
+        for split_bytes in (10, 1 << 24):
+            rows, rejects, _ = read(path, replace(SPEC, text=text), split_bytes)
+            assert [row[2] for row in rows] == [meant] * 3
+            assert not rejects
+
+
+def test_lines_that_are_not_utf8_are_rejected_wherever_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    good, bad, spanning = b"1,x,1,a,1\n", b'0,x,2,"\xff,2\n', b'1,x,1,"a\nb\xff\nc",1\n'
+    for lines in ([bad.rstrip()], [good, bad.rstrip()], [bad, bad.rstrip()], [bad], [good, bad, good]):
+        path.write_bytes(HEADER.encode() + b"".join(lines))
+        for split_bytes in (1, 10, 1 << 24):
+            rows, rejects, _ = read(path, split_bytes=split_bytes)
+            assert len(rows) == lines.count(good)
+            assert [(line, field) for line, field, _ in rejects] == [
+                (number, "text") for number, line in enumerate(lines, 2) if line != good
+            ]
+    path.write_bytes(HEADER.encode() + good + spanning + good + b"1,x,1,\xff,1")
+    for block_bytes in (40, 1 << 24):
+        rows, rejects, _ = read(path, QUOTED, block_bytes=block_bytes)
+        assert len(rows) == 2
+        assert rejects == [(3, "text", '1,x,1,"a\nb\\xff\nc",1'), (7, "text", "1,x,1,\\xff,1")]
+
+
+def test_a_row_of_empty_values_is_no_blank_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes((HEADER + "1,x,1,a,1\n,,,,\n\n").encode())
+    for spec in (SPEC, QUOTED):
+        assert read(path, spec)[1:] == ([(3, "y", "")], 1)
+
+
+def test_zero_bytes_behind_a_compressed_part_are_nothing(tmp_path: Path) -> None:
+    data = "".join(LOG).encode()
+    parts = [gzip.compress(data[:300]), gzip.compress(data[300:])]
+    for number, padding in enumerate((b"\0", bytes(512), bytes(3 << 20))):
+        path = tmp_path / f"{number}.csv.gz"
+        path.write_bytes(parts[0] + padding + parts[1] + padding)
+        assert read(path)[0] == expected_rows()
+        assert read(path, block_bytes=64)[0] == expected_rows()
+    for number, rest in enumerate((b"\0x", b"\0" + parts[1][:-1], b"\x1f")):
+        path = tmp_path / f"bad-{number}.csv.gz"
+        path.write_bytes(parts[0] + parts[1] + rest)
+        with pytest.raises(SourceError, match=r"csv\.gz: cannot be read to its end"):
+            read(path)
 
 
 def test_lines_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
@@ -296,10 +406,54 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "d.csv.gz").write_bytes(whole[:-30])
     assert "d.csv.gz: cannot be read to its end" in message(tmp_path / "d.csv.gz")
     (tmp_path / "e.csv.gz").write_text(HEADER)
-    assert "e.csv.gz: cannot be read" in message(tmp_path / "e.csv.gz")
+    assert "e.csv.gz: is text, not gzip; check --format and the file's name" in message(tmp_path / "e.csv.gz")
     (tmp_path / "f.csv").mkdir()
     assert "f.csv: cannot be opened" in message(tmp_path / "f.csv")
     assert "nowhere://x" in message("nowhere://x")
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    def message(name: str, content: bytes, spec: FeatureSpec = SPEC) -> str:
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(SourceError) as caught:
+            plan_splits(Source("csv", (str(path),)), spec)
+        text = str(caught.value)
+        assert text.isprintable()
+        assert len(text) < 2000
+        return text
+
+    text = (HEADER + "".join(GOOD)).encode()
+    parquet = io.BytesIO()
+    pq.write_table(pa.table({"y": [1], "d": [1.5], "c": ["a"], "m": [[1]]}), parquet)
+    headless = replace(SPEC, text=TextFormat(columns=tuple(HEADER.strip().split(","))))
+    for spec in (SPEC, headless):
+        assert "a.csv: is Parquet, not text; check --format and" in message("a.csv", parquet.getvalue(), spec)
+        assert "or give --format parquet" in message("a.csv", parquet.getvalue(), spec)
+        assert "b.csv: is gzip, not text; " in message("b.csv", gzip.compress(text), spec)
+        assert "a name that ends in .zst" in message("c.csv", pa.compress(text, "zstd").to_pybytes(), spec)
+        assert "d.csv: is bzip2, not text" in message("d.csv", bz2.compress(text), spec)
+        assert "e.csv: is xz, not text" in message("e.csv", lzma.compress(text), spec)
+        assert "f.csv: is UTF-16, not text; check --format and the file's name, or convert it to UTF-8" in message(
+            "f.csv", text.decode().encode("utf-16"), spec
+        )
+        assert "g.csv.gz: is zstd, not gzip" in message("g.csv.gz", pa.compress(text, "zstd").to_pybytes(), spec)
+        assert "h.csv.zst: is gzip, not zstd" in message("h.csv.zst", gzip.compress(text), spec)
+    noise = np.random.default_rng(1).bytes(300_000).replace(b"\n", b"")
+    assert "i.csv: no column 'y' among its header: " in message("i.csv", noise.replace(b'"', b""))
+    assert "i.csv:1: the header cannot be cut into names" in message("i.csv", b'"' + noise.replace(b'"', b"").replace(b",", b""))
+    # Names may begin like anything.
+    for name in ("ORC", "PAR1", "BZh", "ARROW1"):
+        (tmp_path / "j.csv").write_bytes(text.replace(b"unused", name.encode()).replace(b"y,", b"", 1))
+        assert "no column 'y' among its header: " + name in message("j.csv", (tmp_path / "j.csv").read_bytes())
+
+
+def test_a_quote_that_never_closes_in_the_column_that_orders(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + '1,x,1,"' + "c,1\n1,x,1," * 20_000)
+    for spec in (SPEC, QUOTED):
+        with pytest.raises(SourceError, match=r"log\.csv:2: "):
+            read(path, spec)
 
 
 def test_files_come_in_the_order_of_patterns_and_then_of_paths(tmp_path: Path) -> None:

@@ -95,7 +95,12 @@ def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, 
 def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
     """Whether the store's shard (its number `at` of the Store, the same by default) is shard `shard` of the run with this identity."""
     note = owner(store, namespace, shard if at is None else at)
-    return note is not None and note["identity"] == json.loads(json.dumps(dict(identity))) and note["shard"] == shard
+    return note is not None and is_run(note, identity) and note["shard"] == shard
+
+
+def is_run(note: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    """Whether a note of `owner` is of the run with this identity."""
+    return bool(note["identity"] == json.loads(json.dumps(dict(identity))))
 
 
 def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int) -> None:

@@ -48,6 +48,11 @@ class StoreUrl:
         """The URL without its password; parsed again, it takes the password of the environment."""
         return self._text(None)
 
+    @property
+    def place(self) -> tuple[str | None, int, str | None]:
+        """Where the server is, the same for any user, database and options."""
+        return self.host, self.port, self.path
+
     def without_password(self) -> StoreUrl:
         """The same address, for a server that asks for no password."""
         return replace(self, password=None, password_from_environment=False)
@@ -180,8 +185,7 @@ def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None 
     urls = tuple(parse_url(part.strip(), environment) for part in texts)
     seen: dict[tuple[object, ...], StoreUrl] = {}
     for url in urls:
-        place = (url.host, url.port, url.path)
-        if place in seen:
-            raise StoreError(f"store URLs {seen[place]} and {url}: every store shard must be a server of its own")
-        seen[place] = url
+        if url.place in seen:
+            raise StoreError(f"store URLs {seen[url.place]} and {url}: every store shard must be a server of its own")
+        seen[url.place] = url
     return urls

@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from cache.errors import StoreError
 from cache.local import LocalStores
 from cache.namespace import claim, remove
 from cache.placement import Placement
+from cache.spare import check_spare
 from cache.store import Store
-from cache.url import parse_urls
+from cache.url import StoreUrl, parse_urls
 from pipelines.files import write_json
 from pipelines.interrupts import Interrupts
 from pipelines.schedule import Schedule
@@ -110,6 +113,7 @@ class Launch:
         if not count:
             # Known to be there before anything is deleted.
             Store(urls, self._job.store_silence).close()
+            self._check_spares(manifest, urls, placement)
         run = Run.create(path, manifest, placement, self._job.overwrite)
         start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
         return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
@@ -132,7 +136,25 @@ class Launch:
                 f"--store: must be what the run was started with, {manifest.training_job.store}; got {self._job.store.split('@')[-1]}"
             )
         start = replace(run.resting(), state="training", step=step)
+        if not manifest.local_stores:
+            self._check_spares(manifest, parse_urls(self._job.store), run.placement)
         return self._with_stores(run, manifest, start, schedule, open_stores(run))
+
+    def _check_spares(self, manifest: Manifest, urls: Sequence[StoreUrl], placement: Placement) -> None:
+        """Raise what is wrong with the servers of --spare before anything is started or deleted."""
+        if self._job.spare is None:
+            return
+        if not placement.r:
+            raise JobError("--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out")
+        for url in parse_urls(self._job.spare):
+            try:
+                # One that had a shard before may have it again.
+                self._spare_check(manifest)(url, urls, identity=manifest.identity)
+            except StoreError as error:
+                raise JobError(f"--spare: {error}") from error
+
+    def _spare_check(self, manifest: Manifest) -> Callable[..., None]:
+        return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=self._job.store_silence)
 
     def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
         if local is not None:
@@ -141,7 +163,7 @@ class Launch:
         try:
             urls = list(local.urls) if local is not None else self._job.store.split(",")
             with self._claimed(run, manifest, urls):
-                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._witness)
+                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._witness, self._spare_check(manifest))
                 attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, shards, self._witness)
                 ending = attempt.train(self._rendezvous, self._spawned)
             trained = True

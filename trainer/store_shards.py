@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cache.errors import CacheError
 from cache.local import LocalStores
-from cache.url import parse_urls
+from cache.url import StoreUrl, parse_url, parse_urls
 from trainer.faults import Witness
 from trainer.job import TrainJob
 
@@ -30,14 +30,23 @@ class ShardState:
 class StoreShards:
     """The store shards of one call. Threads of the control socket call `want_replacement` and `states`, the launcher's own all else.
 
-    urls: of their servers, in order, with passwords; those that trainers were told of. protected: whether there is parity.
+    urls: of their servers, in order, with passwords; those that trainers were told of. protected: whether there is parity. check: called with a
+    server that the user names to take a shard's place, and with those in use; raises StoreError where it cannot.
     """
 
-    def __init__(self, job: TrainJob, urls: Sequence[str], local: LocalStores | None, protected: bool, witness: Witness) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        urls: Sequence[str],
+        local: LocalStores | None,
+        protected: bool,
+        witness: Witness,
+        check: Callable[[StoreUrl, Sequence[StoreUrl]], None],
+    ) -> None:
         self.urls = list(urls)
-        self.protected, self._witness = protected, witness
+        self.protected, self._witness, self._check = protected, witness, check
         self._restarted = local if protected and not job.no_restart else None
-        self._spares = [str(url) for url in parse_urls(job.spare)] if job.spare else []
+        self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
         self._states: dict[int, dict[int, ShardState]] = {}  # shard -> trainer -> what that one told last
         self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
@@ -101,10 +110,11 @@ class StoreShards:
         if shard is None:
             return {"error": f"no store shard of the run is {old}; there are {', '.join(plain)}"}
         try:
-            (url,) = parse_urls(new)
-        except (CacheError, ValueError) as error:
-            return {"error": f"cannot use {new}: {error}"}
-        self._wanted.append((shard, str(url)))
+            url = parse_url(new)
+            self._check(url, parse_urls([*self.urls, *(wanted for _, wanted in list(self._wanted))]))
+        except CacheError as error:
+            return {"error": str(error)}
+        self._wanted.append((shard, url.plain))
         return {"replacing": shard, "by": url.plain}
 
     def take_replacement(self) -> tuple[int, str] | None:
@@ -113,6 +123,7 @@ class StoreShards:
             return None
         shard, url = self._wanted.popleft()
         self.urls[shard] = url
+        self._spares = [spare for spare in self._spares if spare != url]
         return shard, self.plain_urls[shard]
 
     @property

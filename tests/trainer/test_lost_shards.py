@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+import socketserver
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -250,11 +252,12 @@ def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
     run = tmp_path / "run"
     with LocalStores(5, tmp_path / "stores") as servers:
         taken, good = servers.urls[3], servers.urls[4]
-        with Store([taken]) as store:
-            claim(store, "run", {"run": "another"}, "new")
         store_urls, spares = ",".join(servers.urls[:3]), f"{taken},{good}"
         job = launched(*arguments(schedule, run, "--store", store_urls, "--spare", spares, "--digest"))
         job.until(reached(run, 10))
+        # It was of use when training began.
+        with Store([taken]) as store:
+            claim(store, "run", {"run": "another"}, "new")
         pid = servers.pids[0]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -268,11 +271,92 @@ def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
             assert owner(store, "run", 0)["identity"] == {"run": "another"}  # type: ignore[index]
 
 
+@contextlib.contextmanager
+def no_redis() -> Iterator[str]:
+    """The URL of a server that speaks another protocol."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                while self.request.recv(1000):
+                    self.request.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def servers_of_no_use(url: str, in_use: str) -> Iterator[tuple[str, str]]:
+    """URLs of servers that cannot take a shard's place, and why; url: of a server that is made so and is good again afterwards."""
+    yield in_use, "is the server of store shard 2 already; name another one"
+    yield f"redis://127.0.0.1:{free_port()}", "cannot be reached"
+    with no_redis() as other:
+        yield other, "Protocol error"
+    with Store([url]) as store:
+        for words, undo, why in [
+            (("REPLICAOF", "127.0.0.1", 1), ("REPLICAOF", "NO", "ONE"), "is a read-only replica"),
+            (
+                ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
+                ("CONFIG", "SET", "maxmemory-policy", "noeviction"),
+                "must be noeviction",
+            ),
+            (("CONFIG", "SET", "maxmemory", 1), ("CONFIG", "SET", "maxmemory", 0), "is full"),
+            (("CONFIG", "SET", "requirepass", "s3cret"), ("CONFIG", "SET", "requirepass", ""), "refuses the user or password"),
+        ]:
+            store.command(0, *words)
+            yield url, why
+            store.command(0, *undo)
+        claim(store, "run", {"run": "another"}, "new")
+        yield url, "namespace run belongs to a run there; name another server, or remove its rows first"
+        store.command(0, "FLUSHALL")
+        # Others' rows are no obstacle.
+        store.command(0, "SET", "another's", "row")
+
+
+def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_kept(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with LocalStores(4, tmp_path / "stores") as servers:
+        named = ("--store", ",".join(servers.urls[:3]))
+        for bad, why in servers_of_no_use(servers.urls[3], servers.urls[2]):
+            assert main(arguments(schedule, run, *named, "--spare", bad)) == 2
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if "lanes x" not in line]
+            assert line.startswith(f"foreload: error: --spare: store {bad}: ")
+            assert why in line
+            assert not run.exists()
+        assert main(arguments(schedule, run, *named, "--spare", servers.urls[3], "--parity", "off")) == 2
+        assert "--spare: needs parity" in capsys.readouterr().err
+        job = launched(*arguments(schedule, run, *named, "--digest"))
+        job.until(reached(run, 10))
+        # It trains on in its own time; meanwhile it is asked, and goes on as before.
+        (trainer,) = job.workers
+        trainer.suspend()
+        for bad, why in servers_of_no_use(servers.urls[3], servers.urls[2]):
+            assert main(["stores", "replace", str(run), "1", bad]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"foreload: error: stores replace: store {bad}: ")
+            assert why in line
+        assert main(["stores", "replace", str(run), "1", servers.urls[3]]) == 0
+        assert main(["stores", "replace", str(run), "0", servers.urls[3]]) == 2
+        assert "is the server of store shard 1 already" in capsys.readouterr().err
+        trainer.resume()
+        status, _, err = job.end()
+        assert status == 0, err
+        assert err.count("takes its place") == 1
+        assert summary(run)["digest"] == undisturbed
+        assert Run.open(run).manifest.store_urls == (servers.urls[0], servers.urls[3], servers.urls[2])
+
+
 def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
     spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
     job = TrainJob(schedule="-", run="-", store=",".join(urls), model="dlrm", spare=",".join(spares))
-    shards = StoreShards(job, urls, None, True, Witness())
+    shards = StoreShards(job, urls, None, True, Witness(), check=lambda url, in_use: None)
 
     def tell(trainer: int, what: str, url: str, why: str = "") -> None:
         shards.changed(trainer, asdict(ShardChange(1, what, url, why)))

@@ -38,6 +38,18 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
         raise
 
 
+def unwritable(path: Path) -> str:
+    """Why a file cannot be written at path, as far as that is known before it is tried; "" if it can."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f"there is no folder {folder}; create it first"
+    if path.is_dir():
+        return "is a folder; name a file in it"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no permission to write in {folder}; name another file"
+    return ""
+
+
 def write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
     """Write a file whole, or not at all."""
     with replacing(path) as temporary:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from pipelines.errors import PipelineError
 from pipelines.features import FeatureSpec
+from pipelines.files import unwritable
 from pipelines.schedule_format import Placement
 
 MOST_LANES = 64  # the users of a row are a mask of 64 bits
@@ -230,7 +231,9 @@ def _job_values(path: Path) -> dict[str, Any]:
     for key, value in table.items():
         name = names.get(key.replace("-", "_"))
         if name is None:
-            raise PipelineError(f"--job {path}: [prepare] knows no {key!r}; it takes {', '.join(sorted(names))}")
+            raise PipelineError(
+                f"--job {path}: [prepare] knows no {key!r}; it takes {', '.join(sorted(name.replace('_', '-') for name in names))}"
+            )
         values[name] = value
     return values
 
@@ -266,8 +269,8 @@ def _check_together(options: Options, given: set[str]) -> None:
         raise PipelineError(f"--features: --format {options.format} needs a feature file that says what its columns are")
     if options.slots is not None and "memory_bytes" in given:
         raise PipelineError("--memory: cannot be given with --slots; choose one of them")
-    if options.json is not None and not options.json.parent.is_dir():
-        raise PipelineError(f"--json: must name a file in a folder that is there, not {options.json}; create the folder first")
+    if options.json is not None and (why := unwritable(options.json)):
+        raise PipelineError(f"--json: cannot write {options.json}: {why}")
     if options.after is not None and options.after.resolve() == options.out.resolve():
         raise PipelineError(f"--out: must not be the schedule that --after continues, {options.out}; choose another folder")
 

@@ -8,11 +8,13 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from cache.errors import CacheError, RowsLost
 from pipelines.errors import PipelineError
+from pipelines.files import unwritable
 from pipelines.interrupts import Interrupts
 from trainer.errors import JobError, ShardsLost, TrainerError
 from trainer.job import Setting, TrainJob, flag, masked, read_job_file, settings
@@ -38,6 +40,7 @@ _GROUPS = {
     "this call": ("follow", "resume", "overwrite", "digest"),
 }
 _NAMED = 20  # stripes that scrub names on the terminal
+_REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
 ROWS_LOST, DAMAGED = 3, 4  # exit statuses
 _STORE_HELP = "URLs of the run's store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give"
 
@@ -69,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run(given[1:])
                 return 0
             parsed = parser().parse_args(given)
+            _check_json(getattr(parsed, "json", None))
             command: Callable[[argparse.Namespace], int] = parsed.command
             return command(parsed)
     except (PipelineError, CacheError, TrainerError) as error:
@@ -235,7 +239,12 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
             from trainer.models import key_values
 
             flags[name] = key_values(flag(name), flags[name])
-    values = (read_job_file(parsed.job) if parsed.job else {}) | flags
+    in_file = read_job_file(parsed.job) if parsed.job else {}
+    summary_file = in_file.pop("json", None)
+    if parsed.json is None:
+        parsed.json = summary_file
+        _check_json(parsed.json)
+    values = in_file | flags
     if values.get("resume"):
         from trainer.run import Run
 
@@ -243,6 +252,12 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
             raise JobError("--run: is missing; give the run that --resume goes on with")
         values = Run.open(values["run"]).manifest.job | values
     return values
+
+
+def _check_json(path: str | None) -> None:
+    """Find out before the work whether its result can be written there."""
+    if path is not None and (why := unwritable(Path(path))):
+        raise JobError(f"--json: cannot write {path}: {why}")
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -351,7 +366,7 @@ def _stores_replace(parsed: argparse.Namespace) -> int:
     from trainer.coordinator import ask
     from trainer.errors import RunError
 
-    answer = ask(Path(parsed.run), {"do": "replace", "old": parsed.old, "new": parsed.new})
+    answer = ask(Path(parsed.run), {"do": "replace", "old": parsed.old, "new": parsed.new}, _REPLACE_TIMEOUT)
     if answer is None:
         raise RunError(f"run {parsed.run}: is not being trained; name its servers to --resume, in order")
     if "error" in answer:

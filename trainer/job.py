@@ -190,7 +190,7 @@ class TrainJob:
         for key, value in values.items():
             name = key.replace("-", "_")
             if name not in known:
-                raise JobError(f"job: no setting is called {key!r}; there are {', '.join(flag(name)[2:] for name in known)}")
+                raise JobError(f"job: no setting is called {key!r}; there are {', '.join(map(_spelled, known))}")
             given[name] = value
         return cls(**given)
 
@@ -206,9 +206,9 @@ def flag(name: str) -> str:
 
 
 def read_job_file(path: str) -> dict[str, Any]:
-    """The settings in the table [train] of a TOML file, a `name = value` for each flag; [train.model-options] and the like for the rest.
+    """What the table [train] of a TOML file gives, a `name = value` for each flag of `train`; [train.model-options] and the like for the rest.
 
-    The file may have a table [prepare] too. Raises JobError.
+    The file may have a table [prepare] too. Names are spelled with dashes or underscores. Raises JobError.
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -219,7 +219,20 @@ def read_job_file(path: str) -> dict[str, Any]:
     unknown = sorted(set(document) - {"prepare", "train"})
     if unknown or not isinstance(document.get("train", {}), dict):
         raise JobError(f"--job: {path} may have tables [prepare] and [train]; got {unknown[0] if unknown else 'train = ...'}")
-    return {key.replace("-", "_"): value for key, value in document.get("train", {}).items()}
+    known = [*settings(), "json"]
+    values = {}
+    for key, value in document.get("train", {}).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise JobError(f"--job {path}: [train] knows no {key!r}; it takes {', '.join(map(_spelled, sorted(known)))}")
+        values[name] = value
+    if not isinstance(values.get("json", ""), str):
+        raise JobError(f"--json: must be a path, not {values['json']!r}")
+    return values
+
+
+def _spelled(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def parse_size(name: str, text: str | int) -> int:

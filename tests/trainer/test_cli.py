@@ -71,6 +71,52 @@ def test_flags_win_over_the_job_file_and_that_over_the_defaults(tmp_path: Path) 
     }
 
 
+@pytest.mark.parametrize("table", ["train", "prepare"])
+def test_a_job_file_takes_every_flag_in_either_spelling_and_tells_the_names_there_are(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    command = ["train", "s", "--run", "r", "--store", "local:1"] if table == "train" else ["prepare"]
+
+    def said(text: str) -> str:
+        path.write_text(f"[{table}]\n{text}\n")
+        assert main([*command, "--job", str(path)]) == 2
+        return capsys.readouterr().err
+
+    for name in ("frob-nicate", "frob_nicate"):
+        line = said(f"{name} = 1")
+        assert f"--job {path}: [{table}] knows no '{name}'; it takes " in line
+        names = line.strip().partition("it takes ")[2].split(", ")
+        assert {"json", "overwrite"} < set(names)
+        assert {"train": {"schedule", "run", "dense-lr"}, "prepare": {"sources", "batch-size", "memory"}}[table] < set(names)
+        assert not any("_" in one for one in names)
+    assert "--json: must be a path" in said("json = 3")
+    # It is heeded, as the flag is.
+    first = 'format = "synthetic"\nrows = 10\nbatch_size = 1\nout = "x"\n' if table == "prepare" else ""
+    assert f"--json: cannot write {tmp_path}/none/x.json" in said(f'{first}json = "{tmp_path}/none/x.json"')
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "s", "--run", "r", "--store", "local:1"],
+        ["drill", "lost-shard"],
+        ["evaluate", "r"],
+        ["export", "r", "--out", "x"],
+        ["digest", "r"],
+        ["scrub", "r"],
+        ["stores", "status", "r"],
+    ],
+)
+def test_a_file_for_the_result_is_looked_for_before_the_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for place, why in [("none/x.json", f"there is no folder {tmp_path}/none; create it first"), ("folder", "is a folder")]:
+        assert main([*command, "--json", str(tmp_path / place)]) == 2
+        assert f"foreload: error: --json: cannot write {tmp_path / place}: {why}" in capsys.readouterr().err
+
+
 def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
     before: dict[str, Any] = {"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2", "lr": 0.25, "model": "dcn"}
     job = TrainJob.of(before)

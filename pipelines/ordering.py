@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import bisect
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +70,7 @@ class Runs(Protocol):
 # -- Sort keys ---------------------------------------------------------------------------------------------------------------
 
 
+_LONG_REST = 0xFFFF  # more than any integer of 64 bits is above its float64
 _NUMBER, _TEXT = b"\x01", b"\x02"  # the first byte of a key; that of a missing value is empty
 
 
@@ -85,7 +89,10 @@ def order_keys(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     elif pa.types.is_temporal(kind) or pa.types.is_boolean(kind):
         column = column.cast(pa.int64())
     elif pa.types.is_decimal(kind):
-        column = column.cast(pa.float64())
+        try:
+            column = column.cast(pa.int64())
+        except pa.ArrowInvalid:  # there are fractions, or larger numbers
+            return _decimal_keys(column)
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return _number_keys(column)
     texts = column.cast(pa.large_string()).cast(pa.large_binary())
@@ -117,6 +124,35 @@ def _number_keys(column: pa.Array) -> pa.Array:
     offsets = np.concatenate(([0], np.cumsum(np.where(valid, 11, 0)))).astype(np.int64)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(keys[valid].tobytes())]
     return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
+
+
+def _decimal_keys(column: pa.Array) -> pa.Array:
+    """As _number_keys has them, whatever the precision and scale. Only distinct values are looked at."""
+    encoded = column.dictionary_encode()
+    keys = pa.array([_decimal_key(value) for value in encoded.dictionary.to_pylist()], pa.large_binary())
+    return keys.take(encoded.indices).fill_null(b"")
+
+
+def _decimal_key(value: Decimal) -> bytes:
+    """A class byte, the number rounded down to float64, what its integer part is above that, and the digits of its fraction.
+
+    Between two neighbouring float64 numbers, all have the same integer part, or the lower one is an integer. So the digits put all that
+    have the same float64 in order, if a number that is a float64 itself has none.
+    """
+    numerator, denominator = value.as_integer_ratio()
+    whole, fraction = divmod(numerator, denominator)
+    rounded = numerator / denominator  # to the nearest
+    if Fraction(rounded) * denominator > numerator:
+        rounded = math.nextafter(rounded, -math.inf)
+    digits = b""
+    if fraction and Fraction(rounded) * denominator != numerator:
+        places = -int(value.as_tuple().exponent)
+        digits = str(fraction * 10**places // denominator).zfill(places).rstrip("0").encode()
+    rest = whole - math.floor(rounded)
+    two_bytes = rest.to_bytes(2) if rest < _LONG_REST else _LONG_REST.to_bytes(2) + rest.to_bytes(32)
+    bits = int.from_bytes(struct.pack(">d", rounded))
+    bits = bits ^ ((1 << 64) - 1) if bits >> 63 else bits | 1 << 63
+    return _NUMBER + bits.to_bytes(8) + two_bytes + digits
 
 
 def _rounded_down(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ _KEY_REASONS = {
     kind: f'order_by must be {what}, as order_type or the first rows of the data say (order_type = "text" allows any value)'
     for kind, what in (("integer", "a whole number"), ("number", "a number"))
 }
+_CATEGORICAL_REASON = "a categorical value must be a text or a whole number"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -44,8 +45,8 @@ class Records:
 
     labels: float32 [n], 0 or 1. dense: float64 [n, dense width], NaN where missing. categorical: per feature an Arrow array [n] of
     values, or large lists of values where the feature is multi-valued: integers for the encoding id, else string or large_string; null
-    or "" where missing. keys: an Arrow array [n] of the order_by column, null where missing: int64, float64 or string; None without
-    order_by. rejects: the first of the malformed records among these, at most MOST_REJECTS; rejected: how many there were.
+    or "" where missing. keys: an Arrow array [n] of the order_by column, null where missing: integers, decimals, float64 or string; None
+    without order_by. rejects: the first of the malformed records among these, at most MOST_REJECTS; rejected: how many there were.
     """
 
     labels: np.ndarray
@@ -137,8 +138,6 @@ def _plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa
             column = column.cast(pa.string())
         elif pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
             column = column.cast(pa.large_string())
-        elif pa.types.is_decimal(kind):
-            column = column.cast(pa.float64())
     except pa.ArrowInvalid as error:
         raise SourceError(f"{path}: column {name} is of type {kind} and not valid text ({error})") from error
     if not _is_text(column.type):
@@ -175,6 +174,8 @@ def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults
         column = _cast_text(column, pa.float64(), lambda row, value: faults.add(row, name, value, reason))
     elif pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
+    elif pa.types.is_decimal(column.type):
+        column = column.cast(pa.string())  # to the nearest number, which Arrow's cast from decimals is not always
     elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_null(column.type)):
         raise SourceError(
             f"{path}: column {name} must hold numbers or text, not {column.type}; convert it, or name another column"
@@ -224,8 +225,10 @@ def _values(
         numbers = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy()
         whole = (np.floor(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
         for place in np.flatnonzero(~whole & ~np.isnan(numbers)):
-            report(int(place), numbers[place], "a categorical value must be a text or a whole number")
+            report(int(place), numbers[place], _CATEGORICAL_REASON)
         column = pa.array(np.where(whole, numbers, 0).astype(np.int64), mask=~whole)
+    elif pa.types.is_decimal(kind):
+        column = _whole_texts(column, report)
     elif not (_is_text(kind) or pa.types.is_integer(kind)):
         raise SourceError(
             f"{path}: column {feature.column} must hold text or whole numbers, not {kind}; convert it to one of them"
@@ -235,6 +238,16 @@ def _values(
     if rows is None:
         raise SourceError(f"{path}: feature {feature.name}: ids need a table whose rows are known")
     return _checked_ids(column, rows, report)
+
+
+def _whole_texts(column: pa.Array, report: Callable[[int, object, str], None]) -> pa.Array:
+    """Decimals as the texts of whole numbers, of any size; null where missing, or malformed since there is a fraction."""
+    wide = column.cast(pa.decimal256(76, column.type.scale))
+    truncated = wide.cast(pa.decimal256(76, 0), safe=False)
+    whole = pc.equal(truncated.cast(wide.type, safe=False), wide)
+    for place in np.flatnonzero(pc.invert(whole).fill_null(False).to_numpy(zero_copy_only=False)):
+        report(int(place), _shown(column, place), _CATEGORICAL_REASON)
+    return pc.if_else(whole, truncated.cast(pa.string()), None)
 
 
 def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str], None]) -> pa.Array:
@@ -265,7 +278,7 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str
 
 
 def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults: Faults) -> pa.Array:
-    """The order_by column, null where missing: int64, float64 or string."""
+    """The order_by column, null where missing, of a type that keys have (Records)."""
     if _is_list(column.type):
         raise SourceError(f"{path}: column {name} holds lists; order_by needs a column of single values")
     if _is_text(column.type):
@@ -286,11 +299,8 @@ def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults
             raise SourceError(f"{path}: column {name} holds times beyond the range of nanoseconds ({error})") from error
     if pa.types.is_floating(column.type):
         return _without_nan(column.cast(pa.float64()))
-    if pa.types.is_integer(column.type):
-        try:
-            return column.cast(pa.float64() if order_type == "number" else pa.int64())
-        except pa.ArrowInvalid as error:
-            raise SourceError(f"{path}: column {name} does not fit its order_type ({error}); change order_type") from error
+    if pa.types.is_integer(column.type) or pa.types.is_decimal(column.type):
+        return column
     raise SourceError(f"{path}: column {name} must hold numbers, times or text to order by, not {column.type}")
 
 
@@ -348,4 +358,4 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)

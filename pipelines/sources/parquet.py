@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -45,7 +45,7 @@ def read_parquet(split: Split, spec: FeatureSpec) -> Iterator[Records]:
 
 def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The row group's batches, each with the rows of the file before it."""
-    with _opened(split.path) as parquet:
+    with _opened(split.path, spec.columns) as parquet:
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(split.start))
         for batch in parquet.iter_batches(PIECE_ROWS, row_groups=[split.start], columns=list(spec.columns), use_threads=False):
             yield row, batch
@@ -53,13 +53,33 @@ def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBa
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[pq.ParquetFile]:
+def _opened(path: str, columns: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, of which columns are to be read. SourceError where it is none, or what is read of it is damaged."""
     with reading(path), open_arrow(path) as file:
         kind = kind_of(file)
         if kind not in (None, "Parquet"):
             raise other_kind(path, "a readable Parquet file", kind)
         try:
-            yield pq.ParquetFile(file)
+            parquet = pq.ParquetFile(file)
+            if any(_holds_fixed_lists(parquet.schema_arrow.field(name).type) for name in columns):
+                parquet = pq.ParquetFile(file, metadata=_without_arrow_types(file))
+            yield parquet
         except pa.ArrowException as error:
             reason = str(error).splitlines()[0]
             raise SourceError(f"{path}: not a readable Parquet file ({reason}); it may be truncated, write it again") from error
+
+
+def _holds_fixed_lists(kind: pa.DataType) -> bool:
+    return pa.types.is_fixed_size_list(kind) or any(_holds_fixed_lists(kind.field(k).type) for k in range(kind.num_fields))
+
+
+def _without_arrow_types(file: pa.NativeFile) -> pq.FileMetaData:
+    """The footer without the Arrow types that are noted in it: Arrow fails at a null among lists that it takes for lists of a fixed size.
+    Parquet itself knows no such lists.
+    """
+    size = file.size()
+    file.seek(size - 8)
+    length = file.read(4)
+    file.seek(size - 8 - int.from_bytes(length, "little"))
+    footer = file.read(int.from_bytes(length, "little")).replace(b"ARROW:schema", b"-----:schema")
+    return pq.read_metadata(pa.BufferReader(b"PAR1" + footer + length + b"PAR1"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from decimal import Decimal, localcontext
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,43 @@ def test_integers_and_floats_of_two_sources_sort_together_by_value(values: list[
     keys = [ordering.order_keys(pa.array([v], pa.int64() if isinstance(v, int) else pa.float64()))[0].as_py() for v in values]
     by_key = sorted(range(len(values)), key=lambda i: keys[i])
     assert [values[i] for i in by_key] == sorted(values)
+
+
+def near(value: float) -> st.SearchStrategy[Fraction]:
+    """Numbers so close to another that float64 does not tell them apart."""
+    return st.builds(lambda n, s: Fraction(value) + Fraction(n, 10**s), st.integers(-30, 30), st.integers(0, 20))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-(10**55), 10**55), st.integers(0, 20)).map(lambda d: Fraction(d[0], 10 ** d[1]))
+        | st.sampled_from([0.0, 0.5, -0.5, 2.0**53, -(2.0**53), 2.0**64, 1e30, -1e30]).flatmap(near)
+        | st.floats(-1e50, 1e50).map(Fraction)
+        | st.integers(0, 2**64 - 1).map(Fraction)
+    )
+)
+def test_decimals_sort_by_value_among_integers_and_floats(values: list[Fraction]) -> None:
+    keys = []
+    for value in values:
+        columns = []
+        if value.denominator == 1 and 0 <= value < 2**64:
+            columns.append(pa.array([int(value)], pa.uint64()))
+        if abs(value) < 2**1000 and Fraction(float(value)) == value:
+            columns.append(pa.array([float(value)]))
+        for scale in (0, 1, 20):
+            if (value * 10**scale).denominator == 1:
+                with localcontext(prec=100):
+                    decimal = Decimal(int(value * 10**scale)).scaleb(-scale)
+                columns.append(pa.array([None, decimal, decimal], pa.decimal256(76, scale)).slice(1))
+        found = {ordering.order_keys(column)[0].as_py() for column in columns}
+        assert len(found) == 1, value
+        keys.append(found.pop())
+    assert [values[i] for i in sorted(range(len(values)), key=lambda i: keys[i])] == sorted(values)
+
+
+def test_missing_decimals_come_first() -> None:
+    column = pa.array([Decimal("1.5"), None, Decimal("-0.000001"), Decimal("1.500001")], pa.decimal128(18, 6))
+    assert sorted_by_key(column) == [None, Decimal("-0.000001"), Decimal("1.5"), Decimal("1.500001")]
 
 
 @given(st.lists(st.text() | st.none()))

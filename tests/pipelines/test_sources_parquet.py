@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +19,7 @@ import pytest
 from pipelines.encode import Encoder
 from pipelines.errors import SourceError
 from pipelines.features import Dense, Feature, FeatureSpec, Table
+from pipelines.ordering import order_keys
 from pipelines.samples import Samples
 from pipelines.sources import Source, plan_splits, read_records, read_split
 from pipelines.sources.splits import Format
@@ -27,7 +33,7 @@ SPEC = FeatureSpec(
 )
 ROWS = 40
 Columns = dict[str, pa.Array]
-Key = int | float | str | None
+Key = int | float | str | Decimal | None
 Read = tuple[Samples, list[Key], list[tuple[int, str, str]]]  # samples, order keys, and line, field and value of rejects
 PLAIN = {
     "y": pa.array([i % 2 for i in range(ROWS)], pa.int8()),
@@ -71,6 +77,10 @@ def as_csv(tmp_path_factory: pytest.TempPathFactory) -> Read:
     return read(path, kind="csv")
 
 
+def decimals(values: Sequence[int | None], kind: pa.DataType) -> pa.Array:
+    return pa.array([None if value is None else Decimal(value) for value in values], kind)
+
+
 TYPES: dict[str, Columns] = {
     "as they are": {},
     "texts": {n: PLAIN[n].cast(pa.string()) for n in ("y", "d", "c", "i")},
@@ -82,7 +92,12 @@ TYPES: dict[str, Columns] = {
     "small floats": {n: PLAIN[n].cast(pa.float32()) for n in ("y", "d", "i")},
     "booleans": {"y": PLAIN["y"].cast(pa.bool_())},
     "unsigned": {n: PLAIN[n].cast(pa.uint64()) for n in ("y", "c", "i")},
-    "decimals": {"d": PLAIN["d"].cast(pa.decimal128(12, 2))},
+    "decimals": {n: decimals(PLAIN[n].to_pylist(), pa.decimal128(12, 2)) for n in ("y", "d", "c", "i")},
+    "large decimals": {n: decimals(PLAIN[n].to_pylist(), pa.decimal256(70, 30)) for n in ("y", "d", "c", "i")},
+    "small decimals": {n: decimals(PLAIN[n].to_pylist(), pa.decimal64(12, 1)) for n in ("d", "c", "i")},
+    "decimals without places": {n: decimals(PLAIN[n].to_pylist(), pa.decimal128(38)) for n in ("y", "d", "c", "i")},
+    "lists of decimals": {"m": PLAIN["m"].cast(pa.list_(pa.decimal128(21, 1)))},
+    "half floats": {n: PLAIN[n].cast(pa.float16()) for n in ("y", "d", "i")},
     "lists of texts": {"m": PLAIN["m"].cast(pa.list_(pa.string()))},
     "large lists": {"m": PLAIN["m"].cast(pa.large_list(pa.large_string()))},
     "texts with separators": {"m": pa.array([None if not x else "|".join(map(str, x)) for x in PLAIN["m"].to_pylist()])},
@@ -132,6 +147,69 @@ def test_a_column_of_nulls_is_missing_throughout(tmp_path: Path) -> None:
 def test_order_keys_keep_their_kind(tmp_path: Path, times: pa.Array, keys: list[Key]) -> None:
     columns = {name: column.slice(0, 3) for name, column in PLAIN.items()} | {"t": times}
     assert read(write(tmp_path / "log.parquet", columns))[1] == keys
+
+
+@pytest.mark.parametrize("scale", [0, 2, 20])
+@pytest.mark.parametrize("width", [pa.decimal128, pa.decimal256])
+def test_large_decimals_lose_nothing(tmp_path: Path, width: Callable[[int, int], pa.DataType], scale: int) -> None:
+    rows = 2**53 + 30
+    spec = FeatureSpec(
+        "y",
+        (Dense("d", "d", "none"),),
+        (Feature("c0", 0, "c", "hash"), Feature("c1", 1, "c", "id"), Feature("c2", 2, "c", "vocabulary")),
+        (Table("c0", 2**40), Table("c1", rows), Table("c2", None)),
+        order_by="c",
+    )
+    ids = list(range(2**53, 2**53 + 20))
+    fractions = [Fraction(10**15 * k + 1, 3 * 10**4) for k in range(20)]
+    dense = [Decimal(f.numerator * 100 // f.denominator).scaleb(-2) for f in fractions]
+    columns = {
+        "y": pa.array([0, 1] * 10),
+        "c": decimals(ids, width(38, scale)),
+        "d": pa.array(dense, pa.decimal128(30, 2)).cast(width(30, 2)),
+    }
+    (split,) = plan_splits(Source("parquet", (str(write(tmp_path / "a.parquet", columns, 100)),)), spec)
+    (records,) = read_records(split, spec)
+    texts = [str(x) for x in ids]
+    assert [column.to_pylist() for column in records.categorical] == [texts, ids, texts]
+    assert records.dense[:, 0].tolist() == [float(str(x)) for x in dense]
+    assert len(set(order_keys(records.keys).to_pylist())) == 20
+    assert not records.rejects
+    beyond = columns | {"c": pa.array([Decimal(2**53 + 30)] * 20).cast(width(38, scale))}
+    (split,) = plan_splits(Source("parquet", (str(write(tmp_path / "b.parquet", beyond, 100)),)), spec)
+    (records,) = read_records(split, spec)
+    assert (records.rejected, records.rejects[0].field) == (20, "c")
+    assert records.rejects[0].value == str(2**53 + 30)
+
+
+def test_a_decimal_with_a_fraction_is_no_category(tmp_path: Path) -> None:
+    columns = {n: c.slice(0, 3) for n, c in PLAIN.items()}
+    values = [Decimal("1.50"), Decimal("2.00"), Decimal("-0.01")]
+    for name in ("c", "i"):
+        path = write(tmp_path / f"{name}.parquet", columns | {name: pa.array(values)})
+        assert read(path)[2] == [(1, name, "1.50"), (3, name, "-0.01")]
+
+
+@pytest.mark.parametrize("order_type", [None, "integer", "number"])
+def test_large_numbers_to_order_by_lose_nothing(tmp_path: Path, order_type: Literal["integer", "number"] | None) -> None:
+    spec = replace(SPEC, order_type=order_type)
+    for kind in (pa.int64(), pa.uint64(), pa.decimal128(38, 0), pa.decimal128(38, 5), pa.decimal256(70, 40)):
+        first = 2**63 + 2**62 if kind == pa.uint64() else 2**62
+        numbers = [first + (k * 7) % ROWS for k in range(ROWS)]
+        times = decimals(numbers, kind) if pa.types.is_decimal(kind) else pa.array(numbers, kind)
+        keys = read(write(tmp_path / "log.parquet", PLAIN | {"t": times}), spec)[1]
+        assert len(set(keys)) == ROWS
+        assert [int(key) for key in keys if key is not None] == numbers
+
+
+@pytest.mark.parametrize("row_group_size", [7, 1000])
+def test_lists_of_a_fixed_size_may_be_missing(tmp_path: Path, row_group_size: int) -> None:
+    pairs = [None if k in (9, 11) else [k, k + 1] for k in range(ROWS)]
+    columns = PLAIN | {"c": PLAIN["c"].cast(pa.string()).cast(pa.large_string())}
+    fixed = read(write(tmp_path / "a.parquet", columns | {"m": pa.array(pairs, pa.list_(pa.int64(), 2))}, row_group_size))
+    lists = read(write(tmp_path / "b.parquet", columns | {"m": pa.array(pairs, pa.list_(pa.int64()))}, row_group_size))
+    assert_same(fixed[0], lists[0])
+    assert fixed[1:] == lists[1:]
 
 
 def test_faults_are_located_by_row(tmp_path: Path) -> None:

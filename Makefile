@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # 2 processes: the tests start servers and trainers of their own.
 WORKERS ?= 2
 
-.PHONY: venv demo test test-full lint bench clean
+.PHONY: venv demo test test-full test-stores lint bench clean
 
 venv: $(VENV)/.ready
 
@@ -25,6 +25,16 @@ test: venv
 # Every grid. A run that was broken off goes on where it stopped: --stepwise remembers the first test that has not passed.
 test-full: venv
 	$(BIN)/python -m pytest -q --stepwise
+	$(MAKE) test-stores
+
+# The store's tests on every server that can be had, or on those named: make test-stores SERVERS=redis-server
+SERVERS ?= $(shell $(BIN)/python -c 'from cache.servers import available; print(*available())')
+STORE_TESTS := tests/cache tests/test_bad_store.py tests/trainer/test_lost_shards.py tests/trainer/test_scrub_command.py
+
+test-stores: venv
+	for server in $(SERVERS); do \
+	  FORELOAD_LOCAL_SERVER=$$server $(BIN)/python -m pytest -q -m "not full" -n $(WORKERS) --dist loadfile $(STORE_TESTS) || exit; \
+	done
 
 lint: venv
 	$(BIN)/ruff check .

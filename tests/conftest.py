@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from trainer import numerics
 
 if TYPE_CHECKING:
     from command_line import Clicks
+    from tls import TlsServer
 
 # Before any test imports torch; processes that tests start inherit it.
 numerics.set_environment()
@@ -38,3 +40,23 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
     from command_line import Clicks
 
     return Clicks.prepare(tmp_path_factory.mktemp("clicks"))
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two authorities, and a certificate of the first for localhost: see tls.write_certificates."""
+    from tls import write_certificates
+
+    folder = tmp_path_factory.mktemp("certificates")
+    write_certificates(folder)
+    return folder
+
+
+@pytest.fixture(params=["its own", "a front's"])
+def tls_server(request: pytest.FixtureRequest, tmp_path: Path, certificates: Path) -> Iterator[TlsServer]:
+    """A server that is reached over TLS, its own or that of a front before it."""
+    from tls import tls_server_or_skip
+
+    server = tls_server_or_skip(tmp_path / "tls", certificates, request.param)
+    yield server
+    server.close()

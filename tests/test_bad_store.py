@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_line import SMALL, Clicks, Command, done, error_of, free_port, reached, refused, refused_apart
+from tls import TlsServer
 
-from cache.errors import StoreUnavailable
 from cache.local import LocalStores
 from cache.store import Store
 from cache.url import PASSWORD_VARIABLE
@@ -174,46 +173,20 @@ def test_a_wrong_password_and_that_none_is_shown(clicks: Clicks, tmp_path: Path,
             client.command(0, "CONFIG", "SET", "requirepass", "")
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, and a certificate of the first for localhost."""
-    folder = tmp_path_factory.mktemp("tls")
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    for name in ("ca", "stranger"):
-        openssl("req", "-x509", *key, "-days", "2", "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", *subject)
-    authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
-    openssl("x509", "-req", "-in", "server.csr", *authority, "-days", "2", "-out", "server.pem", "-copy_extensions", "copy")
-    return folder
-
-
-def test_a_certificate_that_is_not_trusted_and_one_that_is(clicks: Clicks, tmp_path: Path, certificates: Path) -> None:
-    port = free_port()
-    server = Server(
-        tmp_path / "server", tls_port=str(port), tls_auth_clients="no", tls_cert_file=str(certificates / "server.pem"),
-        tls_key_file=str(certificates / "server.key"), tls_ca_cert_file=str(certificates / "ca.pem"),
-    )  # fmt: skip
-    try:
-        server.stores.start()
-    except StoreUnavailable as error:
-        pytest.skip(f"this redis-server has no TLS: {error}")
-    with server.stores:
-        run, url = tmp_path / "run", f"rediss://localhost:{port}"
-        for option, words in [
-            ("", "its certificate is not trusted"),
-            (f"?ssl_ca_certs={certificates}/stranger.pem", "its certificate is not trusted"),
-            (f"?ssl_ca_certs={certificates}/none.pem", "ssl_ca_certs names no file"),
-        ]:
-            assert words in refused(*train(clicks, run, url + option))
-            assert not run.exists()
-        trusted = done(*train(clicks, run, f"{url}?ssl_ca_certs={certificates}/ca.pem", "--digest"))
-        # The options are no secret: the run has kept them.
-        assert trusted.strip().endswith(done("digest", run).strip())
+def test_a_certificate_that_is_not_trusted_and_one_that_is(
+    clicks: Clicks, tmp_path: Path, tls_server: TlsServer, certificates: Path
+) -> None:
+    run, url = tmp_path / "run", f"rediss://localhost:{tls_server.port}"
+    for option, words in [
+        ("", "its certificate is not trusted"),
+        (f"?ssl_ca_certs={certificates}/stranger.pem", "its certificate is not trusted"),
+        (f"?ssl_ca_certs={certificates}/none.pem", "ssl_ca_certs names no file"),
+    ]:
+        assert words in refused(*train(clicks, run, url + option))
+        assert not run.exists()
+    trusted = done(*train(clicks, run, tls_server.url, "--digest"))
+    # The options are no secret: the run has kept them.
+    assert trusted.strip().endswith(done("digest", run).strip())
 
 
 def test_a_namespace_that_is_another_runs(clicks: Clicks, tmp_path: Path, server: Server) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from lane_program import LAYOUTS, SEED, make_program
 from test_parity import plan, run_lane
+from tls import KINDS, TlsServer, tls_server_or_skip
 
 from cache.batch_log import FileLog
 from cache.errors import RowsLost
@@ -75,8 +79,15 @@ class Disturber:
         return not self._events
 
 
+class Urls(Protocol):
+    """Something that has the URLs of servers."""
+
+    @property
+    def urls(self) -> Sequence[str]: ...
+
+
 def run(
-    stores: LocalStores,
+    stores: Urls,
     logs: Path,
     k: int,
     r: int,
@@ -240,6 +251,56 @@ def test_a_connection_that_is_reset_is_made_again_and_nothing_is_lost(
     assert disturber.states == []
     assert counters.rows_decoded == 0
     assert found == undisturbed(3, 2, 1)
+
+
+@dataclass
+class OverTls:
+    """Three servers that are reached over TLS."""
+
+    servers: list[TlsServer]
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+
+@pytest.fixture(params=KINDS)
+def over_tls(request: pytest.FixtureRequest, tmp_path: Path, certificates: Path) -> Iterator[OverTls]:
+    """Three servers of a test's own, over TLS."""
+    with contextlib.ExitStack() as opened:
+        servers = []
+        for shard in range(3):
+            servers.append(tls_server_or_skip(tmp_path / f"{shard}", certificates, request.param))
+            opened.callback(servers[-1].close)
+        yield OverTls(servers)
+
+
+def test_a_server_that_closes_tls_connections_loses_nothing_and_one_that_dies_is_a_lost_shard(
+    over_tls: OverTls, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    servers = over_tls.servers
+    disturber = Disturber(
+        {
+            (action, count): servers[1].disconnect
+            for action in ("data leaves", "parity leaves", "fetch leaves")
+            for count in (4, 6, 8)
+        }
+    )
+    found, counters, lost = run(over_tls, tmp_path / "logs", 2, 1, disturber)
+    assert lost == []
+    assert disturber.states == []
+    assert counters.rows_decoded == 0
+    assert found == undisturbed(3, 2, 1)
+
+    for server in servers:
+        with Store(server.stores.urls) as store:
+            store.command(0, "FLUSHALL")
+    disturber = Disturber({("data leaves", 9): kill(servers[2].stores, 0)})
+    found, counters, lost = run(over_tls, tmp_path / "more logs", 2, 1, disturber)
+    assert lost == [2]
+    assert counters.rows_decoded > 0
+    for lane, expected in undisturbed(3, 2, 1).items():
+        assert found[lane][:2] == expected[:2]
 
 
 def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(

@@ -79,9 +79,14 @@ class LaneTraffic:
         self.released_boundary = plan.released_boundary
 
     def release(self) -> None:
-        """Note the boundaries all of whose rows are acknowledged, as far as every earlier one's are."""
+        """Note the boundaries all of whose rows are acknowledged, as far as every earlier one's are.
+
+        Beyond the schedule rows are not what the schedule says of that boundary, so no fetch that comes after it is released.
+        """
         while self.boundaries and not self.boundaries[0].left:
-            self.released_boundary = self.boundaries.popleft().number
+            done = self.boundaries.popleft()
+            if not done.beyond:
+                self.released_boundary = done.number
 
     def planned(self, fetch: Fetch) -> PlannedFetch:
         """What is expected of a fetch, and where its rows go."""

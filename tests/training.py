@@ -17,6 +17,7 @@ from pipelines.schedule import Schedule
 from trainer.assembly import DensePart, Start, assemble, stored_rows_at
 from trainer.dense_optimizers import load_optimizer_state, optimizer_state
 from trainer.digest import Digest
+from trainer.errors import LossNotFinite
 from trainer.job import TrainJob
 from trainer.step import EvaluationReport, StepReport, Trainer
 from trainer.trained import trained_rows
@@ -25,13 +26,17 @@ from trainer.transport import LocalHub
 
 @dataclass(slots=True)
 class Trained:
-    """What a training left: the digest, the reports of rank 0, where it stopped (None: at the end), and what a resume starts from."""
+    """What a training left: the digest, the reports of rank 0, where it stopped (None: at the end), and what a resume starts from.
+
+    failure: the loss that was not finite, if that is why it stopped.
+    """
 
     digest: str
     steps: list[StepReport]
     evaluations: list[EvaluationReport]
     stopped_at: int | None
     start: Start
+    failure: str | None = None
     dense: list[DensePart] = field(default_factory=list)
 
 
@@ -75,10 +80,6 @@ def train(
 
     logs = Path(tempfile.mkdtemp())
 
-    def note(report: StepReport) -> None:
-        outcome.steps.append(report)
-        on_step(report)
-
     def run(rank: int) -> None:
         store = Store(urls, timeout)
         try:
@@ -89,12 +90,20 @@ def train(
                 trainer = Trainer(part)
                 break_it(rank, trainer)
                 mine = rank == 0
-                stopped = trainer.run(
-                    events,
-                    stop_after,
-                    note if mine else lambda report: None,
-                    outcome.evaluations.append,
-                )
+                trained = start.step
+
+                def note(report: StepReport) -> None:
+                    nonlocal trained
+                    trained = report.step
+                    if mine:
+                        outcome.steps.append(report)
+                        on_step(report)
+
+                failure = None
+                try:
+                    stopped = trainer.run(events, stop_after, note, outcome.evaluations.append)
+                except LossNotFinite as error:
+                    stopped, failure = trained, str(error)
                 last = schedule.header.end_step - 1 if stopped is None else stopped
                 trainer.write_everything_back(last + 1, beyond=stopped is not None)
                 # What rank 0 does after the last step has happened before anyone looks for shards that are lost.
@@ -103,7 +112,7 @@ def train(
                 for lane in trainer.lanes:
                     batches[lane] = part.traffic.batches(lane)
                 if mine:
-                    outcome.stopped_at = stopped
+                    outcome.stopped_at, outcome.failure = stopped, failure
             finally:
                 part.traffic.abort()
         except BaseException as error:

@@ -212,6 +212,7 @@ def assemble(
         partitions=partitions,
         seed=job.seed,
         device=device,
+        allow_nan=job.allow_nan,
         bytes_sent=lambda: sum(transport.bytes_sent.values()),
     )
     return part, remaining(schedule, position)

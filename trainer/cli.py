@@ -37,7 +37,7 @@ _GROUPS = {
         "store_timeout",
         "peer_timeout",
     ),
-    "this call": ("follow", "resume", "overwrite", "digest"),
+    "this call": ("follow", "resume", "overwrite", "allow_nan", "digest"),
 }
 _NAMED = 20  # stripes that scrub names on the terminal
 _REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first

@@ -21,6 +21,13 @@ class FingerprintError(TrainerError):
     """A trainer whose arithmetic may give other bits than that of the run which it wants to join."""
 
 
+class LossNotFinite(TrainerError):
+    """A training or evaluation step whose loss is NaN or infinite in a lane; nothing of a training step is applied then."""
+
+    def __init__(self, step: str, lane: int, loss: float) -> None:
+        super().__init__(f"{step}: the loss must be finite in every lane; got {loss} in lane {lane}")
+
+
 class RunError(TrainerError):
     """A run directory, or what it holds, that is missing, damaged, or in another state than the command needs."""
 

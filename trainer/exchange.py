@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numba as nb
 import numpy as np
@@ -19,7 +20,7 @@ from pipelines.schedule_format import LaneEvent
 from trainer.kernels import Kernels
 from trainer.transport import Transport, Work
 
-EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS = range(6)
+EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT = range(7)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -71,7 +72,7 @@ class Lists:
 class DenseSum:
     """The sum of the lanes' dense vectors while it is under way. bounds: where each trainer's chunk begins, and where the last one ends."""
 
-    flat: Mapping[int, Tensor]
+    parcels: Mapping[int, Sequence[Tensor]]
     bounds: list[int]
     outgoing: dict[int, Tensor]
     incoming: dict[int, Tensor]
@@ -89,6 +90,7 @@ class Exchange:
     def __init__(self, transport: Transport, lane_map: Sequence[int], kernels: Kernels, width: int) -> None:
         self._transport, self._kernels, self._width = transport, kernels, width
         self._map = tuple(lane_map)
+        self.trainers = transport.world
         self.hosted = [lane for lane, host in enumerate(lane_map) if host == transport.rank]
         self._peers = [peer for peer in range(transport.world) if peer != transport.rank]
         self._lanes = {peer: [lane for lane, host in enumerate(lane_map) if host == peer] for peer in range(transport.world)}
@@ -214,38 +216,36 @@ class Exchange:
                 self._kernels.add_part(totals[owner], users, lane, part)
         return totals
 
-    def begin_dense(self, flat: Mapping[int, Tensor]) -> DenseSum:
+    def begin_dense(self, parcels: Mapping[int, Sequence[Tensor]]) -> DenseSum:
         """Begin to add the dense vectors of two or more lanes in lane order: every trainer adds one chunk, of which it gets each lane's part.
 
-        flat: hosted lane -> float32 [P]; they must stay as they are until `finish_dense`.
+        parcels: hosted lane -> for each trainer, float32 [its chunk + 1], the lane's part of the chunk and then the lane's loss; they must stay
+        as they are until `finish_dense`.
         """
-        world, device = self._transport.world, self._transport.device
-        length = next(iter(flat.values())).numel()
-        bounds = [length * k // world for k in range(world + 1)]
-        outgoing = {peer: _joined([flat[lane][bounds[peer] : bounds[peer + 1]] for lane in self.hosted]) for peer in self._peers}
-        size = bounds[self._transport.rank + 1] - bounds[self._transport.rank]
-        incoming = {peer: torch.empty(size * len(self._lanes[peer]), device=device) for peer in self._peers}
-        return DenseSum(flat, bounds, outgoing, incoming, self._transport.post(outgoing, incoming, DENSE))
+        rank, device = self._transport.rank, self._transport.device
+        sizes = [parcel.numel() for parcel in next(iter(parcels.values()))]
+        bounds = list(accumulate((size - 1 for size in sizes), initial=0))
+        outgoing = {peer: _joined([parcels[lane][peer] for lane in self.hosted]) for peer in self._peers}
+        incoming = {peer: torch.empty(sizes[rank] * len(self._lanes[peer]), device=device) for peer in self._peers}
+        return DenseSum(parcels, bounds, outgoing, incoming, self._transport.post(outgoing, incoming, DENSE))
 
-    def add_dense(self, dense: DenseSum) -> None:
-        """Add this trainer's chunk, and send the others what came out."""
+    def add_dense(self, dense: DenseSum) -> Tensor:
+        """Add this trainer's chunk, and send the others what came out. Returns the losses of all lanes, float32 [lanes]."""
         rank, bounds = self._transport.rank, dense.bounds
-        chunk = slice(bounds[rank], bounds[rank + 1])
         dense.work.wait()
-        parts = {lane: flat[chunk] for lane, flat in dense.flat.items()}
+        parts = {lane: parcels[rank] for lane, parcels in dense.parcels.items()}
         for peer, buffer in dense.incoming.items():
-            split = (
-                buffer.split(buffer.numel() // len(self._lanes[peer])) if buffer.numel() else [buffer] * len(self._lanes[peer])
-            )
-            parts.update(zip(self._lanes[peer], split, strict=True))
+            lanes = self._lanes[peer]
+            parts.update(zip(lanes, buffer.split(buffer.numel() // len(lanes)), strict=True))
         total = dense.total = torch.empty(bounds[-1], device=self._transport.device)
-        own = total[chunk]
-        torch.add(parts[0], parts[1], out=own)
+        own = total[bounds[rank] : bounds[rank + 1]]
+        torch.add(parts[0][:-1], parts[1][:-1], out=own)
         for lane in range(2, len(self._map)):
-            own.add_(parts[lane])
+            own.add_(parts[lane][:-1])
         dense.outgoing = dict.fromkeys(self._peers, own)
         dense.incoming = {peer: total[bounds[peer] : bounds[peer + 1]] for peer in self._peers}
         dense.work = self._transport.post(dense.outgoing, dense.incoming, DENSE_SUM)
+        return torch.stack([parts[lane][-1] for lane in range(len(self._map))])
 
     def finish_dense(self, dense: DenseSum) -> Tensor:
         """The sum, float32 [P], on every trainer."""
@@ -265,3 +265,9 @@ class Exchange:
         for peer, buffer in incoming.items():
             found.update(zip(self._lanes[peer], buffer.split([samples[lane] for lane in self._lanes[peer]]), strict=True))
         return [found[lane] for lane in range(len(self._map))]
+
+    def agree(self, found: Tensor) -> Tensor:
+        """What rank 0 found, on every trainer; found: of the same shape and dtype everywhere."""
+        sends, receives = (dict.fromkeys(self._peers, found), {}) if self._transport.rank == 0 else ({}, {0: found})
+        self._transport.post(sends, receives, VERDICT).wait()
+        return found

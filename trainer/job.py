@@ -104,6 +104,9 @@ class TrainJob:
     overwrite: bool = _setting(
         False, "switch", "delete what the run's folder and its namespace on the store hold, and start anew", state=True
     )
+    allow_nan: bool = _setting(
+        False, "switch", "go on where a loss is NaN or infinite, instead of stopping before that step", state=True
+    )
     digest: bool = _setting(False, "switch", "compute the digest of the trained model at the end", state=True)
 
     def __post_init__(self) -> None:

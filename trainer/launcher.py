@@ -189,7 +189,7 @@ class Launch:
             if local is not None and not trained:
                 local.stop(save=False)
         if attempt.failure is not None:
-            raise TrainerError(f"{attempt.failure} (training stopped after step {ending.step}, the last that was published)")
+            raise TrainerError(attempt.failure)
         return ending
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from cache.traffic import Traffic
 from pipelines.mixing import key
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Event, LaneEvent
+from trainer.errors import LossNotFinite
 from trainer.exchange import Exchange, Lists
 from trainer.flat import FlatGradients
 from trainer.kernels import Kernels
@@ -69,6 +71,7 @@ class Part:
     partitions: Mapping[int, Partition]
     seed: int
     device: torch.device
+    allow_nan: bool
     bytes_sent: Callable[[], int]
 
 
@@ -112,9 +115,11 @@ class Trainer:
         self.part = part
         self.lanes = list(part.partitions)
         self._parameters = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
-        self._flat = FlatGradients(self._parameters, part.schedule.header.lanes)
+        self._flat = FlatGradients(self._parameters, part.exchange.trainers)
         self._scratch = {lane: np.full(p.slots, -1, np.int32) for lane, p in part.partitions.items()}
         self._metrics: BinaryMetrics | None = None
+        self._not_finite: tuple[int, int] | None = None  # of this evaluation pass: the first step and lane with such a loss
+        self._boundary = -1  # the last one whose ended residencies left for write-back
 
     def run(
         self,
@@ -126,6 +131,7 @@ class Trainer:
         """Run events until they end, or until stop_after(step), asked after every training step, says so.
 
         All trainers must get the same answers. Returns the last step if stopped, None at the end. on_evaluation is called on rank 0 alone.
+        Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the last step reported left them.
         """
         event = next(events, None)
         ahead: Lists | None = None
@@ -135,8 +141,7 @@ class Trainer:
                 following, ahead = self._train(event, events, ahead, on_step)
                 last_step = event.step
                 if stop_after(event.step):
-                    if ahead is not None and ahead.early is not None:
-                        ahead.early.wait()
+                    _finish_early(ahead)
                     return last_step
             else:
                 following = next(events, None)
@@ -154,6 +159,7 @@ class Trainer:
             moves = lanes[lane]
             if event.kind == "train":
                 self.part.traffic.write_back(lane, event.step, partition.end(moves.ends))
+                self._boundary = event.step
             clock.lap("compute")
             staged = self.part.traffic.take(lane, event.index)
             clock.lap("waiting")
@@ -213,19 +219,21 @@ class Trainer:
         if len(lanes) > 1:
             under_way = part.exchange.begin_dense({lane: self._flat.pack(*flat[lane], lane) for lane in self.lanes})
         totals = part.exchange.sum_row_gradients(lists, gradients)
-        if under_way is not None:
-            part.exchange.add_dense(under_way)
+        losses = flat[0][1].reshape(1) if under_way is None else part.exchange.add_dense(under_way)
         clock.lap("exchange")
+        if not part.allow_nan and not all(map(math.isfinite, losses.tolist())):  # on CUDA this waits for the backward pass
+            # Every trainer has the same losses, so all stop here; what is under way between them comes to its end.
+            if under_way is not None:
+                part.exchange.finish_dense(under_way)
+            _finish_early(ahead)
+            lane = losses.isfinite().tolist().index(False)
+            raise LossNotFinite(f"step {event.step}", lane, float(losses[lane]))
         for lane, partition in part.partitions.items():
             slots = lanes[lane].slots
             tables = partition.mark_trained(slots, event.step)
             part.kernels.apply(partition.weights, partition.state, slots, tables, totals[lane], part.rules)
         clock.lap("compute")
-        if under_way is None:
-            dense, losses = flat[0]
-        else:
-            summed = part.exchange.finish_dense(under_way)
-            dense, losses = self._flat.gradients(summed), self._flat.losses(summed)
+        dense = flat[0][0] if under_way is None else self._flat.gradients(part.exchange.finish_dense(under_way))
         clock.lap("exchange")
         for parameter, gradient in zip(self._parameters, dense, strict=True):
             parameter.grad = gradient
@@ -237,7 +245,7 @@ class Trainer:
                 step=event.step,
                 epoch=event.epoch,
                 samples=event.samples,
-                loss=float(sum(losses.reshape(-1).tolist())),
+                loss=float(sum(losses.tolist())),
                 rows_used=sum(moves.slots.size for moves in mine),
                 rows_arrived=sum(len(moves.arrivals) for moves in mine),
                 rows_fetched=sum(int((moves.arrivals.tag != 0).sum()) for moves in mine),
@@ -304,13 +312,15 @@ class Trainer:
                 else:
                     logits[lane] = torch.empty(0, device=part.device)
         gathered = part.exchange.collect_logits(logits, [len(moves.labels) for moves in lists.events])
-        if gathered is None:
-            return
-        if self._metrics is None:
-            self._metrics = BinaryMetrics()
-        for moves, values in zip(lists.events, gathered, strict=True):
-            self._metrics.add(values.cpu().numpy(), moves.labels)
+        if gathered is not None:
+            self._metrics = self._metrics or BinaryMetrics()
+            for lane, (moves, values) in enumerate(zip(lists.events, gathered, strict=True)):
+                self._metrics.add(values.cpu().numpy(), moves.labels)
+                if self._not_finite is None and not values.isfinite().all():
+                    self._not_finite = event.step, lane
         if last:
+            self._agree_on_evaluation()
+        if last and self._metrics is not None:
             found = self._metrics.result()
             self._metrics = None
             on_evaluation(
@@ -324,15 +334,33 @@ class Trainer:
                 )
             )
 
-    def write_everything_back(self, boundary: int, beyond: bool) -> int:
-        """End every residency and wait until the store has all rows. Returns how many sat in slots.
+    def _agree_on_evaluation(self) -> None:
+        """At the end of an evaluation pass: raise LossNotFinite on every trainer where a loss of the pass is not finite."""
+        if self.part.allow_nan:
+            return
+        found = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.part.device)
+        step, lane = self.part.exchange.agree(found).tolist()
+        if step >= 0:
+            raise LossNotFinite(f"evaluation step {step}", lane, math.nan)
 
-        beyond: on a clean stop; these write-backs are none of the schedule's and are counted apart.
+    def write_everything_back(self, boundary: int, beyond: bool) -> int:
+        """End every residency and wait until the store has all rows. Returns how many sat in slots, beyond the schedule only changed ones.
+
+        boundary: of the step after the last one trained. beyond: on a clean stop; these write-backs are none of the schedule's and are counted
+        apart.
         """
         count = 0
+        # That of a step which was not finished is behind already.
+        boundary = max(boundary, self._boundary + 1)
         for lane, partition in self.part.partitions.items():
-            slots = partition.occupied()
-            count += slots.size
-            self.part.traffic.write_back(lane, boundary, partition.end(slots), beyond)
+            ended = partition.end(partition.occupied())
+            count += int((ended.tag != ended.stored_tag).sum()) if beyond else len(ended)
+            self.part.traffic.write_back(lane, boundary, ended, beyond)
         self.part.traffic.flush()
         return count
+
+
+def _finish_early(ahead: Lists | None) -> None:
+    """Wait for the rows of a step that will not come."""
+    if ahead is not None and ahead.early is not None:
+        ahead.early.wait()

@@ -39,7 +39,7 @@ from trainer.assembly import DensePart, Start, assemble  # noqa: E402
 from trainer.coordinator import Board, Mail, StopAgreement, join_store  # noqa: E402
 from trainer.dense_file import load_dense, save_dense  # noqa: E402
 from trainer.errands import TrainerErrands  # noqa: E402
-from trainer.errors import PeerLost, TrainerError  # noqa: E402
+from trainer.errors import LossNotFinite, PeerLost, TrainerError  # noqa: E402
 from trainer.faults import Fault  # noqa: E402
 from trainer.job import TrainJob  # noqa: E402
 from trainer.run import DENSE, LOG, PLACEMENT, Run  # noqa: E402
@@ -163,7 +163,7 @@ class TrainerProcess:
             transport.barrier()
 
     def _train(self, trainer: Trainer, events: Iterator[Any]) -> tuple[bool, str | None]:
-        """Run the events; returns whether training stopped early, and what is wrong with the schedule if that is why."""
+        """Run the events; returns whether training stopped early, and what went wrong if that is why."""
         agreement = StopAgreement(self._board, leads=self._board.lane_map(TERM)[0] == self._trainer)
 
         def on_step(report: StepReport) -> None:
@@ -181,7 +181,12 @@ class TrainerProcess:
             # What was published before is valid, and all trainers come to the same end of it.
             if not self._job.follow:
                 raise
-            return True, str(error)
+            return True, f"{error} (training stopped after step {self._last_step}, the last that was published)"
+        except LossNotFinite as error:
+            return True, (
+                f"{error}; training stopped as after step {self._last_step}, with everything saved; train anew with a lower --lr or "
+                "--dense-lr, or go on with --resume --allow-nan"
+            )
 
     @contextlib.contextmanager
     def _rows_lost_first(self, traffic: Traffic) -> Iterator[None]:

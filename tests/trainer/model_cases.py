@@ -112,3 +112,17 @@ class Demanding(Sum):
 
 def not_a_class() -> None:
     """A function, which is no model."""
+
+
+class Poisoned(Sum):
+    """Its logit is NaN, or another value, for every sample whose first dense value is above 60."""
+
+    def __init__(self, spec: ModelSpec, *, value: float = float("nan"), gradient: bool = False) -> None:
+        super().__init__(spec)
+        self.value = value
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 40))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        poisoned = dense[:, 0] > 60
+        logits = super().forward(torch.where(poisoned[:, None], 0, dense), embeddings) + self.weight.sum()
+        return torch.where(poisoned, self.value, logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from pipelines.schedule_format import Event, LaneEvent
 from trainer import numerics
 from trainer.commands.resting import RestingRun, open_resting
 from trainer.dense_file import load_parameters
-from trainer.errors import RunError
+from trainer.errors import LossNotFinite, RunError
 from trainer.kernels import kernels_for
 from trainer.layout import BlockLayout, model_spec
 from trainer.metrics import BinaryMetrics
@@ -29,14 +30,18 @@ _KEY = np.dtype([("table", np.int16), ("id", np.int64)])
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStep:
-    """An evaluation step: its lanes' parts, and per lane what row sits in each slot of its list, _KEY [U]."""
+    """An evaluation step: its number, its lanes' parts, and per lane what row sits in each slot of its list, _KEY [U]."""
 
+    number: int
     lanes: tuple[LaneEvent, ...]
     rows: tuple[np.ndarray, ...]
 
 
 def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
-    """Evaluate on the run's own schedule, or on another one of the same features. Raises RunError where that has nothing to evaluate."""
+    """Evaluate on the run's own schedule, or on another one of the same features.
+
+    Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
+    """
     with open_resting(path, store) as resting:
         numerics.set_up(resting.job.threads, cpu_capability=resting.job.cpu_capability)
         used = resting.schedule if schedule is None else _fitting(resting, Schedule(schedule))
@@ -45,8 +50,10 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
         module = _module(resting)
         metrics = BinaryMetrics()
         for step in _last_pass(used):
-            for logits, labels in _logits(resting, module, step, wanted, weights):
-                metrics.add(logits.numpy(), labels)
+            for lane, logits in _logits(resting, module, step, wanted, weights):
+                if not logits.isfinite().all():
+                    raise LossNotFinite(f"run {path}, evaluation step {step.number}", lane, math.nan)
+                metrics.add(logits.numpy(), step.lanes[lane].labels)
         found = metrics.result()
     return {
         "schedule": str(used.path),
@@ -92,7 +99,7 @@ def _step(schedule: Schedule, event: Event, held: list[np.ndarray]) -> Evaluatio
     for moves, rows in zip(lanes, held, strict=True):
         rows["table"][moves.arrivals.slot] = moves.arrivals.table
         rows["id"][moves.arrivals.slot] = moves.arrivals.id
-    return EvaluationStep(lanes, tuple(rows[moves.slots] for moves, rows in zip(lanes, held, strict=True)))
+    return EvaluationStep(event.step, lanes, tuple(rows[moves.slots] for moves, rows in zip(lanes, held, strict=True)))
 
 
 def _distinct_rows(schedule: Schedule) -> np.ndarray:
@@ -139,8 +146,8 @@ def _module(resting: RestingRun) -> nn.Module:
 
 def _logits(
     resting: RestingRun, module: nn.Module, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Logits [b] and labels float32 [b] of each slice that has samples."""
+) -> Iterator[tuple[int, Tensor]]:
+    """Lane and logits float32 [b] of each slice that has samples."""
     block_layout = BlockLayout.of(resting.schedule.header.features, resting.layouts)
     kernels = kernels_for("cpu")
     places = [np.searchsorted(wanted, rows) for rows in step.rows]
@@ -157,4 +164,4 @@ def _logits(
         dense.numpy()[...] = moves.dense
         kernels.gather_block(rows, moves.index, moves.offsets, block_layout, block)
         with torch.no_grad():
-            yield module(dense, block_layout.embeddings(block)), moves.labels
+            yield lane, module(dense, block_layout.embeddings(block))

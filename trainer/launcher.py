@@ -37,7 +37,7 @@ from trainer.faults import Witness
 from trainer.fit import check_fit
 from trainer.job import TrainJob, local_shards
 from trainer.layout import model_spec
-from trainer.models import build_model, load_model
+from trainer.models import build_model, ignored_inputs, load_model
 from trainer.run import STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
 from trainer.store_shards import StoreShards
 from trainer.worker import JOIN_TIMEOUT, work
@@ -119,13 +119,20 @@ class Launch:
         return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
 
     def _check_model(self, schedule: Schedule) -> None:
-        """Raise what is wrong with the model before anything is started, and with its optimizer, too, before a run is deleted."""
-        job = self._job
+        """Raise what is wrong with the model before anything is started, and with its optimizer, too, before a run is deleted.
+
+        Says what of the data the model ignores.
+        """
+        job, spec = self._job, model_spec(schedule.header.features, self._job.dim)
         if job.overwrite:
-            DensePart.build(replace(job, device="cpu"), schedule)
+            module = DensePart.build(replace(job, device="cpu"), schedule).module
         else:
             # Without the optimizer, for which torch imports its compiler: two seconds.
-            build_model(load_model(job.model), model_spec(schedule.header.features, job.dim), job.model_options, job.seed)
+            module = build_model(load_model(job.model), spec, job.model_options, job.seed)
+        if ignored := ignored_inputs(module, spec):
+            sys.stderr.write(
+                f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"
+            )
 
     def _resume(self, schedule: Schedule) -> Ending:
         run = Run.open(self._job.run)

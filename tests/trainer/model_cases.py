@@ -126,3 +126,41 @@ class Poisoned(Sum):
         poisoned = dense[:, 0] > 60
         logits = super().forward(torch.where(poisoned[:, None], 0, dense), embeddings) + self.weight.sum()
         return torch.where(poisoned, self.value, logits)
+
+
+class AlwaysNormed(Normed):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return Sum.forward(self, self.norm(dense), embeddings)
+
+
+class Paired(Sum):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        assert len(dense) > 1
+        return super().forward(dense, embeddings)
+
+
+class Rooted(Sum):
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings) + torch.sqrt(-1 - dense.sum(1).abs())
+
+
+class Zero(Sum):
+    """Its gradients are zero at first."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.last = nn.Parameter(torch.zeros(1))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings) * self.last
+
+
+class Deaf(Sum):
+    """It reads the first features only, and the dense values only if it sees."""
+
+    def __init__(self, spec: ModelSpec, *, hears: int = 1, sees: bool = True) -> None:
+        super().__init__(spec)
+        self.names, self.sees = spec.names[:hears], sees
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense if self.sees else torch.zeros_like(dense), embeddings)

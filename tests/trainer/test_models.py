@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import Clicks, run_here
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
-from trainer.models import MODELS, build_model, key_values, load_model
+from trainer.models import MODELS, build_model, ignored_inputs, key_values, load_model
 from trainer.models.pairwise import PairwiseDots, TorchPairwiseDots
 from trainer.models.spec import Embeddings, ModelSpec, further_columns
 
@@ -166,8 +167,8 @@ def test_a_users_model_gets_options_of_the_types_of_its_defaults() -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("Counting", "changes buffer calls"),
-        ("Normed", "changes buffer norm.*BatchNorm"),
+        ("Counting", "it changes calls"),
+        ("Normed", "it changes norm.*BatchNorm"),
         ("Remembering", "must keep no state"),
         ("Wide", r"\[3\], for 3 samples; got torch.float32 \[3, 1\]"),
         ("Squeezing", r"\[1\], for 1 samples; got torch.float32 \[\]"),
@@ -176,7 +177,13 @@ def test_a_users_model_gets_options_of_the_types_of_its_defaults() -> None:
         ("Lazy", "parameter lazy.weight must be float32"),
         ("Sparse", "table.weight has a sparse gradient"),
         ("Bare", "has no parameters"),
-        ("Failing", "forward failed on made-up samples: KeyError"),
+        ("Failing", "forward failed on 3 made-up samples: KeyError"),
+        (
+            "AlwaysNormed",
+            "AlwaysNormed: forward must leave buffers as they are.*; it changes norm.*; leave out BatchNorm and the like, use LayerNorm",
+        ),
+        ("Paired", "forward failed on 1 made-up sample: .*; it must work on slices of any size, from one sample on"),
+        ("Rooted", "forward must return finite logits for made-up samples .*; got nan; look for a division by zero"),
         ("Unbuildable", "cannot be built: RuntimeError: no such luck"),
     ],
 )
@@ -198,6 +205,35 @@ def test_modules_that_cannot_be_trained_exactly_are_refused(case: str, message: 
 def test_what_is_no_model_is_refused(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "ignored"),
+    [
+        ("Sum", {}, []),
+        ("Zero", {}, []),
+        ("Deaf", {"hears": 1}, ["c1", "c2"]),
+        ("Deaf", {"hears": 3, "sees": False}, ["dense values"]),
+    ],
+)
+def test_what_a_model_ignores_is_found(case: str, options: dict[str, object], ignored: list[str]) -> None:
+    model = load_model(f"model_cases:{case}")
+    assert ignored_inputs(build_model(model, spec_of(features=3), options, 0), spec_of(features=3)) == ignored
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_models_ignore_nothing(name: str) -> None:
+    assert ignored_inputs(build_model(load_model(name), spec_of(), {}, 0), spec_of()) == []
+
+
+def test_training_a_model_that_ignores_features_warns_once(clicks: Clicks, tmp_path: Path) -> None:
+    # It then ends, before it has started anything.
+    status, _, err = run_here(
+        "train", clicks.schedule, "--run", tmp_path / "run", "--store", "redis://127.0.0.1:1", "--model", "model_cases:Deaf"
+    )
+    assert status == 2
+    warnings = [line for line in err.splitlines() if "warning" in line]
+    assert warnings == ["foreload: warning: model model_cases:Deaf: ignores user, site: its logits do not depend on them"]
 
 
 def test_options_are_given_as_key_and_value() -> None:

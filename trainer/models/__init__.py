@@ -23,6 +23,8 @@ MODELS = {
     "deepfm": "trainer.models.deepfm:DeepFM",
 }
 
+_MANY = 64  # made-up samples, so that what is used shows in one
+
 
 def load_model(name: str) -> type[nn.Module]:
     """The class of a model: a name in MODELS, or package.module:Class, found as Python finds it or from the working directory.
@@ -121,21 +123,82 @@ def build_model(model: type[nn.Module], spec: ModelSpec, options: Mapping[str, o
     return module
 
 
-def _trial(module: nn.Module, spec: ModelSpec, samples: int) -> Tensor:
-    """Logits of a forward and backward on made-up samples, in training mode; leaves gradients behind."""
+def _trial(module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float = 0.0) -> tuple[Tensor, Tensor | None]:
+    """Logits of a forward and backward on made-up samples, in training mode, and the embedding block's gradient; leaves gradients behind.
+
+    dense_shift: added to the dense values.
+    """
     torch.manual_seed(samples)
     further = further_columns(type(module))
     parts = [(("weights", dimension), *further) for _, dimension, _ in spec.features]
     width = max(sum(columns for _, columns in own) for own in parts)
     block = torch.randn(samples, len(parts), width, requires_grad=True)
-    logits = module(torch.randn(samples, spec.dense_width), Embeddings.split(block, spec.names, parts))
+    logits = module(torch.randn(samples, spec.dense_width) + dense_shift, Embeddings.split(block, spec.names, parts))
     if not isinstance(logits, Tensor) or logits.shape != (samples,) or logits.dtype != torch.float32:
         got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ModelError(
             f"{type(module).__name__}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}"
         )
     logits.sum().backward()
-    return logits.detach()
+    return logits.detach(), block.grad
+
+
+def _tried(module: nn.Module, spec: ModelSpec, samples: int) -> tuple[Tensor, Tensor | None]:
+    """A trial; whatever it raises as a ModelError."""
+    try:
+        return _trial(module, spec, samples)
+    except ModelError:
+        raise
+    except Exception as error:  # a user's model may raise anything
+        raise ModelError(
+            f"{type(module).__name__}: forward failed on {samples} made-up sample{'s' * (samples > 1)}: {type(error).__name__}: {error}; "
+            "it must work on slices of any size, from one sample on"
+        ) from error
+
+
+def _check_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    after = dict(module.named_buffers())
+    changed = [buffer for buffer in after if buffer not in before or not _same(before[buffer], after[buffer])]
+    if changed or len(after) != len(before):
+        what = changed[0] if changed else next(iter(set(before) - set(after)))
+        raise ModelError(
+            f"{type(module).__name__}: forward must leave buffers as they are, since lanes do not share them; it changes {what}; leave out "
+            "BatchNorm and the like, use LayerNorm"
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether values are equal, NaN to itself."""
+    return torch.equal(one, other) or (one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
+def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
+    """The features whose embeddings get no gradient, and "dense values" where the logits do not depend on them; spoils the module.
+
+    Initial parameters may be such that a gradient is zero, so what has none is tried again with random ones.
+    """
+    with torch.random.fork_rng(devices=[]):
+        found = _ignored(module, spec)
+        if found:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.normal_(0, 0.5)
+            again = _ignored(module, spec)
+            found = [name for name in found if name in again]
+    return found
+
+
+def _ignored(module: nn.Module, spec: ModelSpec) -> list[str]:
+    module.train()
+    try:
+        logits, gradient = _trial(module, spec, _MANY)
+        others, _ = _trial(module, spec, _MANY, dense_shift=1.0) if spec.dense_width else (torch.empty(0), None)
+    except Exception:  # a user's model may raise anything where its parameters are not those that it began with
+        return []
+    used = gradient.ne(0).any(2).any(0).tolist() if gradient is not None else [False] * len(spec.names)
+    found = [name for name, does in zip(spec.names, used, strict=True) if not does]
+    return [*found, *(["dense values"] if torch.equal(logits, others) else [])]
 
 
 def check_model(module: nn.Module, spec: ModelSpec) -> None:
@@ -151,23 +214,18 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
             raise ModelError(f"{name}: parameter {parameter} must be float32, on the CPU, with its shape known when it is built")
     before = {buffer: value.clone() for buffer, value in module.named_buffers()}
     module.train()
-    try:
-        first = _trial(module, spec, 3)
-        again = _trial(module, spec, 3)
-        _trial(module, spec, 1)
-    except ModelError:
-        raise
-    except Exception as error:  # a user's model may raise anything
-        raise ModelError(f"{name}: forward failed on made-up samples: {type(error).__name__}: {error}") from error
-    after = dict(module.named_buffers())
-    changed = [buffer for buffer in after if buffer not in before or not torch.equal(before[buffer], after[buffer])]
-    if changed or len(after) != len(before):
-        what = changed[0] if changed else next(iter(set(before) - set(after)))
+    (first, _), (again, _) = _tried(module, spec, 3), _tried(module, spec, 3)
+    # Before a single sample is tried, of which BatchNorm has no variance.
+    _check_buffers(module, before)
+    if not first.isfinite().all():
         raise ModelError(
-            f"{name}: forward changes buffer {what}, which lanes do not share; leave out BatchNorm and the like, use LayerNorm"
+            f"{name}: forward must return finite logits for made-up samples (dense values and embeddings around 0); got "
+            f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of what may be negative"
         )
     if not torch.equal(first, again):
         raise ModelError(f"{name}: two forwards of the same samples under one seed differ; forward must keep no state of its own")
+    _tried(module, spec, 1)
+    _check_buffers(module, before)
     for parameter, value in parameters.items():
         if value.grad is not None and value.grad.layout is not torch.strided:
             raise ModelError(f"{name}: parameter {parameter} has a sparse gradient; rows belong in a feature's table")

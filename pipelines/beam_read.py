@@ -7,6 +7,7 @@ which samples are training data, and so counted, is known only once all are.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,12 +19,15 @@ import pyarrow as pa
 from pipelines import encoding_state
 from pipelines.beam_order import SETS, save_orders
 from pipelines.beam_stages import GroupStage, Stage, Wrap, each, grouped
+from pipelines.column_counts import ColumnCounts
 from pipelines.dense import DenseStatistics
 from pipelines.encode import Encoder
 from pipelines.errors import RecordError, SourceError
 from pipelines.files import write_atomically, write_json
 from pipelines.ordering import PieceOrder, PieceRuns, first_rows, held_out, order_keys, stable_order
 from pipelines.plan import REJECTS, Plan, ReadTask
+from pipelines.records import Cause
+from pipelines.rejects import add_causes, by_frequency, remedy, summed_up
 from pipelines.samples import Samples, write_piece
 from pipelines.sources import MOST_REJECTS, Records, read_records
 from pipelines.vocabulary import COUNTS, Vocabulary, count_values, merge_counts
@@ -44,10 +48,12 @@ class ReadStage(Stage):
     def outputs(self, element: ReadTask) -> Iterator[Any]:
         """Puts out (task, pieces as (name, rows), malformed records)."""
         rejects: list[Any] = []
+        causes: Counter[Cause] = Counter()
         rejected = 0
         pieces = []
         for place, records in enumerate(read_records(element.split, self.plan.spec)):
             rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
+            add_causes(causes, records.causes)
             rejected += records.rejected
             if rejected > self.plan.max_rejects:
                 break  # what has been read is enough to say so
@@ -56,7 +62,8 @@ class ReadStage(Stage):
                 self.piece(name, records)
                 pieces.append((name, len(records)))
         if rejected:
-            write_json(self.plan.work / REJECTS / f"{element.name}.json", rejects)
+            found = {"first": rejects, "causes": by_frequency(causes)}
+            write_json(self.plan.work / REJECTS / f"{element.name}.json", found)
         self.finish(element.name)
         yield element.name, pieces, rejected
 
@@ -80,17 +87,23 @@ class CollectStage(GroupStage):
         # Training records first, as the user gave them.
         names = [name for which in SETS for name, _, count in values if count and name.startswith(which)]
         rejects = [json.loads((self.plan.work / REJECTS / f"{name}.json").read_bytes()) for name in names]
-        kept = [reject for part in rejects for reject in part][:_MOST_KEPT]
+        kept = [reject for part in rejects for reject in part["first"]][:_MOST_KEPT]
+        counted: Counter[Cause] = Counter()
+        for part in rejects:
+            add_causes(counted, {Cause(*cause): count for cause, count in part["causes"]})
+        causes = by_frequency(counted)
         if kept:
             lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in kept)
             write_atomically(self.plan.out / REJECTS_FILE, lines.encode())
         if rejected > self.plan.max_rejects:
             shown = "; ".join(f"{r['file']}:{r['line']}: {r['field']}: {r['reason']}, not {r['value']!r}" for r in kept[:_SHOWN])
+            more = f"; of those read: {summed_up(causes, rejected)}" if rejected > _SHOWN else ""
+            mended = remedy(causes, self.plan.spec)
             raise RecordError(
                 f"--max-rejects: more than {self.plan.max_rejects} records are malformed; correct them or allow more ({REJECTS_FILE} in "
-                f"--out has them): {shown}"
+                f"--out has them): {shown}{more}" + (f"; if that means missing values, write {mended}" if mended else "")
             )
-        self.plan.save("rejected", rejected)
+        self.plan.save("rejected", {"count": rejected, "causes": causes})
         yield from self.collected([piece for _, pieces, _ in values for piece in pieces])
 
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
@@ -202,8 +215,10 @@ class Encode(ReadStage):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._encoder: Encoder | None = None
+        self._columns = ColumnCounts.none(plan.spec)
 
     def outputs(self, element: ReadTask) -> Iterator[Any]:
+        self._columns = ColumnCounts.none(self.plan.spec)
         if self._encoder is None:
             self._encoder = encoding_state.load(self.plan.encoding, self.plan.spec)[1]
         yield from super().outputs(element)
@@ -211,12 +226,20 @@ class Encode(ReadStage):
     def piece(self, name: str, records: Records) -> None:
         assert self._encoder is not None
         samples = self._encoder.encode(records)
+        self._columns += ColumnCounts.of(records, samples, self.plan.spec)
         keys = None
         if records.keys is not None:
             keys = order_keys(records.keys)
             order = stable_order(keys)
             samples, keys = samples.take(order), keys.take(pa.array(order))
         write_piece(self.plan.pieces / name, samples, keys, {})
+
+    def finish(self, task: str) -> None:
+        write_json(self.plan.pieces / _columns_name(task), self._columns.to_dict())
+
+
+def _columns_name(task: str) -> str:
+    return f"columns-{task}.json"
 
 
 class CollectPieces(CollectStage):
@@ -228,6 +251,10 @@ class CollectPieces(CollectStage):
             if orders[task.which].rows == 0:
                 flag = "SOURCE" if task.which == "training" else "--eval-source"
                 raise SourceError(f"{flag}: has no well-formed record; check the files and --format")
+        columns = {which: ColumnCounts.none(self.plan.spec) for which in SETS}
+        for task in self.tasks:
+            columns[task.which] += ColumnCounts.from_dict(json.loads((self.plan.pieces / _columns_name(task.name)).read_bytes()))
+        self.plan.save("columns", {which: counts.to_dict() for which, counts in columns.items()})
         save_orders(self.plan, "read", orders)
         yield "read"
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pipelines import encoding_state
+from pipelines.data_summary import data_lines, data_summary
 from pipelines.disk import Shape, check_disk, estimate_bytes, estimate_rows
 from pipelines.errors import DiskError, PipelineError, ScheduleError
+from pipelines.features import FeatureSpec
 from pipelines.files import write_json
 from pipelines.interrupts import Interrupts
 from pipelines.options import Options, parser, quiet_import, read
@@ -69,7 +71,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
                 raise ScheduleError(
                     f"--out {options.out}: the workers wrote no schedule there; it must be on a disk that they share"
                 )
-            rejected = plan.load("rejected")
+            found = {name: plan.load(name) for name in ("rejected", "columns")}
         except BaseException as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 error = DiskError(f"--out {options.out}: the disk is full; free space or choose another folder")
@@ -78,7 +80,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
         finally:
             lock.close()
             shutil.rmtree(plan.work, ignore_errors=True)
-    summary = _summary(options.out, rejected, time.monotonic() - started)
+    summary = _summary(options.out, plan.spec, found, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
     if options.json is not None:
@@ -86,7 +88,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
             write_json(options.json, summary)
         except OSError as error:
             raise PipelineError(f"--json: cannot write {options.json}: {error.strerror}") from error
-    print(_text(summary))
+    print("\n".join((_text(summary), *data_lines(summary, plan.spec))))
     return summary
 
 
@@ -150,7 +152,7 @@ def _note_failure(out: Path, error: BaseException) -> None:
             write_json(out / FAILED, {"error": message})
 
 
-def _summary(out: Path, rejected: int, seconds: float) -> dict[str, Any]:
+def _summary(out: Path, spec: FeatureSpec, found: dict[str, Any], seconds: float) -> dict[str, Any]:
     schedule = Schedule(out)
     counts, manifest = schedule.manifest["counts"], schedule.manifest
     used, arrivals = counts["rows_used"], counts["arrivals"]
@@ -159,7 +161,7 @@ def _summary(out: Path, rejected: int, seconds: float) -> dict[str, Any]:
         "checksum": schedule.checksum,
         "training_samples": schedule.header.training_samples,
         "evaluation_samples": schedule.header.evaluation_samples,
-        "rejected": rejected,
+        "rejected": found["rejected"]["count"],
         "epochs": schedule.header.epochs,
         "training_steps": counts["training_steps"],
         "lanes": schedule.header.lanes,
@@ -173,6 +175,7 @@ def _summary(out: Path, rejected: int, seconds: float) -> dict[str, Any]:
         "lookahead": manifest["lookahead"],
         "bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
         "seconds": seconds,
+        **data_summary(schedule, spec, found["rejected"]["causes"], found["columns"]),
     }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import SupportsInt
+from dataclasses import dataclass, field
+from typing import NamedTuple, SupportsInt
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,14 @@ _KEY_REASONS = {
 }
 _CATEGORICAL_REASON = "a categorical value must be a text or a whole number"
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+class Cause(NamedTuple):
+    """Why a record is malformed: the column at fault, its value as text, and the rule broken."""
+
+    field: str
+    value: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,8 @@ class Records:
     labels: float32 [n], 0 or 1. dense: float64 [n, dense width], NaN where missing. categorical: per feature an Arrow array [n] of
     values, or large lists of values where the feature is multi-valued: integers for the encoding id, else string or large_string; null
     or "" where missing. keys: an Arrow array [n] of the order_by column, null where missing: integers, decimals, float64 or string; None
-    without order_by. rejects: the first of the malformed records among these, at most MOST_REJECTS; rejected: how many there were.
+    without order_by. rejects: the first of the malformed records among these, at most MOST_REJECTS; causes: of all of them, and
+    how many each has.
     """
 
     labels: np.ndarray
@@ -54,7 +64,12 @@ class Records:
     categorical: tuple[pa.Array, ...]
     keys: pa.Array | None
     rejects: tuple[RejectedRecord, ...] = ()
-    rejected: int = 0
+    causes: Mapping[Cause, int] = field(default_factory=dict)
+
+    @property
+    def rejected(self) -> int:
+        """How many records among these are malformed."""
+        return sum(self.causes.values())
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -68,7 +83,7 @@ class Records:
             tuple(column.filter(chosen) for column in self.categorical),
             None if self.keys is None else self.keys.filter(chosen),
             self.rejects,
-            self.rejected,
+            self.causes,
         )
 
 
@@ -76,11 +91,11 @@ class Faults:
     """Malformed rows of one piece: for each the first field at fault, in the order of the checks."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[str, str, str]] = {}
+        self._rows: dict[int, Cause] = {}
 
     def add(self, row: int, field: str, value: object, reason: str) -> None:
         """Note that the row's field breaks a rule: `reason` says what the value must be."""
-        self._rows.setdefault(row, (field, "" if value is None else str(value)[:_MOST_TEXT], reason))
+        self._rows.setdefault(row, Cause(field, "" if value is None else str(value)[:_MOST_TEXT], reason))
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -89,6 +104,11 @@ class Faults:
     def rows(self) -> np.ndarray:
         """The malformed rows, ascending, int64."""
         return np.array(sorted(self._rows), np.int64)
+
+    @property
+    def causes(self) -> Counter[Cause]:
+        """How many malformed rows each cause has."""
+        return Counter(self._rows.values())
 
     def rejected(self, file: str, line_of: Callable[[np.ndarray], np.ndarray]) -> list[RejectedRecord]:
         """The first malformed records, at most MOST_REJECTS, by line. line_of: rows -> lines."""
@@ -119,7 +139,7 @@ def convert(
     mask = np.ones(rows, bool)
     mask[bad] = False
     good = Records(labels, dense, categorical, keys).filter(mask)
-    return Records(good.labels, good.dense, good.categorical, good.keys, tuple(faults.rejected(path, line_of)), len(bad))
+    return Records(good.labels, good.dense, good.categorical, good.keys, tuple(faults.rejected(path, line_of)), faults.causes)
 
 
 def _plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa.Array:

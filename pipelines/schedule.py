@@ -278,3 +278,13 @@ class Schedule:
             for start in range(0, batch.num_rows, batch_rows):
                 part = batch.slice(start, batch_rows)
                 yield {name: part.column(name).to_numpy() for name in part.schema.names}
+
+    def rows_per_table(self) -> list[int]:
+        """How many rows of each table were ever trained. Looks at few places of the row table, so it does not check it."""
+        reader = pa.ipc.open_file(pa.memory_map(str(self.path / ROW_TABLE)))
+        tables = np.arange(len(self.header.features.tables), dtype=np.int16)
+        counts = np.zeros(len(tables), np.int64)
+        for k in range(reader.num_record_batches):
+            ends = np.searchsorted(reader.get_batch(k).column("table").to_numpy(), tables, side="right")
+            counts += np.diff(ends, prepend=0)
+        return [int(count) for count in counts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ import pyarrow.csv as arrow_csv
 
 from pipelines.errors import SourceError
 from pipelines.features import FeatureSpec, TextFormat
-from pipelines.records import MOST_REJECTS, Records, RejectedRecord, convert, parses
+from pipelines.records import MOST_REJECTS, Cause, Records, RejectedRecord, convert, parses
 from pipelines.sources.fields import Fields
 from pipelines.sources.files import File, compression, open_file, open_stream, reading
 from pipelines.sources.heads import delimiter_of, infer_order_type, read_header
@@ -95,12 +96,10 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:
-    """What is no row: the line where it begins, from 0 in its block, and what of it breaks which rule."""
+    """What is no row: the line where it begins, from 0 in its block, and why."""
 
     line: int
-    field: str
-    value: str
-    reason: str
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +250,12 @@ def _not_utf8(data: bytes, bounds: Bounds) -> list[_Misfit]:
         row = data[start:end]
         if not _is_utf8(row):
             shown = row.rstrip(b"\r\n").decode(errors="backslashreplace")[:_SHOWN_CHARACTERS]
-            misfits.append(_Misfit(line, "text", shown, "a line must be UTF-8"))
+            misfits.append(_Misfit(line, Cause("text", shown, "a line must be UTF-8")))
     return misfits
 
 
 def _miscount(layout: _Layout, line: int, columns: int) -> _Misfit:
-    return _Misfit(line, "columns", str(columns), f"a line must have {len(layout.columns)} columns")
+    return _Misfit(line, Cause("columns", str(columns), f"a line must have {len(layout.columns)} columns"))
 
 
 def _options(
@@ -313,6 +312,6 @@ def _pieces(block: _Block, layout: _Layout) -> Iterator[Records]:
 
 def _with_misfits(records: Records, misfits: list[_Misfit], path: str, lines_before: Callable[[], int]) -> Records:
     before = lines_before() + 1
-    found = [RejectedRecord(path, m.line + before, m.field, m.value, m.reason) for m in misfits[:MOST_REJECTS]]
+    found = [RejectedRecord(path, m.line + before, *m.cause) for m in misfits[:MOST_REJECTS]]
     rejects = sorted([*records.rejects, *found], key=lambda reject: reject.line)[:MOST_REJECTS]
-    return replace(records, rejects=tuple(rejects), rejected=records.rejected + len(misfits))
+    return replace(records, rejects=tuple(rejects), causes=Counter(m.cause for m in misfits) + Counter(records.causes))

@@ -54,8 +54,8 @@ class Remains:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         commands = [process.cmdline() for process in left]
-        # The libraries' caches stay.
-        files = [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor")]
+        # The libraries' caches and logs stay.
+        files = [path.name for path in self.temporary.iterdir() if not path.name.startswith(("torchinductor", "torchelastic"))]
         self.remove()
         assert not commands, (commands, err)
         assert not files, (files, err)
@@ -76,16 +76,19 @@ class Remains:
 class Command:
     """A `foreload` command (or another module's) started in a process, and process group, of its own.
 
-    terminal: the path of one, to be its controlling terminal and to print to.
+    terminal: the path of one, to be its controlling terminal and to print to. environment: further variables; None for one that it is not to inherit.
     """
 
-    def __init__(self, *arguments: object, module: str = "trainer.cli", terminal: str | None = None, **environment: str) -> None:
+    def __init__(
+        self, *arguments: object, module: str = "trainer.cli", terminal: str | None = None, **environment: str | None
+    ) -> None:
         self.remains = Remains()
+        variables = os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment
         # The first terminal that the leader of a session opens is its controlling one.
         at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
         self.process = subprocess.Popen(
             [*at_terminal, sys.executable, "-m", module, *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment,
+            env={name: value for name, value in variables.items() if value is not None},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -262,10 +262,7 @@ def _check_json(path: str | None) -> None:
 
 def _train(parsed: argparse.Namespace) -> int:
     job = job_of(parsed)
-    from trainer import numerics
-
-    numerics.set_environment(job.cpu_capability)  # the next line imports torch
-    from trainer.launcher import train
+    from trainer.launch import train
 
     ending = train(job)
     if ending is None:
@@ -405,9 +402,6 @@ def _drill(parsed: argparse.Namespace) -> int:
     if make:
         values["schedule"] = f"{values['run']}-schedule"
     job = TrainJob.of(values)
-    from trainer import numerics
-
-    numerics.set_environment(job.cpu_capability)  # the next line imports torch
     from trainer.commands import drill
 
     plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)

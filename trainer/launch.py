@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TYPE_CHECKING
 
-from trainer.cli import main
-from trainer.launcher import train
+from trainer import numerics
+from trainer.job import TrainJob
 
-__all__ = ["train"]
+if TYPE_CHECKING:
+    from trainer.attempt import Ending
+    from trainer.faults import Witness
+
+
+def under_scheduler() -> bool:
+    """Whether this process was started by torchrun or the like."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
+    """`trainer.launcher.train` under the environment that the job asks for: torch, which reads it, is imported only then."""
+    numerics.set_environment(job.cpu_capability, job.threads)
+    from trainer import launcher
+
+    return launcher.train(job, witness)
+
 
 if __name__ == "__main__":
+    from trainer.cli import main
+
     sys.exit(main(["train", *sys.argv[1:]]))

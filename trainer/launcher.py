@@ -7,7 +7,6 @@ only its own trainer is a child of it.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from trainer.errors import JobError, RunError, ShardsLost, TrainerError
 from trainer.faults import Witness
 from trainer.fit import check_fit
 from trainer.job import TrainJob, local_shards
+from trainer.launch import under_scheduler
 from trainer.layout import model_spec
 from trainer.models import build_model, ignored_inputs, load_model
 from trainer.run import STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
@@ -43,19 +43,13 @@ from trainer.store_shards import StoreShards
 from trainer.worker import JOIN_TIMEOUT, work
 
 
-def under_scheduler() -> bool:
-    """Whether this process was started by torchrun or the like."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
-    """Train as the job says. Returns None in a process that is only one of a scheduler's trainers.
+    """Train as the job says, in the environment that `trainer.launch` sets. Returns None in a process that is only one of a scheduler's trainers.
 
     witness: sees it, and may have put faults in.
 
     Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
     """
-    numerics.set_environment(job.cpu_capability)
     numerics.check_processor()
     if not under_scheduler():
         with Interrupts() as interrupts:

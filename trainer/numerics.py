@@ -1,10 +1,11 @@
 """Settings under which the same operations give the same bits, and the fingerprint by which trainers agree on them.
 
 `set_environment` must come before the first computation of torch in a process, best before torch is imported; hence torch is
-imported in functions here. Measured for MKL_CBWR on a Cascade Lake CPU, with Linear layers of 1 to 128 outputs: under AVX2,STRICT a row's result
-is the same wherever it stands in memory and in its slice, with any number of threads; under AVX2 without STRICT, COMPATIBLE and the rest
-it depends on its place in the slice. STRICT takes no more time. AVX512,STRICT keeps the same promise in half the time or a little more
-(large layers: 372 to 391 ms instead of 622 to 813), on hosts that have it.
+imported in functions here. On AMD processors MKL does not follow MKL_CBWR=AVX2 or AVX512 and says AUTO,STRICT: the same slice has the same
+bits then, and that is enough (docs/definitions.md, What is asked of torch). Measured for MKL_CBWR on a Cascade Lake CPU, with Linear layers of
+1 to 128 outputs: under AVX2,STRICT a row's result is the same wherever it stands in memory and in its slice, with any number of threads; under
+AVX2 without STRICT, COMPATIBLE and the rest it depends on its place in the slice. STRICT takes no more time. AVX512,STRICT keeps the same
+promise in half the time or a little more (large layers: 372 to 391 ms instead of 622 to 813), on hosts that have it.
 """
 
 from __future__ import annotations
@@ -56,9 +57,13 @@ def keep_memory() -> None:
     os.environ.setdefault("GLIBC_TUNABLES", ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items()))
 
 
-def set_environment(cpu_capability: str = "avx2") -> None:
-    """Set the variables of a CPU capability that are not set yet, for this process and those that it starts; those keep memory."""
+def set_environment(cpu_capability: str = "avx2", threads: int = 1) -> None:
+    """Set the variables of a CPU capability that are not set yet, for this process and those that it starts; those keep memory.
+
+    threads: of an operation, in every thread of these processes; torch.set_num_threads alone is heeded by MKL in the one that calls it.
+    """
     keep_memory()
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     for name, value in (ENVIRONMENTS[cpu_capability] | _CUBLAS).items():
         os.environ.setdefault(name, value)
 
@@ -73,7 +78,7 @@ def check_processor() -> None:
 
 def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> None:
     """Put this process under the settings: environment, threads, deterministic algorithms, denormals kept. Raises JobError."""
-    set_environment(cpu_capability)
+    set_environment(cpu_capability, threads)
     check_processor()
     import torch
 

@@ -19,33 +19,29 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from cache.batch_log import FileLog
+from cache.errors import CacheError, RowsLost
+from cache.ownership import Ownership
+from cache.placement import Placement
+from cache.rejoining import ShardChange
+from cache.store import Store
+from cache.traffic import Traffic
+from pipelines.errors import PipelineError, ScheduleError
+from pipelines.schedule import Schedule
 from trainer import numerics
-
-# Before torch computes anything, and so before it is imported.
-numerics.set_environment()
-
-import torch  # noqa: E402
-
-from cache.batch_log import FileLog  # noqa: E402
-from cache.errors import CacheError, RowsLost  # noqa: E402
-from cache.ownership import Ownership  # noqa: E402
-from cache.placement import Placement  # noqa: E402
-from cache.rejoining import ShardChange  # noqa: E402
-from cache.store import Store  # noqa: E402
-from cache.traffic import Traffic  # noqa: E402
-from pipelines.errors import PipelineError, ScheduleError  # noqa: E402
-from pipelines.schedule import Schedule  # noqa: E402
-from trainer.assembly import DensePart, Start, assemble  # noqa: E402
-from trainer.coordinator import Board, Mail, StopAgreement, join_store  # noqa: E402
-from trainer.dense_file import load_dense, save_dense  # noqa: E402
-from trainer.errands import TrainerErrands  # noqa: E402
-from trainer.errors import LossNotFinite, PeerLost, TrainerError  # noqa: E402
-from trainer.faults import Fault  # noqa: E402
-from trainer.job import TrainJob  # noqa: E402
-from trainer.run import DENSE, LOG, PLACEMENT, Run  # noqa: E402
-from trainer.run import STORES as STORES_FOLDER  # noqa: E402
-from trainer.step import EvaluationReport, StepReport, Trainer  # noqa: E402
-from trainer.transport import GlooTransport, NcclTransport, Transport  # noqa: E402
+from trainer.assembly import DensePart, Start, assemble
+from trainer.coordinator import Board, Mail, StopAgreement, join_store
+from trainer.dense_file import load_dense, save_dense
+from trainer.errands import TrainerErrands
+from trainer.errors import LossNotFinite, PeerLost, TrainerError
+from trainer.faults import Fault
+from trainer.job import TrainJob
+from trainer.run import DENSE, LOG, PLACEMENT, Run
+from trainer.run import STORES as STORES_FOLDER
+from trainer.step import EvaluationReport, StepReport, Trainer
+from trainer.transport import GlooTransport, NcclTransport, Transport
 
 STORES, RENDEZVOUS, TRAINER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER"
 JOIN_TIMEOUT = timedelta(minutes=5)

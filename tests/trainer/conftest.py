@@ -10,11 +10,11 @@ from command_line import Command
 
 @pytest.fixture
 def launched() -> Iterator[Callable[..., Command]]:
-    """Starts `foreload` with these arguments; keywords are further environment. None of it is left afterwards."""
+    """Starts `foreload` with these arguments; keywords are as Command has them. None of it is left afterwards."""
     started: list[Command] = []
 
-    def launch(*arguments: str, **environment: str) -> Command:
-        started.append(Command(*arguments, **environment))
+    def launch(*arguments: str, module: str = "trainer.cli", **environment: str | None) -> Command:
+        started.append(Command(*arguments, module=module, **environment))
         return started[-1]
 
     yield launch

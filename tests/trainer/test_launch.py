@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from command_line import Command, free_port, reached
 from small_job import arguments, summary
 
@@ -20,6 +21,7 @@ from pipelines import prepare
 from pipelines.files import write_json
 from pipelines.schedule_format import FAILED, MANIFEST
 from trainer.cli import main
+from trainer.numerics import ENVIRONMENTS, fingerprint
 from trainer.run import Run
 
 
@@ -159,6 +161,23 @@ def test_trainers_of_a_scheduler_give_the_same_model(
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
 
 
+def test_torchrun_trains_with_the_vector_instructions_that_the_call_names(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("this processor has no avx512 to ask for")
+    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "trainer.launch")
+    command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--cpu-capability", "avx512")
+    # As in a user's shell: the tests' own environment asks for avx2.
+    unset = dict.fromkeys(ENVIRONMENTS["avx512"])
+    job = launched(*torchrun, *command[1:], module="torch.distributed.run", **unset)
+    status, _, err = job.end()
+    assert status == 0, err
+    found = Run.open(tmp_path / "run").manifest.fingerprint
+    assert found is not None
+    assert (found["cpu_capability"], found["onednn_isa"]) == ("AVX512", "AVX512_CORE")
+
+
 def test_a_trainer_whose_arithmetic_differs_may_not_join(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
@@ -167,8 +186,9 @@ def test_a_trainer_whose_arithmetic_differs_may_not_join(
     jobs = [launched(*command, RANK="0", **place), launched(*command, RANK="1", MKL_CBWR="COMPATIBLE", **place)]
     ends = [job.end() for job in jobs]
     assert [status for status, _, _ in ends] == [2, 2]
+    followed = fingerprint()["mkl_cbwr"]
     assert (
-        "numerics fingerprint: mkl_cbwr is COMPATIBLE here and AVX2,STRICT in the run; set MKL_CBWR alike on all hosts"
+        f"numerics fingerprint: mkl_cbwr is COMPATIBLE here and {followed} in the run; set MKL_CBWR alike on all hosts"
         in ends[0][2]
     )
 

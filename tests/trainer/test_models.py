@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command_line import Clicks, run_here
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.models import MODELS, build_model, ignored_inputs, key_values, load_model
-from trainer.models.pairwise import PairwiseDots, TorchPairwiseDots
+from trainer.models.pairwise import SMALL, PairwiseDots, TorchPairwiseDots, with_pairwise_dots
 from trainer.models.spec import Embeddings, ModelSpec, further_columns
+from trainer.numerics import ENVIRONMENTS, fingerprint
 
 OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("dlrm", {}),
@@ -83,6 +85,14 @@ def test_building_leaves_the_random_state_and_the_threads() -> None:
     assert threads == torch.get_num_threads()
 
 
+def all_pairs(n: int) -> tuple[Tensor, Tensor, int]:
+    """For n vectors: pairs and places, as with_pairwise_dots takes them, and n."""
+    rows, columns = torch.tril_indices(n, n, -1)
+    places = torch.full((n, n), len(rows))
+    places[rows, columns] = places[columns, rows] = torch.arange(len(rows))
+    return rows * n + columns, places.flatten(), n
+
+
 def test_pairwise_dots_have_the_gradient_of_their_formula() -> None:
     module = load_model("dlrm")(spec_of(features=4))
     vectors = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
@@ -92,25 +102,62 @@ def test_pairwise_dots_have_the_gradient_of_their_formula() -> None:
     assert torch.autograd.gradcheck(lambda v: TorchPairwiseDots.apply(v, module.pairs, module.places), (vectors,))
 
 
+def fused(a: np.ndarray, b: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """a * b + s, rounded once: the product is exact in float64, and a sum rounded to odd there rounds rightly to float32."""
+    product, s = a.astype(np.float64) * b, s.astype(np.float64)
+    total = product + s
+    part = total - product
+    error = (product - (total - part)) + (s - part)
+    even = total.view(np.int64) & 1 == 0
+    return np.where((error != 0) & even, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Matrix products a [.., n, m] @ b [.., m, c] as docs/definitions.md says: from 0, in the order of the m terms, fused where there are many."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+    for k in range(b.shape[-2]):
+        x, y = a[..., :, k, None], b[..., k, None, :]
+        total = fused(x, y, total) if total[0].size * b.shape[-2] >= SMALL else total + x * y
+    return total
+
+
 @pytest.mark.parametrize("with_low", [True, False])
-@pytest.mark.parametrize(("count", "columns"), [(4, 41), (8, 8), (8, 16), (15, 13), (16, 32), (26, 32), (33, 64)])
-def test_compiled_pairwise_dots_have_the_bits_of_torchs(count: int, columns: int, with_low: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "columns"),
+    [(1, 3), (2, 8), (3, 16), (4, 4), (6, 8), (7, 1), (8, 6), (4, 41), (8, 8), (8, 16), (15, 13), (16, 32), (26, 32), (33, 64)],
+)
+def test_pairwise_dots_add_up_as_defined_on_every_processor(count: int, columns: int, with_low: bool) -> None:
     generator = torch.Generator().manual_seed(count * columns)
     low = torch.randn(9, columns if with_low else 0, generator=generator, requires_grad=True)
     vectors = torch.randn(9, count, columns, generator=generator, requires_grad=True)
-    n = count + with_low
-    rows, cols = torch.tril_indices(n, n, -1)
-    places = torch.full((n, n), len(rows))
-    places[rows, cols] = places[cols, rows] = torch.arange(len(rows))
+    pairs, places, n = all_pairs(count + with_low)
+    found = with_pairwise_dots(low, vectors, pairs, places)
     together = torch.cat([low.unsqueeze(1), vectors], 1) if with_low else vectors
-    wanted = torch.cat([low, TorchPairwiseDots.apply(together, rows * n + cols, places.flatten())], 1)
-    found = PairwiseDots.apply(low, vectors)
+    whole = together.detach().numpy()
+    products = product(whole, whole.transpose(0, 2, 1)).reshape(9, -1)[:, pairs.numpy()]
+    assert np.array_equal(found.detach().numpy(), np.hstack([low.detach().numpy(), products]))
+
+    gradient = torch.randn(found.shape, generator=generator)
+    symmetric = np.zeros((9, n, n), np.float32)
+    symmetric.reshape(9, -1)[:, pairs.numpy()] = gradient[:, low.shape[1] :]
+    expected = product(symmetric + symmetric.transpose(0, 2, 1), whole)
+    low_gradient, vectors_gradient = torch.autograd.grad(found, [low, vectors], gradient)
+    assert np.array_equal(vectors_gradient.numpy(), expected[:, int(with_low) :])
+    if with_low:
+        assert np.array_equal(low_gradient.numpy(), gradient[:, :columns].numpy() + expected[:, 0])
+
+
+@pytest.mark.parametrize(("count", "columns"), [(4, 41), (8, 8), (8, 16), (15, 13), (16, 32), (26, 32), (33, 64)])
+def test_compiled_pairwise_dots_have_the_bits_of_mkl_where_it_follows_the_branch(count: int, columns: int) -> None:
+    followed = fingerprint()["mkl_cbwr"]
+    if followed != ENVIRONMENTS["avx2"]["MKL_CBWR"]:
+        pytest.skip(f"MKL follows {followed} here, and adds up otherwise; on the CPU its products of this size are not used")
+    pairs, places, _ = all_pairs(count)
+    low, vectors = torch.empty(9, 0), torch.randn(9, count, columns, requires_grad=True)
+    found, wanted = PairwiseDots.apply(low, vectors), TorchPairwiseDots.apply(vectors, pairs, places)
     assert torch.equal(found, wanted)
-    gradient = torch.randn(wanted.shape, generator=generator)
-    for one, other in zip(
-        torch.autograd.grad(found, [low, vectors], gradient), torch.autograd.grad(wanted, [low, vectors], gradient), strict=True
-    ):
-        assert torch.equal(one, other)
+    gradient = torch.randn(wanted.shape)
+    assert torch.equal(*(torch.autograd.grad(dots, [vectors], gradient)[0] for dots in (found, wanted)))
 
 
 def test_deepfm_sums_the_dot_products_of_all_pairs() -> None:

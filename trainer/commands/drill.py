@@ -19,7 +19,7 @@ from pipelines.schedule import Schedule
 from trainer.errors import JobError, TrainerError
 from trainer.faults import Fault, Witness
 from trainer.job import TrainJob, local_shards
-from trainer.launcher import train, under_scheduler
+from trainer.launch import train, under_scheduler
 from trainer.run import DRILL, STORES, SUMMARY, check_free
 from trainer.timeline import Moments, StepTimes, Timeline, account
 

@@ -1,7 +1,8 @@
 """DLRM's interaction, the dot products of all pairs of a sample's vectors: compiled for the CPU, and of torch operations.
 
-Sums run over k ascending in fused operations, which is what MKL's products give too (measured: the same bits, in 2.5 x the time). Products
-of fewer than SMALL multiplications torch adds up otherwise; they are left to it.
+Sums run over k ascending in fused operations, which is what MKL's products give too where it follows AVX2,STRICT, not on AMD (measured: the same
+bits, in 2.5 x the time). Products of fewer than SMALL multiplications are torch's own loop, k ascending without fused operations. Both are as
+docs/definitions.md has them on every processor, and which of them runs depends on the shapes alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from trainer.vector import copy
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)
 
-
-SMALL = 400
+SMALL = 400  # as in torch, whose products of fewer multiplications do not go to MKL
 _ROWS, _COLUMNS = 4, 16  # of a block: eight running sums, enough to hide how long one fused operation takes
 
 

@@ -62,7 +62,7 @@ class DensePart:
     def build(cls, job: TrainJob, schedule: Schedule) -> DensePart:
         """A new model and its optimizer, as the job says. Raises ModelError and JobError."""
         features = schedule.header.features
-        model = load_model(job.model)
+        model = load_model(job.model, job.model_folder)
         common, single = job.row_optimizers()
         rows = layouts(features, model, job.dim, common, single)
         module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)

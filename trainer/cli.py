@@ -20,7 +20,7 @@ from trainer.errors import JobError, ShardsLost, TrainerError
 from trainer.job import Setting, TrainJob, flag, masked, read_job_file, settings
 
 _GROUPS = {
-    "what to train": ("run", "model", "dim", "model_options", "seed"),
+    "what to train": ("run", "model", "model_folder", "dim", "model_options", "seed"),
     "how it learns": ("row_optimizer", "lr", "dense_optimizer", "dense_lr", "dense_options"),
     "where it runs": (
         "store",

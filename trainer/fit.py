@@ -23,7 +23,7 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     """What the slots of a lane really take, staging included, in words. Raises JobError if --memory, or prepare's, is less."""
     header = schedule.header
     common, single = job.row_optimizers()
-    rows = layouts(header.features, load_model(job.model), job.dim, common, single)
+    rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, common, single)
     lane = max(range(header.lanes), key=lambda v: header.slots[v])
     protected = job.code(job.shards)[1] > 0
     taken = partition_bytes(schedule, rows, lane, default_staging_rows(schedule), with_base=protected)

@@ -54,7 +54,13 @@ class TrainJob:
     trainers: int = _setting(
         1, "integer", "trainer processes; each hosts one or more of the schedule's lanes", metavar="N", least=1
     )
-    model: str = _setting("dlrm", "text", "dlrm, wide_deep, dcn, deepfm, or package.module:Class", metavar="MODEL")
+    model: str = _setting("dlrm", "text", "dlrm, wide_deep, dcn, deepfm, package.module:Class, or file.py:Class", metavar="MODEL")
+    model_folder: str = _setting(
+        "",
+        "text",
+        "folder of a --model of one's own, remembered by the run; by default the one where this is called",
+        metavar="DIR",
+    )
     dim: int = _setting(32, "integer", "columns of an embedding, for tables whose feature file gives none", metavar="D", least=1)
     row_optimizer: str = _setting("adagrad", "text", "optimizer of the embedding rows", choices=ROW_OPTIMIZERS)
     lr: float = _setting(0.05, "number", "learning rate of the rows", metavar="X", least=0)

@@ -122,7 +122,7 @@ class Launch:
             module = DensePart.build(replace(job, device="cpu"), schedule).module
         else:
             # Without the optimizer, for which torch imports its compiler: two seconds.
-            module = build_model(load_model(job.model), spec, job.model_options, job.seed)
+            module = build_model(load_model(job.model, job.model_folder), spec, job.model_options, job.seed)
         if ignored := ignored_inputs(module, spec):
             sys.stderr.write(
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"

@@ -8,6 +8,7 @@ lane's last write-back batch), drill.png (of `foreload drill`), control.sock whi
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +35,7 @@ State = Literal["training", "stopped", "ended"]
 FREE_SETTINGS = (
     "schedule",
     "run",
+    "model_folder",
     "store",
     "parity",  # what RUN's placement has, in any case
     "trainers",
@@ -243,6 +245,9 @@ def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...],
 def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None) -> dict[str, Any]:
     stated = {name for name, setting in settings().items() if setting.state}
     saved = {name: value for name, value in job.to_dict().items() if name not in stated}
+    if ":" in job.model:
+        # Commands that read the run may be called elsewhere.
+        saved["model_folder"] = os.path.abspath(job.model_folder)
     return saved | {"store": f"local:{local_stores}" if local_stores else ",".join(store_urls)}
 
 

@@ -242,7 +242,7 @@ def test_modules_that_cannot_be_trained_exactly_are_refused(case: str, message: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dlrn", "must be one of dlrm, wide_deep, dcn, deepfm, or package.module:Class"),
+        ("dlrn", "must be one of dlrm, wide_deep, dcn, deepfm, package.module:Class or file.py:Class"),
         ("no_such_module:Model", "cannot import no_such_module:Model: ModuleNotFoundError"),
         ("model_cases:Nothing", "cannot import model_cases:Nothing: AttributeError"),
         ("model_cases:not_a_class", "must be a subclass"),

@@ -139,7 +139,7 @@ def _weights(resting: RestingRun, wanted: np.ndarray) -> Tensor:
 def _module(resting: RestingRun) -> nn.Module:
     job = resting.job
     spec = model_spec(resting.schedule.header.features, job.dim)
-    module = build_model(load_model(job.model), spec, job.model_options, job.seed)
+    module = build_model(load_model(job.model, job.model_folder), spec, job.model_options, job.seed)
     load_parameters(module, resting.dense()[0])
     return module.eval()
 

@@ -66,7 +66,7 @@ def rest(run: Run, store: Store, status: Status) -> RestingRun:
 def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
     """How the rows of each table look that a job trains."""
     common, single = job.row_optimizers()
-    return layouts(schedule.header.features, load_model(job.model), job.dim, common, single)
+    return layouts(schedule.header.features, load_model(job.model, job.model_folder), job.dim, common, single)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,25 +28,50 @@ MODELS = {
 _MANY = 64  # made-up samples, so that what is used shows in one
 
 
-def load_model(name: str) -> type[nn.Module]:
-    """The class of a model: a name in MODELS, or package.module:Class, found as Python finds it or from the working directory.
+def load_model(name: str, folder: str = "") -> type[nn.Module]:
+    """The class of a model: a name in MODELS, package.module:Class, found as Python finds it, or file.py:Class.
 
-    Raises ModelError.
+    Both are looked for in `folder`, too, where one is given, and then in the working directory. Raises ModelError.
     """
     path = MODELS.get(name, name)
     module_name, _, class_name = path.partition(":")
     if not module_name or not class_name:
-        raise ModelError(f"model: must be one of {', '.join(MODELS)}, or package.module:Class; got {name!r}")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+        raise ModelError(f"model: must be one of {', '.join(MODELS)}, package.module:Class or file.py:Class; got {name!r}")
+    folders = list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        found = getattr(_imported(module_name, folders), class_name)
     except Exception as error:  # a user's module may raise anything while it is imported
-        raise ModelError(f"model: cannot import {name}: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"model: cannot import {name}: {type(error).__name__}: {error}; looked for it in {' and '.join(folders)}: put it there, or its folder "
+            "into PYTHONPATH"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ModelError(f"model: {name} must be a subclass of torch.nn.Module")
     further_columns(found)
     return found
+
+
+def _imported(name: str, folders: Sequence[str]) -> ModuleType:
+    """A module by its name, or by the path of its file. Raises what its import does."""
+    if not name.endswith(".py"):
+        sys.path.extend(folder for folder in folders if folder not in sys.path)
+        return importlib.import_module(name)
+    path = next((path for folder in folders if os.path.isfile(path := os.path.join(folder, name))), None)
+    if path is None:
+        raise FileNotFoundError(f"there is no file {name}")
+    if path not in sys.modules:
+        # A name that no other module has; what lies beside the file can be imported by it.
+        sys.path.extend(folder for folder in [os.path.dirname(path)] if folder not in sys.path)
+        spec = importlib.util.spec_from_file_location(path, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[path] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[path])
+        except BaseException:
+            del sys.modules[path]
+            raise
+    return sys.modules[path]
 
 
 def key_values(flag: str, items: Iterable[str]) -> dict[str, str]:

@@ -34,6 +34,10 @@ class StoreError(CacheError):
     """A store shard does not do what it was asked; the message names the shard by its URL, the password masked."""
 
 
+class CommandRefused(StoreError):
+    """A store shard does not know a command, or refuses it for a reason that has no exception of its own."""
+
+
 class StoreUnavailable(StoreError):
     """A store shard refuses connections, has closed one, or stays silent for longer than the timeout."""
 

@@ -36,8 +36,7 @@ def _parse(stored: object) -> tuple[int, int]:
 
 def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndarray:
     """The fence epochs of lanes 0 .. lanes - 1 on a store shard: int64 [lanes], 0 where none was ever fenced."""
-    stored = store.command(shard, "MGET", *(epoch_key(namespace, lane) for lane in range(lanes)))
-    assert isinstance(stored, list)
+    stored = store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in range(lanes)])
     return np.array([_parse(value)[0] for value in stored], np.int64)
 
 

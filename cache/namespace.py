@@ -140,10 +140,9 @@ def remove(store: Store, namespace: str) -> int:
             cursor, keys = page
             # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again.
             keys = [key for key in keys if mine.fullmatch(key) and not key.endswith(EPOCH)]
-            if keys:
-                # UNLINK frees in the background; DEL would block the server for everyone.
-                store.command(shard, "UNLINK", *keys)
-                removed += len(keys)
+            # UNLINK frees in the background; DEL would block the server for everyone.
+            store.commands_at_once(shard, [("UNLINK", key) for key in keys])
+            removed += len(keys)
             if _bytes(cursor) == b"0":
                 break
         # Last: while lanes are left, the namespace is still taken.

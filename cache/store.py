@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,9 @@ import numpy as np
 
 from cache import frames
 from cache.channel import RETRIED, Channel, now_ns, pauses, reply_error
-from cache.errors import RowError, StoreError, StoreSilent, StoreUnavailable
+from cache.errors import CommandRefused, RowError, StoreAuth, StoreError, StoreSilent, StoreUnavailable
 from cache.resp import HmgetReply, PlainReply, Request, hmget, hset, lay_out, plain
-from cache.url import StoreUrl, parse_url
+from cache.url import NEVER_EVICTS, StoreUrl, parse_url
 
 COMMAND_ROWS = 2048
 NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone
@@ -216,10 +217,17 @@ class Store:
 
         Returns bytes, int, None, a list of these, or str for a status. Raises as exchange does.
         """
-        request = plain(*words)
-        self._perform({shard: [request]})
-        assert isinstance(request.reply, PlainReply)
-        return request.reply.value
+        return self.commands_at_once(shard, [words])[0]
+
+    def commands_at_once(self, shard: int, commands: Sequence[Sequence[bytes | str | int]]) -> list[object]:
+        """Several commands to one shard in one go, each atomic by itself: keys of different lanes may not stand in one (CROSSSLOT in a cluster).
+
+        Returns and raises as `command`.
+        """
+        requests = [plain(*words) for words in commands]
+        if requests:
+            self._perform({shard: requests})
+        return [request.reply.value for request in requests if isinstance(request.reply, PlainReply)]
 
     def info(self, shard: int) -> dict[str, str]:
         """What INFO says, by name."""
@@ -241,16 +249,23 @@ class Store:
         self.close()
 
     def _check_server(self, shard: int) -> None:
-        """Refuse a server that would evict rows."""
-        info = self.info(shard)
-        policy = info.get("maxmemory_policy")
+        """Refuse a server that would evict rows, and one that does not say, unless its URL does."""
+        url = self.urls[shard]
+        policy = self.info(shard).get("maxmemory_policy")
         if policy is None:
-            answer = self.command(shard, "CONFIG", "GET", "maxmemory-policy")
-            policy = answer[1].decode() if isinstance(answer, list) and len(answer) == 2 else "unknown"
-        if policy != "noeviction":
+            with contextlib.suppress(StoreAuth, CommandRefused):
+                answer = self.command(shard, "CONFIG", "GET", "maxmemory-policy")
+                policy = answer[1].decode() if isinstance(answer, list) and len(answer) == 2 else None
+        if policy is None and not url.never_evicts:
             raise StoreError(
-                f"store {self.urls[shard]}: maxmemory-policy must be noeviction, or rows would vanish; got {policy}; "
-                "run CONFIG SET maxmemory-policy noeviction there"
+                f"store {url}: does not say whether it would evict rows: neither INFO nor CONFIG GET has a maxmemory-policy; where it never "
+                f"does, add {NEVER_EVICTS} to its URL"
+            )
+        # volatile-*: of keys with a TTL only, which these never have.
+        if policy is not None and policy != "noeviction" and not policy.startswith("volatile-"):
+            raise StoreError(
+                f"store {url}: maxmemory-policy must be noeviction or volatile-*, or rows would vanish; got {policy}; run CONFIG SET "
+                "maxmemory-policy noeviction there, or, where a provider does not allow that, set it in the server's parameter group"
             )
 
     def _write_request(self, write: Write) -> Request:

@@ -20,6 +20,8 @@ PASSWORD_VARIABLE = "FORELOAD_STORE_PASSWORD"
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ca_path")
 _CHOICES = {"ssl_cert_reqs": ("required", "optional", "none"), "ssl_check_hostname": ("true", "false")}
 _PLACE = r"[a-z]+://(/|([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?($|[/?#]))"
+NEVER_EVICTS = "?evicts=never"
+_EVICTS = "evicts"
 _FORMS = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE], rediss://... or unix://[USER[:PASSWORD]@]/PATH[?db=DATABASE]"
 
 
@@ -27,7 +29,8 @@ _FORMS = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE], rediss://... or unix
 class StoreUrl:
     """The address of one store shard. `str()` masks the password; `plain` leaves it out, for files.
 
-    host is None for a Unix socket (path), else path is None. options: TLS options as redis-py names them, as text.
+    host is None for a Unix socket (path), else path is None. options: TLS options as redis-py names them, as text, and evicts=never, by which
+    the user says what some servers do not.
     """
 
     scheme: str
@@ -56,6 +59,11 @@ class StoreUrl:
     def without_password(self) -> StoreUrl:
         """The same address, for a server that asks for no password."""
         return replace(self, password=None, password_from_environment=False)
+
+    @property
+    def never_evicts(self) -> bool:
+        """Whether the URL says that the server evicts nothing."""
+        return (_EVICTS, "never") in self.options
 
     def _text(self, password: str | None) -> str:
         user = quote(self.username or "", safe="")
@@ -91,6 +99,8 @@ class StoreUrl:
         if self.scheme == "redis":
             return redis.Connection(**settings)
         for name, value in self.options:
+            if name == _EVICTS:
+                continue
             if name in _FILE_OPTIONS and not os.path.exists(value):
                 raise StoreTls(f"store {self}: {name} names no file: {value}")
             settings[name] = value == "true" if name == "ssl_check_hostname" else value
@@ -114,13 +124,15 @@ def _options(text: str, query: str, scheme: str) -> tuple[dict[str, str], str | 
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name == "db" and scheme == "unix":
             database = value
+        elif name == _EVICTS and value.lower() == "never":
+            options[name] = "never"
         elif scheme == "rediss" and (name in _FILE_OPTIONS or value.lower() in _CHOICES.get(name, ())):
             options[name] = value if name in _FILE_OPTIONS else value.lower()
         elif scheme == "rediss" and name in _CHOICES:
             raise _refusal(text, f"{name} must be one of {', '.join(_CHOICES[name])}; got {value!r}")
         else:
-            known = {"unix": ["db"], "redis": ["none"]}.get(scheme, [*_FILE_OPTIONS, *_CHOICES])
-            raise _refusal(text, f"option {name!r} is not known; {scheme}:// takes {', '.join(known)}")
+            known = {"unix": ["db"], "redis": []}.get(scheme, [*_FILE_OPTIONS, *_CHOICES])
+            raise _refusal(text, f"option {name!r} is not known; {scheme}:// takes {', '.join([*known, 'evicts=never'])}")
     return options, database
 
 

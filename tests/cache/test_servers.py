@@ -1,0 +1,142 @@
+"""Servers as users have them: a cluster of one shard, policies of providers, CONFIG refused, users with few rights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import free_port
+
+from cache.errors import StoreError
+from cache.fence import fence, read_epochs
+from cache.local import LocalStores
+from cache.marker import Marker
+from cache.namespace import claim, lane_key, owner, remove
+from cache.store import Read, Store, Write
+from cache.url import parse_url
+
+TIMEOUT = timedelta(seconds=20)
+LANES = 6
+IDENTITY = {"run": "x"}
+
+
+def write(namespace: str, lane: int, epoch: int, number: int) -> Write:
+    rows = np.full((3, 40), number, np.uint8)
+    return Write(0, lane_key(namespace, lane, epoch), np.arange(3, dtype=np.uint64), rows, Marker(number, number).stored())
+
+
+def exercise(store: Store) -> None:
+    """What a run does to a store shard: take a namespace, fence lanes, write, read, go on, and be overwritten."""
+    claim(store, "t", IDENTITY, "new")
+    for lane in range(LANES):
+        store.exchange([], [write("t", lane, 0, 1)])
+    assert read_epochs(store, 0, "t", LANES).tolist() == [0] * LANES
+    for lane in range(LANES):
+        fence(store, 0, "t", lane, 1)
+    epochs = read_epochs(store, 0, "t", LANES)
+    assert epochs.tolist() == [1] * LANES
+    claim(store, "t", IDENTITY, "resume")
+    reads = [Read(0, lane_key("t", lane, 1), np.arange(3, dtype=np.uint64), np.zeros((3, 40), np.uint8)) for lane in range(LANES)]
+    store.exchange(reads, [write("t", lane, 1, 2) for lane in range(LANES)])
+    for read in reads:
+        assert read.missing is None
+        assert (read.rows == 1).all()
+        assert Marker.parse(read.marker) == Marker(1, 1)
+    claim(store, "t", IDENTITY, "overwrite")
+    for lane in range(LANES):
+        assert store.command(0, "EXISTS", lane_key("t", lane, 1)) == 0
+    remove(store, "t")
+    assert owner(store, "t", 0) is None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LocalStores]:
+    """One server of the test's own."""
+    with LocalStores(1, tmp_path / "server") as stores:
+        yield stores
+
+
+def cluster_port() -> int:
+    """A free port to which 10,000 can be added, as clusters do."""
+    return next(port for port in iter(free_port, 0) if port < 55_000)
+
+
+def test_a_cluster_of_one_shard_is_a_store_shard(tmp_path: Path) -> None:
+    settings = {"port": str(cluster_port()), "bind": "127.0.0.1", "cluster-enabled": "yes"}
+    with LocalStores(1, tmp_path / "server", settings=settings) as server, Store(server.urls, TIMEOUT) as store:
+        with pytest.raises(StoreError, match="CLUSTERDOWN"):
+            store.command(0, "GET", "x")
+        store.command(0, "CLUSTER", "ADDSLOTS", *range(16384))
+        while b"cluster_state:ok" not in (said := store.command(0, "CLUSTER", "INFO")):  # type: ignore[operator]
+            assert isinstance(said, bytes)
+        exercise(store)
+        # Of several shards it is none.
+        store.command(0, "CLUSTER", "DELSLOTS", *range(16384))
+        store.command(0, "CLUSTER", "ADDSLOTS", 0)
+        store.command(0, "CONFIG", "SET", "cluster-require-full-coverage", "no")
+        with pytest.raises(StoreError, match=r"part of a Redis cluster of several shards .* or clusters of one shard"):
+            claim(store, "t", IDENTITY, "new")
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "volatile-lru", "volatile-ttl"])
+def test_a_policy_that_evicts_no_row_is_accepted(server: LocalStores, policy: str) -> None:
+    with Store(server.urls, TIMEOUT) as store:
+        store.command(0, "CONFIG", "SET", "maxmemory-policy", policy)
+    with Store(server.urls, TIMEOUT) as store:
+        exercise(store)
+        store.exchange([], [write("t", 0, 0, 1)])
+        # Full, it refuses rows and keeps those that it has.
+        store.command(0, "CONFIG", "SET", "maxmemory", 1)
+        with pytest.raises(StoreError, match="is full"):
+            store.exchange([], [write("t", 0, 0, 2)])
+        assert store.command(0, "HLEN", lane_key("t", 0, 0)) == 4
+
+
+def test_a_policy_that_evicts_rows_is_refused_with_both_ways_to_change_it(server: LocalStores) -> None:
+    with Store(server.urls, TIMEOUT) as store:
+        store.command(0, "CONFIG", "SET", "maxmemory-policy", "allkeys-lfu")
+    for url in (server.urls[0], server.urls[0] + "?evicts=never"):
+        with pytest.raises(
+            StoreError, match=r"noeviction or volatile-\*, .*; got allkeys-lfu; run CONFIG SET .* parameter group"
+        ) as caught:
+            Store([url], TIMEOUT)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_refuses_config_is_a_store_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.conf").write_text('rename-command CONFIG ""\n')
+    with LocalStores(1, tmp_path / "server", settings={"include": str(tmp_path / "server.conf")}) as server:
+        with Store(server.urls, TIMEOUT) as store:
+            with pytest.raises(StoreError, match="unknown command"):
+                store.command(0, "CONFIG", "GET", "maxmemory-policy")
+            exercise(store)
+        # One whose INFO has no policy either is taken at its user's word.
+        info = Store.info
+        monkeypatch.setattr(
+            Store, "info", lambda store, shard: {name: said for name, said in info(store, shard).items() if "policy" not in name}
+        )
+        with pytest.raises(
+            StoreError, match=r"does not say whether it would evict rows: .* add \?evicts=never to its URL"
+        ) as caught:
+            Store(server.urls, TIMEOUT)
+        assert "\n" not in str(caught.value)
+        url = parse_url(server.urls[0] + "?evicts=never")
+        with Store([url], TIMEOUT) as store:
+            assert store.command(0, "PING") == "PONG"
+        assert parse_url(url.plain) == url
+
+
+def test_a_user_with_few_rights_is_enough(server: LocalStores) -> None:
+    rights = re.findall(r"\+\w+", "+info +get +set +hset +hmget +hget +rename +exists +watch +unwatch +multi +exec +scan +unlink")
+    with Store(server.urls, TIMEOUT) as store:
+        store.command(0, "ACL", "SETUSER", "ann", "on", ">secret", "~{t:*", "~t:run", *rights)
+    with Store([server.urls[0].replace("unix://", "unix://ann:secret@")], TIMEOUT) as store:
+        with pytest.raises(StoreError, match="NOPERM"):
+            store.command(0, "CONFIG", "GET", "maxmemory-policy")
+        with pytest.raises(StoreError, match="NOPERM"):
+            store.command(0, "GET", "others")
+        exercise(store)

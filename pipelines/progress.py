@@ -1,17 +1,67 @@
-"""Progress of a long run on stderr, read from the work folder: whatever the runner, workers only write files there."""
+"""Progress of a long run on stderr: how it is shown, and what prepare has to show.
+
+Prepare's is read from the work folder: whatever the runner, workers only write files there.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
 POLL_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between two lines where stderr is not a terminal
+
+
+class Display:
+    """Where a long run stands: on a terminal one line that is written over, elsewhere a line every `seconds`. One thread uses it.
+
+    line: makes what there is to say now.
+    """
+
+    def __init__(
+        self, line: Callable[[], str], seconds: float, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._line, self._seconds, self._clock = line, seconds, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._said = clock()
+        self._shown = ""
+
+    def tick(self) -> None:
+        """Say it, if it is time; to be called often."""
+        now = self._clock()
+        if now - self._said < (POLL_SECONDS if self._terminal else self._seconds):
+            return
+        self._said = now
+        line = self._line()
+        if line == self._shown:
+            return
+        if self._terminal:
+            self._stream.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+        else:
+            self._stream.write(f"{line}\n")
+        self._stream.flush()
+        self._shown = line
+
+    def write(self, message: str) -> None:
+        """A line that stays."""
+        self.close()
+        self._stream.write(f"{message}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the terminal's line empty."""
+        if self._terminal and self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+        self._shown = ""
 
 
 class Progress:
@@ -36,25 +86,11 @@ class Progress:
         self._thread.join()
 
     def _watch(self) -> None:
-        terminal = self._stream.isatty()
-        started = said = time.monotonic()
-        shown = ""
+        started = time.monotonic()
+        display = Display(lambda: f"{self.line()}  {time.monotonic() - started:.0f} s", LINE_SECONDS, self._stream)
         while not self._stop.wait(POLL_SECONDS):
-            line = self.line()
-            if line == shown:
-                continue
-            now = time.monotonic()
-            if terminal:
-                self._stream.write(f"\r\x1b[K{line}  {now - started:.0f} s")
-            elif now - said >= LINE_SECONDS:
-                self._stream.write(f"{line}  {now - started:.0f} s\n")
-            else:
-                continue
-            self._stream.flush()
-            said, shown = now, line
-        if terminal and shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+            display.tick()
+        display.close()
 
     def line(self) -> str:
         """What there is to say now."""

@@ -94,7 +94,8 @@ class Attempt:
         # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
         board.publish("call", asdict(replace(call, job=call.job | {"store": self.manifest.job["store"], "spare": None})))
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
-        report = RunReport(self._run.path, Totals(**self._start.totals), self._start.step + 1, steps, job.trainers)  # type: ignore[arg-type]
+        totals = Totals(**self._start.totals)  # type: ignore[arg-type]
+        report = RunReport(self._run.path, totals, self._start.step + 1, steps, job.trainers, self.manifest.job)
         control = ControlSocket(
             self._run.path,
             {
@@ -150,6 +151,7 @@ class Attempt:
             self._see_to_stores(board)
             for order in self._errands.take():
                 self._tell_all(board, order)
+            report.tick()
             if len(self._interrupts.received) > 1:
                 raise KeyboardInterrupt
             if (self._interrupts.received or self._stop_wanted) and not self._stop_told:

@@ -1,22 +1,24 @@
-"""What a training tells its user: metrics.jsonl, TensorBoard scalars, the progress bar, summary.json."""
+"""What a training tells its user: metrics.jsonl, TensorBoard scalars, progress on stderr, summary.json."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from pipelines.files import write_json
+from pipelines.progress import Display
 from trainer.run import METRICS, SUMMARY, TENSORBOARD
 
-_TENSORBOARD_SECONDS = 0.5
+LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
+TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
+_FLUSH_SECONDS = 0.5
+_MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
 _ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
 
 
@@ -80,13 +82,68 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
+class _Sums:
+    """What lines of metrics.jsonl add up to; loss: times samples."""
+
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    rows_used: int = 0
+    rows_arrived: int = 0
+    rows_fetched: int = 0
+    rows_written_back: int = 0
+    bytes_sent: int = 0
+    ms: float = 0.0
+    ms_compute: float = 0.0
+    ms_exchange: float = 0.0
+    ms_waiting: float = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One more step."""
+        self.steps += 1
+        self.samples += line["samples"]
+        self.loss += line["loss"] * line["samples"]
+        for name in (*_ROWS, "bytes_sent", *_MS):
+            setattr(self, name, getattr(self, name) + line[name])
+
+    @property
+    def mean_loss(self) -> float:
+        """Of the samples; nan without any."""
+        return self.loss / self.samples if self.samples else math.nan
+
+    @property
+    def hit_rate(self) -> float:
+        """1 - arrivals / rows used; 1 where none was used."""
+        return 1 - self.rows_arrived / self.rows_used if self.rows_used else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        """For TensorBoard: means over the samples (loss), over the time (rate), over the rows used (hit rate), else over the steps."""
+        return {
+            "train/loss": self.mean_loss,
+            "train/samples_per_second": 1000 * self.samples / self.ms if self.ms else 0.0,
+            "cache/hit_rate": self.hit_rate,
+            **{f"cache/{name}": getattr(self, name) / self.steps for name in _ROWS},
+            **{f"time/{name}": getattr(self, name) / self.steps for name in (*_MS, "bytes_sent")},
+        }
+
+
 class RunReport:
     """Takes the trainers' reports and tells the user; one thread of the coordinator uses it.
 
-    steps: of the whole schedule, None while it grows. show: a progress bar on stderr, if that is a terminal.
+    steps: of the whole schedule, None while it grows; settings: what TensorBoard shows of the job; clock: seconds.
     """
 
-    def __init__(self, run: Path, totals: Totals, first_step: int, steps: int | None, trainers: int, show: bool = True) -> None:
+    def __init__(
+        self,
+        run: Path,
+        totals: Totals,
+        first_step: int,
+        steps: int | None,
+        trainers: int,
+        settings: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         # Slow to import, and only the coordinator needs it.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -96,11 +153,15 @@ class RunReport:
         self._trainers = trainers
         self._waiting: dict[int, list[Mapping[str, Any]]] = {}
         self._board = SummaryWriter(str(run / TENSORBOARD))
-        self._board_at = 0.0
+        if settings:
+            rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
+            self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._bar = tqdm(
-            total=steps, initial=totals.steps, unit="step", disable=None if show else True, file=sys.stderr, dynamic_ncols=True
-        )
+        self._flushed_at = 0.0
+        self._interval = _Sums()  # for TensorBoard
+        self._steps, self._clock = steps, clock
+        self._recent, self._recent_since = _Sums(), clock()  # for the display
+        self._display = Display(self._line, LINE_SECONDS, clock=clock)
         self._first_step = first_step
         self.last_step = first_step - 1
 
@@ -122,7 +183,20 @@ class RunReport:
         for name in ("compute", "exchange", "waiting"):
             setattr(totals, f"seconds_{name}", getattr(totals, f"seconds_{name}") + line[f"ms_{name}"] / 1000)
         self.last_step = line["step"]
-        self._show(line)
+        self._recent.add(line)
+        self._interval.add(line)
+        # By the step's number, so that intervals do not depend on where a run stopped.
+        if (line["step"] + 1) % TENSORBOARD_STEPS == 0:
+            self._write_interval()
+        self.tick()
+
+    def tick(self) -> None:
+        """To be called often, also while no step ends: says how far training is, if it is time."""
+        self._display.tick()
+        now = self._clock()
+        if now - self._flushed_at >= _FLUSH_SECONDS:
+            self._flushed_at = now
+            self._metrics.flush()
 
     def evaluation(self, report: Mapping[str, Any]) -> None:
         """The metrics of an evaluation pass."""
@@ -131,10 +205,9 @@ class RunReport:
         self._write(line)
         for name in ("log_loss", "auc", "normalized_entropy"):
             self._board.add_scalar(f"evaluation/{name}", report[name], report["step"])
-        self._bar.write(
+        self._display.write(
             f"epoch {report['epoch'] + 1}: log loss {report['log_loss']:.5f}, AUC {report['auc']:.4f}, "
-            f"normalised entropy {report['normalized_entropy']:.4f} on {report['samples']:,} samples",
-            file=sys.stderr,
+            f"normalised entropy {report['normalized_entropy']:.4f} on {report['samples']:,} samples"
         )
 
     def summary(self, **further: Any) -> dict[str, Any]:
@@ -160,37 +233,34 @@ class RunReport:
 
     def close(self) -> None:
         """Write what is buffered."""
-        self._bar.close()
+        self._display.close()
         self._metrics.close()
+        self._write_interval()
         self._board.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps(_finite(line)) + "\n")
 
-    def _show(self, line: Mapping[str, Any]) -> None:
-        totals, now = self.totals, time.monotonic()
-        self._bar.update()
-        if now - self._board_at < _TENSORBOARD_SECONDS:
+    def _write_interval(self) -> None:
+        if not self._interval.steps:
             return
-        self._board_at = now
-        rate = line["samples"] / line["ms"] * 1000 if line["ms"] else 0.0
-        hit_rate = 1 - line["rows_arrived"] / line["rows_used"] if line["rows_used"] else 1.0
-        scalars = {
-            "train/loss": line["loss"],
-            "train/samples_per_second": rate,
-            "cache/hit_rate": hit_rate,
-            **{f"cache/{name}": line[name] for name in _ROWS},
-            **{f"time/{name}": line[name] for name in ("ms", "ms_compute", "ms_exchange", "ms_waiting")},
-            "time/bytes_sent": line["bytes_sent"],
-        }
-        for name, value in scalars.items():
-            self._board.add_scalar(name, value, line["step"])
-        self._metrics.flush()
-        self._bar.set_postfix_str(
-            f"{totals.samples_per_second:,.0f} samples/s, loss {line['loss']:.4f}, hits {totals.cache_hit_rate:.1%}, "
-            f"stalls {totals.wait_fraction:.1%}",
-            refresh=False,
-        )
+        for name, value in self._interval.scalars().items():
+            self._board.add_scalar(name, value, self.last_step)
+        self._interval = _Sums()
+
+    def _line(self) -> str:
+        """How far training is, with the rate, the loss and the hits since the last line, or those of the last minute."""
+        recent, now, done = self._recent, self._clock(), self.totals.steps
+        took = now - self._recent_since
+        if took >= LINE_SECONDS:
+            self._recent, self._recent_since = _Sums(), now
+        words = f"train: {done:,} steps" if self._steps is None else f"train: {done:,} of {self._steps:,} steps"
+        if not recent.steps or not took:
+            return f"{words}, none ended in the last {took:.0f} s"
+        words += f", {recent.samples / took:,.0f} samples/s, loss {recent.mean_loss:.5f}, hits {recent.hit_rate:.1%}"
+        if self._steps is not None:
+            words += f", {timedelta(seconds=round((self._steps - done) * took / recent.steps))} left"
+        return words
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cache.placement import Placement
+from pipelines.progress import Display
 from trainer.errors import RunError
 from trainer.job import TrainJob
 from trainer.report import RunReport, Totals
@@ -136,7 +140,7 @@ def step_report(step: int, **changed: Any) -> dict[str, Any]:
 
 
 def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 0, 2, trainers=2, show=False)
+    report = RunReport(tmp_path, Totals(), 0, 2, trainers=2)
     report.step(step_report(0))
     report.step(step_report(1, rows_arrived=0))
     assert report.totals.steps == 0
@@ -159,6 +163,66 @@ def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None
 
 
 def test_a_summary_without_a_step_has_nulls(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 0, 0, trainers=1, show=False)
+    report = RunReport(tmp_path, Totals(), 0, 0, trainers=1)
     assert report.summary()["samples_per_second"] is None
     report.close()
+
+
+def test_without_a_terminal_there_is_a_line_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    report = RunReport(tmp_path, Totals(steps=100, samples=10_000), 100, 1000, trainers=1, clock=lambda: now)
+    for step in range(100, 220):
+        now += 1.0
+        report.step(step_report(step, loss=0.75 if step < 130 else 0.25))
+    # None ends for a while.
+    for _ in range(90):
+        now += 1.0
+        report.tick()
+    report.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "train: 160 of 1,000 steps, 100 samples/s, loss 0.50000, hits 75.0%, 0:14:00 left",
+        "train: 220 of 1,000 steps, 100 samples/s, loss 0.25000, hits 75.0%, 0:13:00 left",
+        "train: 220 of 1,000 steps, none ended in the last 60 s",
+    ]
+
+
+def test_tensorboard_has_means_over_steps_and_the_settings(tmp_path: Path) -> None:
+    report = RunReport(tmp_path, Totals(), 20, None, trainers=1, settings={"lr": 0.5, "model": "dcn"})
+    for step in range(20, 110):
+        report.step(
+            step_report(step, loss=step, samples=100 if step % 2 else 300, seconds=0.5 if step < 100 else 1.0, rows_arrived=step)
+        )
+    report.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+
+    def scalars(name: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in board.Scalars(name)]
+
+    # Up to each fiftieth step, and what was left.
+    weighted = [
+        sum(step * (100 if step % 2 else 300) for step in steps) / sum(100 if step % 2 else 300 for step in steps)
+        for steps in (range(20, 50), range(50, 100), range(100, 110))
+    ]
+    assert np.allclose(scalars("train/loss"), list(zip((49, 99, 109), weighted, strict=True)))
+    assert scalars("train/samples_per_second") == [(49, 400), (99, 400), (109, 200)]
+    assert scalars("cache/rows_arrived") == [(49, 34.5), (99, 74.5), (109, 104.5)]
+    assert np.allclose(scalars("cache/hit_rate")[0], (49, 1 - 34.5 / 40))
+    assert scalars("time/ms") == [(49, 500), (99, 500), (109, 1000)]
+    text = board.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "| lr | `0.5` |" in text
+    assert "| model | `dcn` |" in text
+
+
+def test_on_a_terminal_one_line_is_written_over() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines, times, terminal = iter(["one", "two", "two"]), iter([0.0, 0.1, 0.6, 0.7, 1.2, 1.8]), Terminal()
+    display = Display(lambda: next(lines), 60, terminal, lambda: next(times))
+    for _ in range(5):
+        display.tick()
+    display.write("stays")
+    display.close()
+    assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo\r\x1b[Kstays\n"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
@@ -42,7 +45,8 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
     """Run to the end. The plan's work folder exists; failures that the user can mend are noted there, others are raised."""
     # Beam's own default first tries to download another runner, so name the one in this process.
     runner = FnApiRunner() if runs_locally(flags) else None
-    pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
+    with _temporary_folders_in(plan.work):
+        pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
     add_schedule(pipeline, plan, tasks, wrap)
     logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
     try:
@@ -56,6 +60,16 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
         if _interrupted(error):  # Beam wraps what its workers meet, Ctrl-C too
             raise KeyboardInterrupt from error
         raise
+
+
+@contextlib.contextmanager
+def _temporary_folders_in(folder: Path) -> Iterator[None]:
+    """A pipeline makes a temporary folder at once, and removes it only if it comes to run: so it gets one that is removed in any case."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:

@@ -25,11 +25,13 @@ from command_line import (
     reached,
     refused,
     refused_apart,
+    run_here,
     write_features,
     write_log,
 )
 
 from cache.local import LocalStores
+from pipelines import beam_run
 from pipelines.errors import ScheduleError
 from pipelines.schedule import Schedule
 
@@ -291,6 +293,17 @@ def test_stopping_prepare(clicks: Clicks, tmp_path: Path, stage: str, number: in
     if number != signal.SIGTERM:
         done("prepare", clicks.log, *clicks.options(out))
         assert checksum_of(out) == checksum_of(clicks.schedule)
+
+
+def test_stopping_prepare_before_its_pipeline_runs(clicks: Clicks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(beam_run, "add_schedule", stopped)
+    # Beam has made its temporary folder by then; nothing of it may be left.
+    status, _, err = run_here("prepare", clicks.log, *clicks.options(tmp_path / "out"))
+    assert (status, err.splitlines()[-1:]) == (130, ["foreload: stopped"])
+    assert not (tmp_path / "out" / ".work").exists()
 
 
 def test_stopping_training_and_going_on(clicks: Clicks, trained: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Attempt:
             start_step=self._start.step,
             batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
             stores=self._shards.plain_urls,
-            fingerprint=self.manifest.fingerprint,
+            fingerprint=None if job.accept_numerics else self.manifest.fingerprint,
             resumes=job.resume,
             servers_return=self._shards.servers_return,
             faults=tuple(asdict(fault) for fault in self._witness.faults),
@@ -185,7 +185,7 @@ class Attempt:
         elif kind == "ready":
             self._ready[trainer] = mail["fingerprint"]
             if len(self._ready) == self._job.trainers:
-                self.manifest = replace(self.manifest, fingerprint=self._ready[0])
+                self.manifest = self.manifest.under(self._ready[0], self._start.step + 1)
                 self._run.write_manifest(self.manifest)
                 # From the first step on rows change on the store, while the dense part at rest does not.
                 self._run.write_status(self._start)
@@ -238,7 +238,12 @@ class Attempt:
             report.totals.rows_written_back += written
         self.status = Status("stopped" if stopped else "ended", first["step"], batches, asdict(report.totals), lost)
         traffic = {name: sum(mail["traffic"][name] for mail in ended) for name in first["traffic"]}
-        summary = report.summary(state=self.status.state, trainers=self._job.trainers, store_traffic=traffic)
+        summary = report.summary(
+            state=self.status.state,
+            trainers=self._job.trainers,
+            store_traffic=traffic,
+            mixed_numerics=list(self.manifest.mixed_numerics),
+        )
         return Ending(
             summary, first["step"], stopped, self._interrupts.received[0] if stopped and self._interrupts.received else None
         )

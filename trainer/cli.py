@@ -16,6 +16,7 @@ from cache.errors import CacheError, RowsLost
 from pipelines.errors import PipelineError
 from pipelines.files import unwritable
 from pipelines.interrupts import Interrupts
+from trainer import numerics
 from trainer.errors import JobError, ShardsLost, TrainerError
 from trainer.job import Setting, TrainJob, flag, masked, read_job_file, settings
 
@@ -37,7 +38,7 @@ _GROUPS = {
         "store_timeout",
         "peer_timeout",
     ),
-    "this call": ("follow", "resume", "overwrite", "allow_nan", "digest"),
+    "this call": ("follow", "resume", "accept_numerics", "overwrite", "allow_nan", "digest"),
 }
 _NAMED = 20  # stripes that scrub names on the terminal
 _REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
@@ -293,6 +294,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
     ]
     if summary.get("digest"):
         lines.append(f"digest {summary['digest']}")
+    if summary["mixed_numerics"]:
+        lines.append(numerics.mixed_text(summary["mixed_numerics"]))
     return "\n".join(lines)
 
 
@@ -323,7 +326,8 @@ def _digest(parsed: argparse.Namespace) -> int:
     from trainer.commands import digest
 
     found = digest.run(parsed.run, parsed.store)
-    return _tell(parsed, found, found["digest"])
+    mixed = [numerics.mixed_text(found["mixed_numerics"])] if found["mixed_numerics"] else []
+    return _tell(parsed, found, "\n".join([found["digest"], *mixed]))
 
 
 def _stores_status(parsed: argparse.Namespace) -> int:

@@ -107,6 +107,10 @@ class TrainJob:
     resume: bool = _setting(
         False, "switch", "go on with a run that was stopped, or with the schedule prepared after it", state=True
     )
+    accept_numerics: bool = _setting(
+        False, "switch", "with --resume: go on although this machine's arithmetic is not the run's; the run then says from which step on",
+        state=True,
+    )  # fmt: skip
     overwrite: bool = _setting(
         False, "switch", "delete what the run's folder and its namespace on the store hold, and start anew", state=True
     )
@@ -125,6 +129,8 @@ class TrainJob:
             raise JobError(
                 "--resume and --overwrite: only one of them can be given; --overwrite deletes the run that --resume continues"
             )
+        if self.accept_numerics and not self.resume:
+            raise JobError("--accept-numerics: is for a run that goes on; give it with --resume, or leave it out")
         if self.trainers > MOST_LANES:
             raise JobError(f"--trainers: must be at most {MOST_LANES}, the most lanes there are; got {self.trainers}")
         if self.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):

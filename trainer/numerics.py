@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import FingerprintError, JobError
 
@@ -73,7 +75,10 @@ def check_processor() -> None:
     import torch
 
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx512" and not torch.cpu._is_avx512_supported():
-        raise JobError("--cpu-capability: this machine's processor has no avx512; give avx2, on all hosts of the run")
+        raise JobError(
+            "--cpu-capability: this machine's processor has no avx512; give avx2, on all hosts of the run, "
+            "with --accept-numerics if it began with avx512"
+        )
 
 
 def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> None:
@@ -142,10 +147,29 @@ def fingerprint(device: str = "cpu") -> dict[str, str]:
     }
 
 
-def check(mine: Mapping[str, str], run: Mapping[str, str]) -> None:
-    """Raise FingerprintError, naming the first field that differs, unless this trainer's fingerprint is the run's."""
-    for field in sorted(mine.keys() | run.keys(), key=lambda name: (name == "probe", name)):
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The fields in which two fingerprints differ; the probe, which tells least, last."""
+    fields = sorted(one.keys() | other.keys(), key=lambda name: (name == "probe", name))
+    return [field for field in fields if one.get(field) != other.get(field)]
+
+
+def check(mine: Mapping[str, str], run: Mapping[str, str], resumed: bool = False) -> None:
+    """Raise FingerprintError, naming the first field that differs, unless this trainer's fingerprint is the run's.
+
+    resumed: the run's is that of an earlier call.
+    """
+    for field in differing(mine, run):
         here, there = mine.get(field, "nothing"), run.get(field, "nothing")
-        if here != there:
-            remedy = _REMEDY.get(field, "use the run's version of foreload")
-            raise FingerprintError(f"numerics fingerprint: {field} is {here} here and {there} in the run; {remedy}")
+        remedy = _REMEDY.get(field, "use the run's version of foreload")
+        if resumed:
+            remedy += ", or go on in these numerics with --resume --accept-numerics: the run then says from which step on"
+        raise FingerprintError(f"numerics fingerprint: {field} is {here} here and {there} in the run; {remedy}")
+
+
+def mixed_text(fingerprints: Sequence[Mapping[str, Any]]) -> str:
+    """A line about a run that went on in other numerics. fingerprints: {"step", "fingerprint"} of each, in order."""
+    since = [
+        f"{now['step']} ({', '.join(differing(now['fingerprint'], before['fingerprint']))})"
+        for before, now in itertools.pairwise(fingerprints)
+    ]
+    return f"of mixed numerics since step {', and again '.join(since)}"

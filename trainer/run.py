@@ -46,6 +46,9 @@ FREE_SETTINGS = (
     "address",
 )
 
+# Settings of the numerics fingerprint: a run may go on with other ones where that is accepted.
+NUMERICS_SETTINGS = ("threads", "cpu_capability", "device")
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -70,7 +73,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a run is. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None."""
+    """What a run is. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None.
+
+    fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
+    in order, step the first under it; else empty.
+    """
 
     run_id: str
     job: dict[str, Any]
@@ -80,12 +87,24 @@ class Manifest:
     local_stores: int | None
     stages: tuple[Stage, ...]
     fingerprint: dict[str, Any] | None = None
+    mixed_numerics: tuple[dict[str, Any], ...] = ()
     version: int = VERSION
 
     @property
     def identity(self) -> dict[str, Any]:
         """Whose the namespace on the store is."""
         return {"run": self.run_id, "lanes": self.lanes}
+
+    def under(self, fingerprint: dict[str, Any], step: int) -> Manifest:
+        """This run as it goes on under a fingerprint with the training step given."""
+        if self.fingerprint is None or self.fingerprint == fingerprint:
+            return replace(self, fingerprint=fingerprint)
+        before = self.mixed_numerics or ({"step": self.stages[0].first_step, "fingerprint": self.fingerprint},)
+        # Under one that was accepted before the same step, nothing was trained.
+        kept = [one for one in before if one["step"] < step]
+        if not kept or kept[-1]["fingerprint"] != fingerprint:
+            kept.append({"step": step, "fingerprint": fingerprint})
+        return replace(self, fingerprint=fingerprint, mixed_numerics=tuple(kept) if len(kept) > 1 else ())
 
     @property
     def training_job(self) -> TrainJob:
@@ -159,7 +178,8 @@ class Run:
             )
         try:
             stages = tuple(Stage(**stage) for stage in stored["stages"])
-            return Manifest(**{**stored, "stages": stages, "store_urls": tuple(stored["store_urls"])})
+            listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics")}
+            return Manifest(**{**stored, **listed, "stages": stages})
         except (TypeError, KeyError) as error:
             raise RunError(
                 f"run {self.path}: {MANIFEST} is damaged ({error}); restore the folder or train anew with --overwrite"
@@ -259,13 +279,15 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
     manifest, status = run.manifest, run.resting()
     before = manifest.training_job
     for name in settings():
-        if name in FREE_SETTINGS or settings()[name].state:
+        of_numerics = name in NUMERICS_SETTINGS
+        if name in FREE_SETTINGS or settings()[name].state or (of_numerics and job.accept_numerics):
             continue
         was, now = getattr(before, name), getattr(job, name)
         if was != now:
-            raise RunError(
-                f"--{name.replace('_', '-')}: must be what the run was started with, {was!r}; got {now!r}; leave it out"
-            )
+            remedy = "leave it out" + (", or add --accept-numerics" if of_numerics else "")
+            raise RunError(f"--{name.replace('_', '-')}: must be what the run was started with, {was!r}; got {now!r}; {remedy}")
+    if job.accept_numerics:
+        manifest = replace(manifest, job=manifest.job | {name: getattr(job, name) for name in NUMERICS_SETTINGS})
     placement = run.placement
     if job.parity is not None and job.code(placement.shard_count) != (placement.k, placement.r):
         was = f"{placement.k}+{placement.r}" if placement.r else "off"

@@ -251,14 +251,14 @@ class TrainerProcess:
         return bool(found)
 
     def _check_fingerprint(self) -> None:
+        """That of the run, or, where it has none or another is accepted, that of trainer 0. Raises FingerprintError."""
         mine = numerics.fingerprint(self._device())
-        expected = self._call.fingerprint
-        if expected is None and self._trainer:
-            expected = self._board.read("fingerprint")
-        elif expected is None:
+        if self._call.fingerprint is not None:
+            numerics.check(mine, self._call.fingerprint, resumed=True)
+        elif self._trainer:
+            numerics.check(mine, self._board.read("fingerprint"))
+        else:
             self._board.publish("fingerprint", mine)
-        if expected is not None:
-            numerics.check(mine, expected)
 
     def _device(self) -> str:
         if self._job.device != "cuda":

@@ -50,6 +50,7 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
         ({"row_optimizer": "adam"}, "--row-optimizer: must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"),
         ({"device": "tpu"}, "--device: must be one of cpu, cuda"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite"),
+        ({"accept_numerics": True}, "--accept-numerics: is for a run that goes on; give it with --resume"),
         ({"memory": "2 foo"}, "--memory: must be a size"),
         ({"namespace": "a b"}, "--namespace"),
         ({"tables": {"C1": {"momentum": 1}}}, r"\[train.tables.C1\]: knows row-optimizer and lr; got momentum"),

@@ -100,6 +100,7 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     status, _, err = other.end()
     assert status == 2
     assert "numerics fingerprint: mkl_cbwr is COMPATIBLE here" in err
+    assert "go on in these numerics with --resume --accept-numerics" in err
     assert Run.open(run).resting() == rest
 
     # With other trainers than before.
@@ -129,6 +130,36 @@ def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
     assert Run.open(run).resting().state == "stopped"
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
+
+
+def test_a_run_that_goes_on_in_other_numerics_says_since_when(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    first = launched(*arguments(schedule, run, "--store", "local:1"))
+    first.until(reached(run, 5))
+    first.process.send_signal(signal.SIGINT)
+    assert first.end()[0] == 130
+    begun = Run.open(run).manifest
+    since = Run.open(run).resting().step + 1
+
+    elsewhere = ("train", str(schedule), "--run", str(run), "--resume", "--accept-numerics", "--trainers", "2", "--digest")
+    status, out, err = launched(*elsewhere, MKL_CBWR="COMPATIBLE").end()
+    assert status == 0, err
+    manifest = Run.open(run).manifest
+    assert manifest.fingerprint is not None
+    assert manifest.fingerprint["mkl_cbwr"] == "COMPATIBLE"
+    kept = [{"step": 0, "fingerprint": begun.fingerprint}, {"step": since, "fingerprint": manifest.fingerprint}]
+    assert list(manifest.mixed_numerics) == summary(run)["mixed_numerics"] == kept
+    told = f"of mixed numerics since step {since} (mkl_cbwr"
+    assert out.splitlines()[-1].startswith(told)
+
+    capsys.readouterr()
+    assert main(["digest", str(run), "--json", str(tmp_path / "digest.json")]) == 0
+    digest, mixed = capsys.readouterr().out.splitlines()
+    assert digest == summary(run)["digest"]
+    assert mixed.startswith(told)
+    assert json.loads((tmp_path / "digest.json").read_text())["mixed_numerics"] == kept
 
 
 def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(

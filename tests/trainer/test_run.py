@@ -16,6 +16,7 @@ from cache.placement import Placement
 from pipelines.progress import Display
 from trainer.errors import RunError
 from trainer.job import TrainJob
+from trainer.numerics import mixed_text
 from trainer.report import RunReport, Totals
 from trainer.run import METRICS, SUMMARY, Run, Status, check_free, new_manifest, resumed
 
@@ -96,6 +97,38 @@ def test_a_stopped_run_goes_on_where_it_stopped_with_other_trainers(tmp_path: Pa
     manifest, step = resumed(run, job(trainers=3, resume=True, peer_timeout=5), schedule())
     assert step == 6
     assert len(manifest.stages) == 1
+
+
+@pytest.mark.parametrize("settings", [{"threads": 2}, {"cpu_capability": "avx512"}])
+def test_a_run_goes_on_with_other_settings_of_its_numerics_where_that_is_accepted(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    run = make(tmp_path / "run")
+    run.write_status(Status("stopped", 5))
+    with pytest.raises(RunError, match=r"must be what the run was started with, .*; leave it out, or add --accept-numerics"):
+        resumed(run, job(resume=True, **settings), schedule())
+    manifest, step = resumed(run, job(resume=True, accept_numerics=True, **settings), schedule())
+    assert step == 5
+    # What later calls, and evaluations, go by.
+    assert job(resume=True, **settings) == TrainJob.of(manifest.job | {"resume": True})
+
+
+def test_a_run_says_since_which_steps_its_numerics_are_mixed(tmp_path: Path) -> None:
+    first, second, third = ({"mkl_cbwr": branch} for branch in ("AVX2,STRICT", "AUTO,STRICT", "COMPATIBLE"))
+    manifest = new_manifest(job(), schedule(first=2), (), 2).under(first, 2).under(first, 7)
+    assert (manifest.fingerprint, manifest.mixed_numerics) == (first, ())
+    mixed = manifest.under(second, 7)
+    assert mixed.fingerprint == second
+    assert mixed.mixed_numerics == ({"step": 2, "fingerprint": first}, {"step": 7, "fingerprint": second})
+    assert mixed.under(second, 9) == mixed
+    assert mixed.under(third, 9).mixed_numerics == (*mixed.mixed_numerics, {"step": 9, "fingerprint": third})
+    # Not a step was trained under the second one.
+    assert mixed.under(third, 7).mixed_numerics == ({"step": 2, "fingerprint": first}, {"step": 7, "fingerprint": third})
+    assert mixed.under(first, 7) == manifest
+    run = Run.create(tmp_path / "run", mixed, Placement.spread(2), overwrite=False)
+    assert run.manifest == mixed
+    told = mixed_text(mixed.under(first, 9).mixed_numerics)
+    assert told == "of mixed numerics since step 7 (mkl_cbwr), and again 9 (mkl_cbwr)"
 
 
 def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: Path) -> None:

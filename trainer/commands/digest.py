@@ -23,6 +23,7 @@ def model_digest(resting: RestingRun) -> str:
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
-    """Compute it; returns {"digest", "step"}."""
+    """Compute it; returns {"digest", "step", "mixed_numerics"}, the last as the run's manifest has it."""
     with open_resting(path, store) as resting:
-        return {"digest": model_digest(resting), "step": resting.status.step}
+        mixed = list(resting.manifest.mixed_numerics)
+        return {"digest": model_digest(resting), "step": resting.status.step, "mixed_numerics": mixed}

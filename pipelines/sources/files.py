@@ -64,7 +64,7 @@ def match_files(patterns: Sequence[str]) -> list[File]:
             found = FileSystems.match([pattern])[0].metadata_list
         except Exception as error:  # Beam's filesystems share no base class of errors
             raise SourceError(
-                f"{pattern}: cannot be looked up ({_reason(error)}); check the path and your access to it"
+                f"{pattern}: cannot be looked up ({reason_of(error)}); check the path and your access to it"
             ) from error
         if not found:
             raise SourceError(f"{pattern}: no file matches; check the path, and quote globs")
@@ -80,7 +80,7 @@ def open_file(path: str) -> BinaryIO:
     try:
         return FileSystems.open(path, compression_type=CompressionTypes.UNCOMPRESSED)
     except Exception as error:
-        raise SourceError(f"{path}: cannot be opened ({_reason(error)}); check that it is a file and may be read") from error
+        raise SourceError(f"{path}: cannot be opened ({reason_of(error)}); check that it is a file and may be read") from error
 
 
 def open_arrow(path: str) -> pa.NativeFile:
@@ -92,7 +92,7 @@ def open_arrow(path: str) -> pa.NativeFile:
     try:
         return pa.OSFile(path)
     except OSError as error:
-        raise SourceError(f"{path}: cannot be opened ({_reason(error)}); check that it is a file and may be read") from error
+        raise SourceError(f"{path}: cannot be opened ({reason_of(error)}); check that it is a file and may be read") from error
 
 
 def compression(path: str) -> str | None:
@@ -191,11 +191,17 @@ def reading(path: str) -> Iterator[None]:
         yield
     except (OSError, EOFError) as error:
         raise SourceError(
-            f"{path}: cannot be read to its end ({_reason(error)}); the file may be damaged or truncated"
+            f"{path}: cannot be read to its end ({reason_of(error)}); the file may be damaged or truncated"
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What an error says, on a line."""
     # Of the number, not the message: Arrow's tells the path again.
     text = (os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)) or type(error).__name__
-    return text.splitlines()[0]
+    return printable(text.splitlines()[0])
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would take for a command written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pipelines.errors import SourceError
 from pipelines.features import FeatureSpec, TextFormat
 from pipelines.records import parses
-from pipelines.sources.files import open_stream
+from pipelines.sources.files import open_stream, printable
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 20
@@ -30,8 +30,7 @@ def delimiter_of(path: str) -> str:
 def shown_names(names: Sequence[str]) -> str:
     """The names of columns as an error tells them: the first ones, without what a terminal would take for a command."""
     text = ", ".join(names[:_SHOWN_COLUMNS])
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_SHOWN_CHARACTERS])
-    return shown + (", ..." if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARACTERS else "")
+    return printable(text[:_SHOWN_CHARACTERS]) + (", ..." if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARACTERS else "")
 
 
 def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[str, ...], int]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipelines.errors import SourceError
 from pipelines.features import FeatureSpec
 from pipelines.records import Records, convert
-from pipelines.sources.files import File, kind_of, open_arrow, other_kind, reading
+from pipelines.sources.files import File, kind_of, open_arrow, other_kind, reading, reason_of
 from pipelines.sources.heads import shown_names
 from pipelines.sources.splits import PIECE_ROWS, Split
 
@@ -46,27 +46,44 @@ def read_parquet(split: Split, spec: FeatureSpec) -> Iterator[Records]:
 def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The row group's batches, each with the rows of the file before it."""
     with _opened(split.path, spec.columns) as parquet:
+        if spec.order_by is not None:
+            _check_times(parquet, split, spec.order_by)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(split.start))
         for batch in parquet.iter_batches(PIECE_ROWS, row_groups=[split.start], columns=list(spec.columns), use_threads=False):
             yield row, batch
             row += batch.num_rows
 
 
+def _check_times(parquet: pq.ParquetFile, split: Split, name: str) -> None:
+    """SourceError where a row group has INT96 times beyond the range of nanoseconds, at which Arrow starts anew without a word."""
+    schema = parquet.schema
+    if not any(schema.column(k).path == name and schema.column(k).physical_type == "INT96" for k in range(len(schema))):
+        return
+    with _opened(split.path, unit="us") as coarse:
+        nano, micro = (
+            np.asarray(file.read_row_group(split.start, columns=[name]).column(0).cast(pa.int64()).fill_null(0))
+            for file in (parquet, coarse)
+        )
+    if (nano // 1000 != micro).any():
+        raise SourceError(f"{split.path}: column {name} holds times beyond the range of nanoseconds; order by another column")
+
+
 @contextmanager
-def _opened(path: str, columns: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """A Parquet file, of which columns are to be read. SourceError where it is none, or what is read of it is damaged."""
+def _opened(path: str, columns: Sequence[str] = (), unit: str = "ns") -> Iterator[pq.ParquetFile]:
+    """A Parquet file, of which columns are to be read; INT96 times in a unit. SourceError where it is none, or what is read is damaged."""
     with reading(path), open_arrow(path) as file:
         kind = kind_of(file)
         if kind not in (None, "Parquet"):
             raise other_kind(path, "a readable Parquet file", kind)
         try:
-            parquet = pq.ParquetFile(file)
+            parquet = pq.ParquetFile(file, coerce_int96_timestamp_unit=unit)
             if any(_holds_fixed_lists(parquet.schema_arrow.field(name).type) for name in columns):
-                parquet = pq.ParquetFile(file, metadata=_without_arrow_types(file))
+                parquet = pq.ParquetFile(file, coerce_int96_timestamp_unit=unit, metadata=_without_arrow_types(file))
             yield parquet
         except pa.ArrowException as error:
-            reason = str(error).splitlines()[0]
-            raise SourceError(f"{path}: not a readable Parquet file ({reason}); it may be truncated, write it again") from error
+            raise SourceError(
+                f"{path}: not a readable Parquet file ({reason_of(error)}); it may be truncated, write it again"
+            ) from error
 
 
 def _holds_fixed_lists(kind: pa.DataType) -> bool:

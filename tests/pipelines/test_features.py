@@ -142,6 +142,7 @@ BAD = {
     "delimiter cannot be": GOOD + '[text]\ndelimiter = "\\n"',
     "quoting must be true or false, not 1": GOOD + "[text]\nquoting = 1",
     "newlines_in_values needs quoting": GOOD + "[text]\nquoting = false\nnewlines_in_values = true",
+    "newlines_in_values must be true, false, or the number of lines": GOOD + "[text]\nnewlines_in_values = -1",
     "missing must be a list of texts": GOOD + "[text]\nmissing = [1]",
     "not valid TOML": "label = ",
     r"write each as \[\[feature\]\]": 'label = "y"\nfeature = 3',

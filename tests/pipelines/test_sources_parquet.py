@@ -212,6 +212,19 @@ def test_lists_of_a_fixed_size_may_be_missing(tmp_path: Path, row_group_size: in
     assert fixed[1:] == lists[1:]
 
 
+def test_old_times_beyond_their_range_are_refused(tmp_path: Path) -> None:
+    columns = {name: column.slice(0, 3) for name, column in PLAIN.items()}
+    for year in (1969, 9999):
+        times = pa.array([datetime(year, 1, 1, 0, 0, 0, 7), None, datetime(2020, 1, 1)], pa.timestamp("us"))
+        path = tmp_path / f"{year}.parquet"
+        pq.write_table(pa.table(columns | {"t": times}), path, use_deprecated_int96_timestamps=True)
+        if year == 1969:
+            assert read(path)[1] == [None if x is None else x * 1000 for x in times.cast(pa.int64()).to_pylist()]
+        else:
+            with pytest.raises(SourceError, match=r"9999\.parquet: column t holds times beyond the range of nanoseconds"):
+                read(path)
+
+
 def test_faults_are_located_by_row(tmp_path: Path) -> None:
     texts = TYPES["texts"]
     y, d, i = (texts[n].to_pylist() for n in ("y", "d", "i"))

@@ -9,9 +9,9 @@ import numba as nb
 import numpy as np
 
 from cache.errors import CacheError
+from pipelines.sizing import stored_bytes
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
-TRAILER_BYTES = 12  # id (8) and tag (4)
 
 
 def state_width(optimizer: str, parts: tuple[tuple[str, int], ...]) -> int:
@@ -59,7 +59,7 @@ class RowLayout:
     @property
     def row_bytes(self) -> int:
         """Bytes of a stored row."""
-        return 4 * (self.width + self.state_width) + TRAILER_BYTES
+        return stored_bytes(self.width + self.state_width)
 
     @property
     def init_columns(self) -> int:

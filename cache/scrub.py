@@ -16,9 +16,9 @@ import numpy as np
 from cache.examine import Verdict, examine
 from cache.marker import Marker
 from cache.reading import StoredRows, check_marker
-from cache.rows import TRAILER_BYTES
 from cache.store import COMMAND_ROWS, Read, Write
 from cache.stripes import PARITY_BIT, LaneStripes
+from pipelines.sizing import TRAILER_BYTES
 
 CHUNK_STRIPES = 8192
 NAMED = 1000  # findings that are kept one by one

@@ -15,6 +15,7 @@ from cache.initial import initial_weights
 from cache.rows import RowLayout
 from pipelines.prefetch import prefetch
 from pipelines.schedule_format import Arrivals
+from pipelines.sizing import stored_bytes
 
 _AHEAD = 16  # rows that are asked for early: they lie at random in a partition
 _LINE = 16  # 4-byte values in a cache line
@@ -86,7 +87,7 @@ class RowShapes:
     def row_bytes(self, shape: int) -> int:
         """Bytes of a stored row of a shape."""
         width, state_width = self.shapes[shape]
-        return 4 * (width + state_width) + 12
+        return stored_bytes(width + state_width)
 
 
 @dataclass(frozen=True, slots=True)

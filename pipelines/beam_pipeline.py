@@ -41,7 +41,9 @@ class Compile(GroupStage):
         # A folder of this attempt alone: a worker given up for dead may still be writing into its own.
         scratch = Path(tempfile.mkdtemp(prefix="compile-", dir=self.plan.work))
         try:
-            compile_schedule(source_of(self.plan), self.plan.compile_settings(), self.plan.out, scratch, self._progress())
+            source = source_of(self.plan)
+            settings = self.plan.compile_settings(source.training_samples)
+            compile_schedule(source, settings, self.plan.out, scratch, self._progress())
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         yield "compiled"

@@ -17,6 +17,7 @@ from pipelines.errors import PipelineError
 from pipelines.features import FeatureSpec
 from pipelines.files import unwritable
 from pipelines.schedule_format import Placement
+from pipelines.sizing import MOST_SLOTS
 
 MOST_LANES = 64  # the users of a row are a mask of 64 bits
 _UNITS = {"": 1, "B": 1}
@@ -126,9 +127,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rows it holds: a number, a size (2GiB), min (as few as a step needs) or all (default: --memory)",
     )
-    cache.add_argument("--memory", dest="memory_bytes", metavar="SIZE", help="what it may take, staging included (default 1GiB)")
     cache.add_argument(
-        "--row-bytes", metavar="N", help="a row with optimizer state (default 4 * (largest dimension or 32, + 1) + 12)"
+        "--memory",
+        dest="memory_bytes",
+        metavar="SIZE",
+        help="what it may take, staging and the copies that parity needs included (default 1GiB)",
+    )
+    cache.add_argument(
+        "--row-bytes",
+        metavar="N",
+        help="for --memory: a row at rest, 12 + 4 * columns of weights and optimizer state (default: as wide as any built-in model "
+        "with Adagrad, 12 + 8 * (largest dimension or 32, + 1))",
     )
     output = result.add_argument_group("the output")
     output.add_argument("--out", metavar="SCHEDULE", help="folder to write; on a cluster, on a disk that all workers share")
@@ -316,7 +325,7 @@ def _slots(flag: str, value: Any) -> int | str | tuple[str, int]:
     if value in ("min", "all"):
         return str(value)
     if re.fullmatch(r"[0-9]+", str(value)) and not isinstance(value, bool):
-        return int(_integer(1, 2**31 - 1)(flag, value))
+        return int(_integer(1, MOST_SLOTS)(flag, value))
     try:
         return "bytes", size_bytes(flag, value)
     except PipelineError:
@@ -397,16 +406,3 @@ def feature_spec(options: Options) -> FeatureSpec:
     if options.format == "tsv" and spec.text.delimiter is None:
         return replace(spec, text=replace(spec.text, delimiter="\t"))
     return spec
-
-
-def bytes_of_row(options: Options, spec: FeatureSpec) -> int:
-    """What a row takes, for turning sizes into slots: weights and one number of state, then id and tag, unless the user says."""
-    if options.row_bytes is not None:
-        return options.row_bytes
-    largest = max((table.dimension or 0 for table in spec.tables), default=0) or 32
-    return 4 * (largest + 1) + 12
-
-
-def slots_of_size(size: int, row_bytes: int) -> int:
-    """Slots of a lane that may take `size` bytes: a slot holds its row and a copy of it (base), an eighth is kept for staging."""
-    return max(1, size * 7 // 8 // (2 * row_bytes))

@@ -11,11 +11,20 @@ from typing import Any
 
 from pipelines import encoding_state, errors
 from pipelines.compile import CompileSettings
-from pipelines.errors import ScheduleError, SourceError
+from pipelines.errors import PipelineError, ScheduleError, SourceError
 from pipelines.features import FeatureSpec
 from pipelines.files import write_json
-from pipelines.options import Options, bytes_of_row, feature_spec, slots_of_size
+from pipelines.options import Options, feature_spec
 from pipelines.schedule import Schedule
+from pipelines.sizing import (
+    DEFAULT_DIMENSION,
+    columns_of,
+    default_columns,
+    lane_bytes,
+    most_rows,
+    slots_of_size,
+    stored_bytes,
+)
 from pipelines.sources import PIECE_ROWS, Source, Split, plan_splits
 from pipelines.sources.splits import Format
 
@@ -37,14 +46,15 @@ class Plan:
     """What every worker knows.
 
     spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
-    features stand only where there is a parent. evaluation_fraction: of the training sources, held out. piece_rows: samples in a
-    piece that a sort writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first
-    training sample.
+    features stand only where there is a parent; their slots, where `sized`, are those that the memory has room for, as long as it is not
+    known how many rows there can be. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
+    writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training sample.
     """
 
     out: Path
     spec: FeatureSpec
     settings: CompileSettings
+    sized: bool
     evaluation_fraction: float
     max_rejects: int
     piece_rows: int
@@ -66,13 +76,17 @@ class Plan:
         """The folder of vocabularies and scales."""
         return self.out / encoding_state.FOLDER
 
-    def compile_settings(self) -> CompileSettings:
+    def compile_settings(self, training_samples: int) -> CompileSettings:
         """The settings, with what is known only once the data has been read."""
         features = self.settings.features
         if self.settings.parent is None:
             features = encoding_state.load(self.encoding, self.spec)[0]
         settings = {**self.settings.settings, "encoding": encoding_state.identity(self.encoding)}
-        return replace(self.settings, features=features, settings=settings, threads=min(self.settings.lanes, os.cpu_count() or 1))
+        slots = self.settings.slots
+        if self.sized and isinstance(slots, int):
+            slots = max(min(slots, most_rows(features, training_samples) or slots), 1)
+        threads = min(self.settings.lanes, os.cpu_count() or 1)
+        return replace(self.settings, features=features, slots=slots, settings=settings, threads=threads)
 
     def order_path(self, name: str) -> Path:
         """The file of an order or another result of a group."""
@@ -132,12 +146,9 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
     spec = feature_spec(options)
     if parent is not None:
         spec = _continued(parent, spec, options)
-    row_bytes = bytes_of_row(options, spec)
-    slots = options.slots
+    row_bytes, slots = _row_bytes(options, spec), options.slots
     if slots is None:
-        slots = slots_of_size(options.memory_bytes, row_bytes)
-        if all(table.rows is not None for table in spec.tables):
-            slots = min(slots, sum(spec.table_rows))
+        slots = _slots_of_memory(options.memory_bytes, row_bytes)
     settings = CompileSettings(
         features=spec if parent is None else parent.header.features,
         batch_size=options.batch_size,
@@ -165,6 +176,7 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
         out=options.out.absolute(),
         spec=spec,
         settings=settings,
+        sized=options.slots is None,
         evaluation_fraction=options.eval_fraction,
         max_rejects=options.max_rejects,
         piece_rows=PIECE_ROWS,
@@ -172,6 +184,26 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
         first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
     )
     return plan, tasks
+
+
+def _row_bytes(options: Options, spec: FeatureSpec) -> int:
+    """What the header says that a row takes at rest. Where the slots are given as a number nothing follows from it."""
+    if options.row_bytes is not None:
+        return options.row_bytes
+    if options.slots is None:
+        return stored_bytes(default_columns(spec))
+    return stored_bytes((max((table.dimension or 0 for table in spec.tables), default=0) or DEFAULT_DIMENSION) + 1)
+
+
+def _slots_of_memory(memory_bytes: int, row_bytes: int) -> int:
+    columns = columns_of(row_bytes)
+    slots = slots_of_size(memory_bytes, columns, with_base=True)
+    if not slots:
+        raise PipelineError(
+            f"--memory: must be at least {lane_bytes(1, columns, with_base=True)} bytes, staging included, for rows of {row_bytes} bytes, "
+            f"is {memory_bytes}; give more, or --slots N"
+        )
+    return slots
 
 
 def _continued(parent: Schedule, spec: FeatureSpec, options: Options) -> FeatureSpec:

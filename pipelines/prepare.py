@@ -165,7 +165,7 @@ def _summary(out: Path, spec: FeatureSpec, found: dict[str, Any], seconds: float
         "epochs": schedule.header.epochs,
         "training_steps": counts["training_steps"],
         "lanes": schedule.header.lanes,
-        "slots": list(schedule.header.slots),
+        "slots": list(schedule.slots),
         "minimum_slots": manifest["minimum_slots"],
         "rows_used": used,
         "arrivals": arrivals,

@@ -51,7 +51,7 @@ def state_after(schedule: Schedule, step: int) -> Position:
     first = schedule.segment(begin)
     assert first is not None
     assert first.ordinals is not None
-    size = max(header.slots)
+    size = max(schedule.slots)
     tracked = []
     for lane, entry in enumerate(entries):
         assert entry is not None

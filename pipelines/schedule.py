@@ -98,6 +98,9 @@ class Schedule:
 
     With follow=True it may still be growing: `events` waits for segments as they are published. Otherwise one that is unfinished, has
     failed, or whose manifests do not match their checksums is refused with ScheduleError.
+
+    slots: per lane, those that a trainer needs: the header's, or, of a schedule that was complete when it was opened, those that a row ever
+    sat in. Evaluation slots, which follow the header's in the files, follow these in what `lane` and `arrivals` return.
     """
 
     POLL = timedelta(milliseconds=200)
@@ -126,6 +129,8 @@ class Schedule:
             raise ScheduleError(
                 f"schedule header {self.path / HEADER}: its checksum is not the manifest's: prepare the schedule again"
             )
+        used = self.manifest["occupied"] if self.complete else self.header.slots
+        self.slots = tuple(max(slots, 1) for slots in used)
 
     def _refuse_failed(self) -> None:
         if (self.path / FAILED).exists():
@@ -235,14 +240,16 @@ class Schedule:
         """One lane's part of an event."""
         samples, moves = self._open(event.segment, lane)
         row = event.row
-        labels = samples.column("labels", row)
+        labels, slots = samples.column("labels", row), moves.column("slots", row)
+        if event.kind == "evaluate" and self._unused(lane):
+            slots = np.where(slots < self.header.slots[lane], slots, slots - np.int32(self._unused(lane)))
         return LaneEvent(
             labels=labels,
             dense=samples.column("dense", row).reshape(len(labels), len(self.header.features.dense)),
             index=samples.column("index", row),
             offsets=samples.column("offsets", row) if samples.has("offsets") else None,
             numbers=samples.column("numbers", row),
-            slots=moves.column("slots", row),
+            slots=slots,
             users=samples.column("users", row),
             early=moves.column("early", row).view(bool),
             next_users=moves.column("next_users", row),
@@ -253,7 +260,13 @@ class Schedule:
     def arrivals(self, event: Event, lane: int) -> Arrivals:
         """The rows that arrive in a lane before an event."""
         _, moves = self._open(event.segment, lane)
-        return Arrivals(*(moves.column(f"arrival_{name}", event.row) for name in Arrivals.__slots__))
+        slot, *rest = (moves.column(f"arrival_{name}", event.row) for name in Arrivals.__slots__)
+        if event.kind == "evaluate" and self._unused(lane):
+            slot = slot - np.int32(self._unused(lane))
+        return Arrivals(slot, *rest)
+
+    def _unused(self, lane: int) -> int:
+        return self.header.slots[lane] - self.slots[lane]
 
     def final_ends(self, lane: int) -> np.ndarray:
         """The slots (int32) whose residency ends with the schedule: all that are occupied."""

@@ -26,8 +26,8 @@ from cache.traffic import Traffic
 from pipelines.replay import Position, state_after
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Arrivals, Event
+from pipelines.sizing import staging_rows
 from trainer.dense_optimizers import build_dense_optimizer
-from trainer.errors import JobError
 from trainer.exchange import Exchange
 from trainer.job import TrainJob
 from trainer.kernels import kernels_for
@@ -68,21 +68,6 @@ class DensePart:
         module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)
         optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
         return cls(module, optimizer, rows)
-
-
-def partition_bytes(schedule: Schedule, rows: Sequence[RowLayout], lane: int, staging_rows: int, with_base: bool = False) -> int:
-    """What a lane takes in trainer memory: slots with their occupants, and staging for as many rows as it may hold.
-
-    with_base: the value that the store has is kept of each row, too.
-    """
-    width, state = max(row.width for row in rows), max(row.state_width for row in rows)
-    slot = 4 * (width + state) * (2 if with_base else 1) + 2 + 8 + 8 + 4 + 4
-    return slot * (schedule.header.slots[lane] + 2 * staging_rows)
-
-
-def default_staging_rows(schedule: Schedule) -> int:
-    """Rows that a lane may hold in staging: a quarter of its slots, at most 65,536."""
-    return max(1024, min(1 << 16, max(schedule.header.slots) // 4))
 
 
 def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
@@ -160,7 +145,7 @@ def assemble(
 ) -> tuple[Part, Iterator[Event]]:
     """One trainer's parts, and the events that it runs, from `start` on. log, ownership, on_shard: as Traffic has them, where there is parity.
 
-    Raises JobError where the partitions do not fit --memory, and CacheError.
+    Raises CacheError.
     """
     device = torch.device(job.device)
     rows = dense.layouts
@@ -168,20 +153,9 @@ def assemble(
     hosted = [lane for lane, host in enumerate(lane_map) if host == transport.rank]
     position = state_after(schedule, start.step)
     stored = StoredRows(store, placement, rows, job.run_namespace)
-    staging_rows = default_staging_rows(schedule)
-    limit = job.memory_bytes
-    for lane in hosted:
-        size = partition_bytes(schedule, rows, lane, staging_rows, with_base=placement.r > 0)
-        if limit is not None and size > limit:
-            raise JobError(
-                f"--memory: must hold the schedule's {schedule.header.slots[lane]} slots, which take {size} bytes with this model, is {limit}: "
-                "give more memory, a smaller --dim, or prepare the schedule with fewer --slots"
-            )
     evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
     partitions = {
-        lane: Partition(
-            schedule.header.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device, placement.r > 0
-        )
+        lane: Partition(schedule.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device, placement.r > 0)
         for lane in hosted
     }
     if placement.r:
@@ -193,7 +167,7 @@ def assemble(
         stored,
         [_lane_plan(schedule, position, lane, start, protected=placement.r > 0) for lane in hosted],
         job.seed,
-        staging_rows=staging_rows,
+        staging_rows=staging_rows(max(schedule.slots)),
         check_tags=check_tags,
         log=log,
         ownership=ownership,

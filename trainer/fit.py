@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pipelines.schedule import Schedule
-from trainer.assembly import default_staging_rows, partition_bytes
+from pipelines.sizing import lane_bytes, slots_of_size
 from trainer.errors import JobError
 from trainer.job import TrainJob
-from trainer.layout import layouts
+from trainer.layout import UpdateRules, layouts
 from trainer.models import load_model
 
 
@@ -21,25 +21,25 @@ def readable(size_bytes: float) -> str:
 
 def check_fit(job: TrainJob, schedule: Schedule) -> str:
     """What the slots of a lane really take, staging included, in words. Raises JobError if --memory, or prepare's, is less."""
-    header = schedule.header
+    header, slots = schedule.header, max(schedule.slots)
     common, single = job.row_optimizers()
     rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, common, single)
-    lane = max(range(header.lanes), key=lambda v: header.slots[v])
+    rules = UpdateRules.of(rows)
+    columns = rules.width + rules.state_width
     protected = job.code(job.shards)[1] > 0
-    taken = partition_bytes(schedule, rows, lane, default_staging_rows(schedule), with_base=protected)
-    prepared = header.settings.get("memory_bytes")
-    limit = job.memory_bytes if job.memory_bytes is not None else prepared
-    columns = [row.width + row.state_width for row in rows]
-    words = f"{header.lanes} lanes x {header.slots[lane]:,} slots, {readable(taken)} a lane with staging"
-    if min(columns) < max(columns):
-        idle = max(columns) - min(columns)
-        words += (
-            f"; every slot is as wide as the widest row, {max(columns)} columns, of which the narrowest table leaves {idle} idle"
-        )
+    taken = lane_bytes(slots, columns, with_base=protected)
+    limit = job.memory_bytes if job.memory_bytes is not None else header.settings.get("memory_bytes")
+    words = f"{header.lanes} lanes x {slots:,} slots, {readable(taken)} a lane with staging"
+    narrowest = min(row.width + row.state_width for row in rows)
+    if narrowest < columns:
+        words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"
     if limit is not None and taken > limit:
         source = "--memory" if job.memory_bytes is not None else "the schedule's --memory"
+        fitting = slots_of_size(limit, columns, with_base=protected)
+        needed = max(schedule.manifest["minimum_slots"]) if schedule.complete else 1
+        fewer = f", or prepare with --slots {fitting}" if fitting >= needed else ""
         raise JobError(
-            f"{source}: {header.slots[lane]:,} slots of this model take {readable(taken)} a lane, the limit is {readable(limit)}; "
-            f"give --memory {taken} if there is that much, a smaller --dim, or prepare with --row-bytes {4 * max(columns) + 12}"
+            f"{source}: {slots:,} slots of this model take {readable(taken)} a lane, the limit is {readable(limit)}; "
+            f"give --memory {taken} if there is that much, or a smaller --dim{fewer}"
         )
     return words

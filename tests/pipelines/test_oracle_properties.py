@@ -153,7 +153,7 @@ def check(schedule: Schedule, program: list[Step], parent: dict[Row, Trained] | 
         list(schedule.events()),
         schedule.lane,
         program,
-        header.slots,
+        schedule.slots,
         manifest["evaluation_slots"],
         schedule.final_ends,
         header.first_step,

@@ -84,7 +84,7 @@ def _last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
     )
     if first is None:
         raise RunError(f"schedule {schedule.path}: has no evaluation steps; prepare one with --eval-source or --eval-fraction")
-    total = header.slots, schedule.manifest["evaluation_slots"]
+    total = schedule.slots, schedule.manifest["evaluation_slots"]
     held = [np.zeros(slots + further, _KEY) for slots, further in zip(*total, strict=True)]
     for lane, state in enumerate(state_after(schedule, header.end_step - 1).lanes):
         held[lane]["table"][state.slots] = state.occupants.table

@@ -20,6 +20,7 @@ from cache.store import Store, server_version
 from cache.url import parse_url
 from pipelines.errors import ScheduleError
 from pipelines.schedule import Schedule
+from pipelines.sizing import STORE_OVERHEAD_BYTES
 from trainer.commands.resting import layouts_of
 from trainer.coordinator import ask
 from trainer.errors import TrainerError
@@ -27,7 +28,6 @@ from trainer.known_rows import given_ordinals
 from trainer.run import STORES, Manifest, Run, Status
 
 TIMEOUT = timedelta(seconds=5)
-ROW_OVERHEAD_BYTES = 76  # of a row of 132 bytes in a large hash of Redis 7.0, measured; where no server is up to be asked
 _SAMPLES = 200  # values of a hash that Redis looks at to tell its size
 
 
@@ -109,7 +109,7 @@ def _parity_state(placement: Placement, shards: list[dict[str, Any]]) -> str | N
 def _forecast(at_end: Census, rows: list[RowLayout], shards: list[dict[str, Any]]) -> dict[str, Any]:
     """Rows and memory at the end of the schedule; what a row takes beyond its bytes is that of what is there, if any server tells."""
     asked = [told for told in shards if told["state"] == "up" and told.get("rows")]
-    overhead = float(ROW_OVERHEAD_BYTES)
+    overhead = float(STORE_OVERHEAD_BYTES)
     if asked:
         # Of a run that trains the two are counted a moment apart.
         used, entries = sum(told["hash_bytes"] for told in asked), sum(told["entries"] for told in asked)

@@ -19,8 +19,8 @@ from pipelines.compile import CompileSettings, compile_schedule
 from pipelines.encode import Encoder
 from pipelines.features import FeatureSpec
 from pipelines.ordering import PieceOrder, PieceSource
-from pipelines.prepare import PROVENANCE
 from pipelines.samples import write_piece
+from pipelines.schedule_format import PROVENANCE
 from pipelines.sources import Format, Source, plan_splits, read_records
 
 FOLDER = Path(__file__).resolve().parent

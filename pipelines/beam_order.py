@@ -103,7 +103,7 @@ class HoldOut(Stage):
             order = orders["training"]
             kept = order.rows - held_out(order.rows, self.plan.evaluation_fraction)
             orders = {"training": order.slice(0, kept), "evaluation": order.slice(kept, order.rows)}
-        if orders["training"].rows == 0:
+        if orders["training"].rows == 0 and not self.plan.evaluation_only:
             raise SourceError("source: has no training samples; give files with at least one well-formed record")
         if self.plan.evaluation_fraction and orders["evaluation"].rows == 0:
             raise SourceError(
@@ -111,7 +111,7 @@ class HoldOut(Stage):
                 f"is {self.plan.evaluation_fraction}; give a larger one, or --eval-source"
             )
         save_orders(self.plan, "cut", orders)
-        yield from range(len(orders["training"].names))
+        yield from range(max(len(orders["training"].names), 1))  # what follows goes by what is put out here
 
 
 class SortRuns(Stage):

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 from pipelines.errors import PipelineError
 from pipelines.features import FeatureSpec
 from pipelines.files import unwritable
+from pipelines.schedule import Schedule
 from pipelines.schedule_format import Placement
 from pipelines.sizing import MOST_SLOTS
 
@@ -71,6 +72,11 @@ class Options:
     overwrite: bool = False
     json: Path | None = None
 
+    @property
+    def evaluation_only(self) -> bool:
+        """Whether there is nothing to train on: a schedule for `foreload evaluate`."""
+        return self.after is not None and bool(self.eval_sources) and not self.sources and self.format != "synthetic"
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all others."""
@@ -120,7 +126,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="which lane a step's sample goes to: locality, where most of its rows are (default), or order, as they come",
     )
-    training.add_argument("--after", metavar="SCHEDULE", help="continue the model of this schedule with new data")
+    training.add_argument(
+        "--after",
+        metavar="SCHEDULE",
+        help="continue the model of this schedule with new data; format, features, batch size and lanes are its, unless given. "
+        "With --eval-source and no SOURCE: for `foreload evaluate RUN` alone",
+    )
     cache = result.add_argument_group("the cache of each lane")
     cache.add_argument(
         "--slots",
@@ -216,12 +227,22 @@ def read(arguments: Sequence[str]) -> tuple[Options, list[str]]:
         if "memory_bytes" in checked:
             raise PipelineError("--memory: cannot be given with --slots; choose one of them")
         checked["memory_bytes"] = checked.pop("slots")[1]
+    given_names = set(checked)
+    if "after" in checked:
+        checked = _inherited(Schedule(checked["after"])) | checked
     for name in ("format", "out", "batch_size"):
         if name not in checked:
             raise PipelineError(f"{_flag(name)}: is required and missing; see `foreload prepare --help`")
     options = Options(**checked)
-    _check_together(options, set(checked))
+    _check_together(options, given_names)
     return options, beam
+
+
+def _inherited(parent: Schedule) -> dict[str, Any]:
+    """What a schedule that continues another one takes from it where nothing else is said; its features and placement it takes, too."""
+    kind = parent.made_with("format")
+    known = {} if kind is None else {"format": kind}
+    return {**known, "batch_size": parent.header.batch_size, "lanes": parent.header.lanes}
 
 
 def _job_values(path: Path) -> dict[str, Any]:
@@ -261,8 +282,14 @@ def _check_together(options: Options, given: set[str]) -> None:
         )
     if synthetic and options.rows is None:
         raise PipelineError("--rows: --format synthetic needs a number of rows; add --rows N")
-    if not synthetic and not options.sources:
-        raise PipelineError(f"SOURCE: --format {options.format} needs at least one file or glob; name one")
+    if options.evaluation_only:
+        for name in ("epochs", "shuffle_seed", "eval_fraction"):
+            if name in given:
+                raise PipelineError(f"{_flag(name)}: is for training samples, and there is no SOURCE; leave it out")
+    elif not synthetic and not options.sources:
+        raise PipelineError(
+            f"SOURCE: --format {options.format} needs at least one file or glob; name one, or --eval-source with --after alone"
+        )
     if options.table_rows is not None and (options.features is not None or options.format not in ("criteo", "synthetic")):
         raise PipelineError(
             "--table-rows: is for the built-in features of criteo and synthetic; write rows into the feature file"
@@ -271,10 +298,10 @@ def _check_together(options: Options, given: set[str]) -> None:
         if not synthetic and name in given:
             raise PipelineError(f"{_flag(name)}: is for --format synthetic, not {options.format}; leave it out")
     if synthetic and options.eval_sources:
-        raise PipelineError("--eval-source: --format synthetic reads no files; use --eval-fraction")
+        raise PipelineError("--eval-source: --format synthetic reads no files; use --eval-fraction, or name the files' --format")
     if options.eval_sources and options.eval_fraction:
         raise PipelineError("--eval-fraction: cannot be given with --eval-source; choose one of them")
-    if options.format in ("csv", "tsv", "parquet") and options.features is None:
+    if options.format in ("csv", "tsv", "parquet") and options.features is None and options.after is None:
         raise PipelineError(f"--features: --format {options.format} needs a feature file that says what its columns are")
     if options.slots is not None and "memory_bytes" in given:
         raise PipelineError("--memory: cannot be given with --slots; choose one of them")
@@ -394,13 +421,16 @@ _CHECKS: dict[str, Any] = {
 # -- What follows from them ------------------------------------------------------------------------------------------------------
 
 
-def feature_spec(options: Options) -> FeatureSpec:
-    """The features asked for, vocabularies without their sizes. Raises FeatureError."""
+def feature_spec(options: Options, parent: FeatureSpec | None) -> FeatureSpec:
+    """The features asked for, vocabularies without their sizes; those of the parent schedule where none are. Raises FeatureError."""
     builtin = {"criteo": FeatureSpec.criteo, "synthetic": FeatureSpec.synthetic}.get(options.format)
-    if options.features is None:
+    if options.features is not None:
+        spec = FeatureSpec.load(options.features)
+    elif parent is not None and options.table_rows is None:
+        spec = parent
+    else:
         assert builtin is not None
         return builtin(options.table_rows)
-    spec = FeatureSpec.load(options.features)
     if options.format == "criteo" and not spec.text.columns:
         return replace(spec, text=FeatureSpec.criteo().text)
     if options.format == "tsv" and spec.text.delimiter is None:

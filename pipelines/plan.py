@@ -55,6 +55,7 @@ class Plan:
     spec: FeatureSpec
     settings: CompileSettings
     sized: bool
+    evaluation_only: bool
     evaluation_fraction: float
     max_rejects: int
     piece_rows: int
@@ -133,9 +134,10 @@ def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
     """The splits of all sources. Raises SourceError."""
     kind: Format = "csv" if options.format == "tsv" else options.format
     rows = options.rows or 0
-    tasks = [
-        ReadTask("training", s) for s in plan_splits(Source(kind, options.sources, rows, options.seed, options.values), spec)
-    ]
+    tasks = []
+    if not options.evaluation_only:
+        source = Source(kind, options.sources, rows, options.seed, options.values)
+        tasks += [ReadTask("training", s) for s in plan_splits(source, spec)]
     if options.eval_sources:
         tasks += [ReadTask("evaluation", s) for s in plan_splits(Source(kind, options.eval_sources), spec)]
     return tasks
@@ -143,7 +145,7 @@ def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
 
 def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
     """Look at the feature file, the parent and the sources' names. Raises PipelineError."""
-    spec = feature_spec(options)
+    spec = feature_spec(options, None if parent is None else parent.header.features)
     if parent is not None:
         spec = _continued(parent, spec, options)
     row_bytes, slots = _row_bytes(options, spec), options.slots
@@ -169,7 +171,10 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
         },
     )
     tasks = plan_reading(options, spec)
-    for which, flag, wanted in (("training", "SOURCE", True), ("evaluation", "--eval-source", bool(options.eval_sources))):
+    for which, flag, wanted in (
+        ("training", "SOURCE", not options.evaluation_only),
+        ("evaluation", "--eval-source", bool(options.eval_sources)),
+    ):
         if wanted and not any(task.which == which for task in tasks):
             raise SourceError(f"{flag}: has no records; give files that hold some")
     plan = Plan(
@@ -177,6 +182,7 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
         spec=spec,
         settings=settings,
         sized=options.slots is None,
+        evaluation_only=options.evaluation_only,
         evaluation_fraction=options.eval_fraction,
         max_rejects=options.max_rejects,
         piece_rows=PIECE_ROWS,

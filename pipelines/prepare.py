@@ -26,12 +26,9 @@ from pipelines.options import Options, parser, quiet_import, read
 from pipelines.plan import FOLDERS, PROGRESS, RESERVE, RESERVE_BYTES, WORK, make_plan
 from pipelines.progress import Progress
 from pipelines.schedule import Schedule
-from pipelines.schedule_format import FAILED, HEADER, MANIFEST
+from pipelines.schedule_format import FAILED, HEADER, MANIFEST, PROVENANCE
 
 __all__ = ["main", "parser", "run"]
-
-PROVENANCE = "provenance.json"
-"""How the schedule came to be: the one file of it that is not a function of the data and the settings."""
 
 _LOCK = "lock"
 if TYPE_CHECKING:

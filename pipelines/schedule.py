@@ -29,6 +29,7 @@ from pipelines.schedule_format import (
     FAILED,
     HEADER,
     MANIFEST,
+    PROVENANCE,
     ROW_TABLE,
     Arrivals,
     Event,
@@ -163,6 +164,13 @@ class Schedule:
     def identity(self) -> str:
         """SHA-256 of header.json: known from the start, the same when complete."""
         return hashlib.sha256((self.path / HEADER).read_bytes()).hexdigest()
+
+    def made_with(self, option: str) -> Any:
+        """What `foreload prepare` was given for an option, by name; None where that is not known, since it is no part of the schedule."""
+        try:
+            return json.loads((self.path / PROVENANCE).read_bytes())["options"][option]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def segment(self, index: int) -> Segment | None:
         """Segment `index`, or None past the end; waits for it while the schedule grows."""

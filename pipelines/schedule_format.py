@@ -17,6 +17,9 @@ from pipelines.files import replacing
 FORMAT_VERSION = 1
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
 
+PROVENANCE = "provenance.json"
+"""How the schedule came to be: the one file of it that is not a function of the data and the settings."""
+
 Kind = Literal["train", "evaluate"]
 Placement = Literal["order", "locality"]
 

@@ -262,10 +262,10 @@ class Clicks:
     schedule: Path
 
     @classmethod
-    def prepare(cls, folder: Path) -> Clicks:
-        """Write the log, and prepare the schedule."""
+    def prepare(cls, folder: Path, **further: object) -> Clicks:
+        """Write the log, and prepare the schedule. further: see `options`."""
         clicks = cls(write_log(folder / "log.csv", 1200), write_features(folder / "features.toml"), folder / "schedule")
-        done("prepare", clicks.log, *clicks.options(clicks.schedule))
+        done("prepare", clicks.log, *clicks.options(clicks.schedule, **further))
         return clicks
 
     def options(self, out: Path, **further: object) -> list[object]:

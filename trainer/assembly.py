@@ -23,6 +23,7 @@ from cache.staging import Staged
 from cache.store import Store
 from cache.stripes import LaneStripes
 from cache.traffic import Traffic
+from pipelines.kept import ordinals_after
 from pipelines.replay import Position, state_after
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Arrivals, Event
@@ -81,12 +82,12 @@ def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[i
             yield event.index, schedule.arrivals(event, lane)
 
 
-def _written_stripes(placement: Placement, position: Position) -> Callable[[int], LaneStripes]:
-    """The stripes of each lane when the step before a position was the last, and all rows were written back."""
+def _written_stripes(placement: Placement, ordinals: np.ndarray) -> Callable[[int], LaneStripes]:
+    """The stripes of each lane when so many ordinals were given, int64 [lanes, tables], and all rows were written back."""
 
     @cache
     def of(lane: int) -> LaneStripes:
-        return placement.stripes(lane, np.array(position.lanes[lane].ordinals, np.int64))
+        return placement.stripes(lane, ordinals[lane])
 
     return of
 
@@ -99,7 +100,7 @@ def stored_rows_at(
     if placement.r:
         find_rows(stored, at.batches)
         if stored.lost:
-            stored.stripes = _written_stripes(placement, state_after(schedule, at.step))
+            stored.stripes = _written_stripes(placement, ordinals_after(schedule, at.step))
     return stored
 
 
@@ -159,7 +160,7 @@ def assemble(
         for lane in hosted
     }
     if placement.r:
-        stored.stripes = _written_stripes(placement, position)
+        stored.stripes = _written_stripes(placement, np.array([lane.ordinals for lane in position.lanes], np.int64))
         take_over(stored, ownership, {lane: start.batches[lane] for lane in hosted})
     for lane, partition in partitions.items():
         _enter(partition, position, lane, stored)

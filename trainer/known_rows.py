@@ -11,7 +11,7 @@ import numpy as np
 
 from cache.scrub import MAY, MUST, TableRows
 from pipelines.files import write_json
-from pipelines.replay import state_after
+from pipelines.kept import ordinals_after
 from pipelines.schedule import Schedule
 
 _KNOWN = np.dtype([("id", np.int64), ("tag", np.int32)])
@@ -20,8 +20,7 @@ _ORDINALS = "ordinals.json"
 
 def given_ordinals(schedule: Schedule, step: int | None) -> np.ndarray:
     """How many ordinals a schedule has given after a step, at its end where that is None: int64 [lanes, tables]."""
-    position = state_after(schedule, schedule.header.end_step - 1 if step is None else step)
-    return np.array([lane.ordinals for lane in position.lanes], np.int64)
+    return ordinals_after(schedule, schedule.header.end_step - 1 if step is None else step)
 
 
 def table_rows(schedule: Schedule, step: int | None, ordinals: np.ndarray) -> Iterator[tuple[int, TableRows]]:

@@ -35,10 +35,23 @@ from trainer.errors import JobError, RunError, ShardsLost, TrainerError
 from trainer.faults import Witness
 from trainer.fit import check_fit
 from trainer.job import TrainJob, local_shards
+from trainer.kept import keep_schedule, open_schedule
 from trainer.launch import under_scheduler
 from trainer.layout import model_spec
 from trainer.models import build_model, ignored_inputs, load_model
-from trainer.run import STORES, SUMMARY, Manifest, Run, Stage, Status, check_free, new_manifest, open_stores, resumed
+from trainer.run import (
+    STORES,
+    SUMMARY,
+    Manifest,
+    Run,
+    Stage,
+    Status,
+    check_free,
+    check_trainable,
+    new_manifest,
+    open_stores,
+    resumed,
+)
 from trainer.store_shards import StoreShards
 from trainer.worker import JOIN_TIMEOUT, work
 
@@ -86,7 +99,8 @@ class Launch:
 
     def run(self) -> Ending:
         """Train; see `train`."""
-        schedule = Schedule(self._job.schedule, follow=self._job.follow)
+        schedule = open_schedule(self._job)
+        check_trainable(schedule, self._job)
         lanes = schedule.header.lanes
         if self._job.trainers > lanes:
             raise JobError(
@@ -164,6 +178,7 @@ class Launch:
         try:
             urls = list(local.urls) if local is not None else self._job.store.split(",")
             with self._claimed(run, manifest, urls):
+                keep_schedule(run, schedule)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._witness, self._spare_check(manifest))
                 attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, shards, self._witness)
                 ending = attempt.train(self._rendezvous, self._spawned)
@@ -180,6 +195,7 @@ class Launch:
                     local.stop(save=True, lost=attempt.status.lost)
                 run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
                 run.write_status(attempt.status)
+                keep_schedule(run, schedule, attempt.status.step)
         except ShardsLost as error:
             if local is not None:
                 # What is left can still be looked at.

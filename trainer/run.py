@@ -2,7 +2,8 @@
 
 manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part are where it says), dense.safetensors,
 placement.json, metrics.jsonl, summary.json, tensorboard/, stores/ (rows of local stores), write-back/ (with parity, each
-lane's last write-back batch), drill.png (of `foreload drill`), control.sock while it trains, scrub/ while that is scrubbed.
+lane's last write-back batch), kept/ (what its model is read by, of the schedule), drill.png (of `foreload drill`), control.sock while it
+trains, scrub/ while that is scrubbed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from trainer.job import TrainJob, settings
 VERSION = 1
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
-LOG, DRILL, SCRUB = "write-back", "drill.png", "scrub"
-_FILES = (MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL, SCRUB)
+LOG, DRILL, SCRUB, KEPT = "write-back", "drill.png", "scrub", "kept"
+_FILES = (KEPT, MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL, SCRUB)
 
 State = Literal["training", "stopped", "ended"]
 
@@ -249,6 +250,28 @@ def check_free(path: Path, overwrite: bool) -> None:
         )
 
 
+def check_trainable(schedule: Schedule, job: TrainJob) -> None:
+    """Raise RunError for a schedule of evaluation steps only, and for one that continues a run unless that is to be resumed."""
+    header = schedule.header
+    if not header.training_samples:
+        raise RunError(
+            f"schedule {schedule.path}: has evaluation steps only; evaluate a run on it: foreload evaluate RUN {schedule.path}"
+        )
+    if job.resume or header.parent is None:
+        return
+    run = Run(job.run)
+    last = run.manifest.stages[-1] if (run.path / MANIFEST).exists() else None
+    if last is not None and last.checksum == header.parent:
+        raise RunError(
+            f"schedule {schedule.path}: continues run {job.run}, which was trained on {last.path}; give --resume to go on with it"
+        )
+    parent = schedule.made_with("after") or "the schedule that it was prepared after"
+    raise RunError(
+        f"schedule {schedule.path}: continues the run that was trained on {parent}, not a new one; give that run's folder with --run, "
+        "and --resume"
+    )
+
+
 def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None) -> Manifest:
     """The manifest of a run that begins; store_urls without passwords."""
     return Manifest(
@@ -304,6 +327,11 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
                 "and give that schedule"
             )
         return replace(manifest, stages=(*manifest.stages[:-1], stage)), status.step
+    if stage.path == last.path:
+        raise RunError(
+            f"schedule {schedule.path}: is not the one that the run was trained on, but was prepared in its place since; prepare that one "
+            "again, with the same data and options, or give one that was prepared --after it"
+        )
     if schedule.header.parent is None or schedule.header.parent != last.checksum:
         raise RunError(
             f"schedule {schedule.path}: does not continue {last.path}, which the run was trained on; prepare it with --after that"

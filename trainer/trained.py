@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.reading import Expected, StoredRows, read_rows
-from pipelines.replay import state_after
+from pipelines.kept import ordinals_after
 from pipelines.schedule import Schedule
 
 
@@ -33,7 +33,7 @@ def trained_rows(
     if step == header.end_step - 1:
         ordinals = None
     else:
-        ordinals = np.array([lane.ordinals for lane in state_after(schedule, step).lanes])
+        ordinals = ordinals_after(schedule, step)
     for batch in schedule.rows(1 << 16):
         if ordinals is not None:
             given = batch["ordinal"] < ordinals[batch["lane"], batch["table"]]

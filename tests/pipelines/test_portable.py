@@ -16,6 +16,7 @@ import pytest
 from disturbed import disturb
 
 from pipelines import plan, prepare
+from pipelines.schedule_format import PROVENANCE
 
 FEATURES = """
 label = "clicked"
@@ -77,7 +78,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def contents(schedule: Path) -> dict[str, bytes]:
     """Every file but the one that says how the schedule came to be."""
-    files = [path for path in schedule.rglob("*") if path.is_file() and path.name != prepare.PROVENANCE]
+    files = [path for path in schedule.rglob("*") if path.is_file() and path.name != PROVENANCE]
     return {str(path.relative_to(schedule)): path.read_bytes() for path in files}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cache.initial import initial_weights
 from cache.reading import Expected, read_rows
-from pipelines.replay import state_after
+from pipelines.kept import last_occupants, ordinals_after
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Event, LaneEvent
 from trainer import numerics
@@ -86,9 +86,8 @@ def _last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
         raise RunError(f"schedule {schedule.path}: has no evaluation steps; prepare one with --eval-source or --eval-fraction")
     total = schedule.slots, schedule.manifest["evaluation_slots"]
     held = [np.zeros(slots + further, _KEY) for slots, further in zip(*total, strict=True)]
-    for lane, state in enumerate(state_after(schedule, header.end_step - 1).lanes):
-        held[lane]["table"][state.slots] = state.occupants.table
-        held[lane]["id"][state.slots] = state.occupants.id
+    for rows, (table, row_id) in zip(held, last_occupants(schedule), strict=True):
+        rows["table"][: len(table)], rows["id"][: len(table)] = table, row_id
     for event in schedule.events(first):
         if event.kind == "evaluate":
             yield _step(schedule, event, held)
@@ -119,7 +118,7 @@ def _weights(resting: RestingRun, wanted: np.ndarray) -> Tensor:
         weights[of_table] = own
     ordinals = None
     if resting.status.step < resting.schedule.header.end_step - 1:
-        ordinals = np.array([lane.ordinals for lane in state_after(resting.schedule, resting.status.step).lanes])
+        ordinals = ordinals_after(resting.schedule, resting.status.step)
     for batch in resting.schedule.rows():
         keys = np.empty(len(batch["id"]), _KEY)
         keys["table"], keys["id"] = batch["table"], batch["id"]

@@ -16,8 +16,8 @@ from cache.store import Store
 from pipelines.schedule import Schedule
 from trainer.assembly import Start, stored_rows_at
 from trainer.dense_file import read_dense
-from trainer.errors import RunError
 from trainer.job import TrainJob
+from trainer.kept import schedule_of
 from trainer.layout import layouts
 from trainer.models import load_model
 from trainer.run import DENSE, Manifest, Run, Status, open_stores
@@ -51,12 +51,9 @@ class RestingRun:
 
 
 def rest(run: Run, store: Store, status: Status) -> RestingRun:
-    """A run as it is at `status`, with its rows on an open store. Raises RunError if its schedule is there no more, or is another one."""
+    """A run as it is at `status`, with its rows on an open store. Raises RunError where neither its schedule nor what it keeps of that is there."""
     manifest = run.manifest
-    job, stage = manifest.training_job, manifest.stages[-1]
-    schedule = Schedule(stage.path)
-    if schedule.identity != stage.identity:
-        raise RunError(f"schedule {stage.path}: is not the one that run {run.path} was trained on; put that one back")
+    job, schedule = manifest.training_job, schedule_of(run)
     rows = layouts_of(job, schedule)
     at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
     stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)

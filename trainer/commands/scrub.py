@@ -25,6 +25,7 @@ from pipelines.schedule import Schedule
 from trainer.commands.resting import layouts_of, open_resting
 from trainer.coordinator import ask
 from trainer.errors import RunError
+from trainer.kept import schedule_of
 from trainer.known_rows import given_ordinals, table_rows, write_known_rows
 from trainer.run import LOG, SCRUB, STORES, Manifest, Run
 
@@ -57,7 +58,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
 def _broken_off(found: Run, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
     """The rows of a run whose trainers died, every lane's last batch finished."""
     manifest = found.manifest
-    job, schedule = manifest.training_job, Schedule(manifest.stages[-1].path)
+    job, schedule = manifest.training_job, schedule_of(found)
     with Store.sparing(_urls(found, manifest, urls), job.store_silence, found.placement.r) as store:
         stored = StoredRows(store, found.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(found.path / LOG)
@@ -94,7 +95,7 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, batches: li
 
 def _beside_training(found: Run, training: dict[str, Any]) -> dict[str, Any]:
     """Have the trainers scrub their lanes, and wait for it."""
-    schedule = Schedule(found.manifest.stages[-1].path)
+    schedule = schedule_of(found)
     (found.path / SCRUB).mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=found.path / SCRUB))
     try:

@@ -24,8 +24,9 @@ from pipelines.sizing import STORE_OVERHEAD_BYTES
 from trainer.commands.resting import layouts_of
 from trainer.coordinator import ask
 from trainer.errors import TrainerError
+from trainer.kept import schedule_of
 from trainer.known_rows import given_ordinals
-from trainer.run import STORES, Manifest, Run, Status
+from trainer.run import STORES, Run, Status
 
 TIMEOUT = timedelta(seconds=5)
 _SAMPLES = 200  # values of a hash that Redis looks at to tell its size
@@ -42,7 +43,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     training = ask(found.path, {"do": "status"})
     # What the status says is of the beginning while a run trains.
     shards = _shards(found, store, status if training is None else None, (training or {}).get("shards", {}))
-    plan = _plan(manifest)
+    plan = _plan(found)
     lag = forecast = None
     if training is not None:
         trainers = (ask(found.path, {"do": "census"}) or {"trainers": []})["trainers"]
@@ -70,13 +71,13 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     }
 
 
-def _plan(manifest: Manifest) -> tuple[Schedule, list[RowLayout]] | None:
-    """The run's schedule and how its rows look, if the schedule is there and complete, and the model can be loaded."""
-    if not manifest.stages:
+def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
+    """The run's schedule, or what it keeps of that, and how its rows look; None where that is not known yet, or the model cannot be loaded."""
+    if not run.manifest.stages:
         return None
     try:
-        schedule = Schedule(manifest.stages[-1].path)
-        return schedule, layouts_of(manifest.training_job, schedule)
+        schedule = schedule_of(run)
+        return schedule, layouts_of(run.manifest.training_job, schedule)
     except (ScheduleError, TrainerError):
         return None
 

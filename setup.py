@@ -1,4 +1,4 @@
-"""Package metadata. The ranges are what the code needs; constraints.txt holds the exact versions that are tested."""
+"""Package metadata. The oldest versions allowed were tried once (docs/measurements.md); constraints.txt holds those that are tested."""
 
 from pathlib import Path
 

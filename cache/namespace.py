@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from cache.errors import NamespaceInUse, RowsLost, StoreError
 from cache.store import Store
 
 FORMAT = 1
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+NAME = "[A-Za-z0-9_.-]{1,100}"
 _SCAN_KEYS = 1000
 EPOCH = b":epoch"
 
 
 def check_name(namespace: str) -> None:
     """Raise StoreError unless the namespace is 1 to 100 letters, digits, dots, dashes and underscores."""
-    if not _NAME.fullmatch(namespace):
+    if not re.fullmatch(NAME, namespace):
         raise StoreError(f"namespace: must be 1 to 100 letters, digits, '.', '-' or '_'; got {namespace!r}")
 
 
@@ -125,31 +125,39 @@ def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shar
         )
 
 
-def remove(store: Store, namespace: str) -> int:
-    """Remove a namespace from all store shards; returns how many lanes' hashes there were. Others' keys are not touched."""
+def lane_keys(store: Store, shard: int, namespace: str) -> Iterator[list[bytes]]:
+    """The keys of a namespace's lanes on a store shard, some at a time: hashes, strings in the place of those of epochs before, fence epochs."""
     check_name(namespace)
-    removed = 0
-    # The pattern finds at least the lanes' keys; the expression decides.
+    # The pattern finds at least these; the expression decides.
     pattern = b"{%b:*}:*" % re.sub(rb"([\[\]?*\\])", rb"\\\1", namespace.encode())
     mine = re.compile(rb"\{%b:\d+\}:.*" % re.escape(namespace.encode()))
+    for keys in scan(store, shard, pattern):
+        yield [key for key in keys if mine.fullmatch(key)]
+
+
+def scan(store: Store, shard: int, pattern: bytes = b"*") -> Iterator[list[bytes]]:
+    """The keys of a store shard that match a pattern, some at a time; one may come twice."""
+    cursor = b"0"
+    while True:
+        page = store.command(shard, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_KEYS)
+        assert isinstance(page, list)
+        cursor, keys = page
+        yield keys
+        if cursor == b"0":
+            return
+
+
+def remove(store: Store, namespace: str) -> int:
+    """Remove a namespace from all store shards; returns how many keys of lanes there were. Others' keys are not touched."""
+    check_name(namespace)
+    removed = 0
     for shard in range(store.shards):
-        cursor: object = b"0"
-        while True:
-            page = store.command(shard, "SCAN", _bytes(cursor), "MATCH", pattern, "COUNT", _SCAN_KEYS)
-            assert isinstance(page, list)
-            cursor, keys = page
+        for keys in lane_keys(store, shard, namespace):
             # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again.
-            keys = [key for key in keys if mine.fullmatch(key) and not key.endswith(EPOCH)]
+            keys = [key for key in keys if not key.endswith(EPOCH)]
             # UNLINK frees in the background; DEL would block the server for everyone.
             store.commands_at_once(shard, [("UNLINK", key) for key in keys])
             removed += len(keys)
-            if _bytes(cursor) == b"0":
-                break
         # Last: while lanes are left, the namespace is still taken.
         store.command(shard, "UNLINK", run_key(namespace))
     return removed
-
-
-def _bytes(value: object) -> bytes:
-    assert isinstance(value, bytes)
-    return value

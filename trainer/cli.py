@@ -43,6 +43,7 @@ _GROUPS = {
 _NAMED = 20  # stripes that scrub names on the terminal
 _REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
 ROWS_LOST, DAMAGED = 3, 4  # exit statuses
+_SERVERS_HELP = "servers, as --store takes them"
 _STORE_HELP = "URLs of the run's store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give"
 
 ABOUT = """\
@@ -140,6 +141,26 @@ def parser() -> argparse.ArgumentParser:
     replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
     replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
     replaced.set_defaults(command=_stores_replace)
+    listed = of_stores.add_parser(
+        "list", help="what runs have rows on servers", allow_abbrev=False,
+        description="Names every namespace that has rows on the servers, with its size and the run that it is of. Exits with 2 if one is down.",
+    )  # fmt: skip
+    listed.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
+    listed.add_argument("--json", metavar="FILE", help="write the result there too, for programs")
+    listed.set_defaults(command=_stores_list)
+    gone = of_stores.add_parser(
+        "delete", help="delete the rows of a run whose folder is gone", allow_abbrev=False,
+        description="Deletes a namespace from servers, whatever run it is of; asks nothing. Exits with 2 if rows are left.",
+    )  # fmt: skip
+    gone.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
+    gone.add_argument("namespace", metavar="NAMESPACE", help="as `foreload stores list` names it")
+    gone.add_argument("--json", metavar="FILE", help="write the result there too, for programs")
+    gone.set_defaults(command=_stores_delete)
+    _add(
+        commands, "delete", _delete, "delete a run, its rows on the store too",
+        "Deletes a run's rows on its store shards, its local stores and its folder; asks nothing. A run that trains is refused. Where a shard "
+        "cannot be reached, it says what is left there, and exits with 2.",
+    )  # fmt: skip
     _add(
         commands, "scrub", _scrub, "check the parity of a run's rows, and repair them",
         "Reads every stripe of a run, also while it is trained. Repairs a row that is missing, or has a wrong id or tag, a parity row that is "
@@ -374,6 +395,33 @@ def _stores_replace(parsed: argparse.Namespace) -> int:
         raise RunError(f"stores replace: {answer['error']}")
     print(f"shard {answer['replacing']}: {answer['by']} takes its place")
     return 0
+
+
+def _stores_list(parsed: argparse.Namespace) -> int:
+    from trainer.commands import rows
+
+    found = rows.listed(parsed.urls)
+    _tell(parsed, found, rows.listed_text(found))
+    return 2 if any(server["why"] for server in found["servers"]) else 0
+
+
+def _stores_delete(parsed: argparse.Namespace) -> int:
+    from trainer.commands import rows
+
+    return _tell_deleted(parsed, rows.deleted(parsed.urls, parsed.namespace))
+
+
+def _delete(parsed: argparse.Namespace) -> int:
+    from trainer.commands import rows
+
+    return _tell_deleted(parsed, rows.run(parsed.run, parsed.store))
+
+
+def _tell_deleted(parsed: argparse.Namespace, found: dict[str, Any]) -> int:
+    from trainer.commands import rows
+
+    _tell(parsed, found, rows.deleted_text(found))
+    return 2 if any(shard["why"] for shard in found["shards"]) else 0
 
 
 def _scrub(parsed: argparse.Namespace) -> int:

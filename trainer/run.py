@@ -8,6 +8,7 @@ trains, scrub/ while that is scrubbed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -168,6 +169,12 @@ class Run:
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
+
+    def delete(self) -> None:
+        """Delete everything of the run in the folder, which goes too if that was all, and end its local stores."""
+        self._empty()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     @property
     def manifest(self) -> Manifest:

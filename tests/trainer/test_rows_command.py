@@ -1,0 +1,128 @@
+"""`stores list`, `stores delete` and `delete`: what runs have rows on servers, and the end of those, of folders and of local stores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from command_line import SMALL, Clicks, Command, done, reached, refused, run_here
+
+from cache.local import LocalStores
+from cache.store import Store
+from trainer.run import STORES, Run
+
+
+def train(clicks: Clicks, run: Path, store: str) -> None:
+    done("train", clicks.schedule, "--run", run, "--store", store, *SMALL)
+
+
+def keys(url: str) -> list[str]:
+    """What a server holds besides fence epochs, of which a few bytes stay."""
+    with Store([url]) as store:
+        found = store.command(0, "KEYS", "*")
+        assert isinstance(found, list)
+        return sorted(key.decode() for key in found if not key.endswith(b":epoch"))
+
+
+def test_what_runs_have_rows_is_listed_and_each_is_deleted_by_itself(clicks: Clicks, tmp_path: Path) -> None:
+    with LocalStores(2, tmp_path / "servers") as servers:
+        urls = ",".join(servers.urls)
+        assert [line.split("  ")[1] for line in done("stores", "list", urls).splitlines()] == ["no run has rows here"] * 2
+        with Store(servers.urls) as store:
+            # Another program's.
+            store.command(0, "SET", "other:run", "walk")
+            store.command(0, "HSET", "{user:1}:2", "name", "ann")
+        first, second = tmp_path / "first", tmp_path / "second"
+        train(clicks, first, urls)
+        train(clicks, second, urls)
+        ids = {run.name: Run.open(run).manifest.run_id for run in (first, second)}
+
+        told = done("stores", "list", urls, "--json", tmp_path / "list.json").splitlines()
+        assert [line.split(":")[-2].split("  ")[-1] for line in told] == [
+            f"namespace {name}, shard {shard} of 2 of run {ids[name]}" for shard in range(2) for name in ("first", "second")
+        ]
+        found = json.loads((tmp_path / "list.json").read_text())["servers"]
+        status = done("stores", "status", first, "--json", tmp_path / "status.json")
+        assert "shard 0" in status
+        shards = json.loads((tmp_path / "status.json").read_text())["shards"]
+        for server, shard in zip(found, shards, strict=True):
+            assert server["namespaces"][0]["rows"] == shard["rows"] + shard["parity_rows"]
+            assert server["namespaces"][0]["bytes"] == shard["hash_bytes"]
+
+        told = done("delete", first).splitlines()
+        assert [line.startswith(f"deleted  {url}: namespace first, ") for line, url in zip(told[:2], servers.urls, strict=True)]
+        assert told[2:] == [f"deleted  {first}"]
+        assert not first.exists()
+        assert "has no manifest.json" in refused("delete", first)
+        for url in servers.urls:
+            assert not any("first" in key for key in keys(url))
+        digest = done("digest", second)
+        assert len(digest.strip()) == 64
+
+        # A run whose folder is gone.
+        shutil.rmtree(second)
+        told = done("stores", "delete", urls, "second").splitlines()
+        assert all("deleted" in line for line in told)
+        told = done("stores", "delete", urls, "second").splitlines()
+        assert all(line.endswith("nothing of namespace second was there") for line in told)
+        assert [keys(url) for url in servers.urls] == [["other:run", "{user:1}:2"], []]
+        assert "no run has rows here" in done("stores", "list", urls)
+        assert "namespace: must be" in refused("stores", "delete", urls, "a b")
+
+
+def test_a_run_is_deleted_though_a_shard_is_down_and_what_is_left_is_told(clicks: Clicks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with LocalStores(1, tmp_path / "up") as up, LocalStores(1, tmp_path / "down") as down:
+        (up_url,), (down_url,) = up.urls, down.urls
+        train(clicks, run, f"{up_url},{down_url}")
+        (run / "notes.txt").write_text("mine")
+        down.stop(save=True)
+        status, out, err = run_here("delete", run)
+        assert (status, err) == (2, "")
+        lines = out.splitlines()
+        assert lines[0].startswith(f"deleted  {up_url}: namespace run, ")
+        assert lines[1].startswith(f"left  {down_url}: store {down_url}: cannot be reached")
+        later = f"foreload stores delete {down_url} run"
+        assert lines[1].endswith(f"; later: {later}")
+        assert lines[2] == f"deleted  {run}, but for files that are not the run's: notes.txt"
+        assert [path.name for path in run.iterdir()] == ["notes.txt"]
+        assert keys(up_url) == []
+        assert run_here("stores", "list", f"{up_url},{down_url}")[0] == 2
+        # Its server is back, with the rows.
+        down.start()
+        assert "namespace run, shard 1 of 2" in done("stores", "list", down_url)
+        done(*later.split()[1:])
+        assert keys(down_url) == []
+
+
+def test_what_another_run_has_taken_stays(clicks: Clicks, tmp_path: Path) -> None:
+    with LocalStores(1, tmp_path / "server") as server:
+        first, second = tmp_path / "a" / "run", tmp_path / "b" / "run"
+        train(clicks, first, server.urls[0])
+        done("train", clicks.schedule, "--run", second, "--store", server.urls[0], *SMALL, "--overwrite")
+        assert f"left  {server.urls[0]}: namespace run is another run's there" in done("delete", first)
+        assert not first.exists()
+        done("digest", second)
+
+
+def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(clicks: Clicks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = Command("train", clicks.schedule, "--run", run, "--store", "local:2", *SMALL)
+    try:
+        command.until(reached(run, 3))
+        assert "is being trained; stop it with Ctrl-C first" in refused("delete", run)
+        for process in command.remains.processes():
+            if "trainer.cli" in process.cmdline() or "trainer.worker" in process.cmdline():
+                process.kill()
+        command.process.wait()
+        # Broken off: its servers are left, and alone have its rows.
+        servers = LocalStores.find(run / STORES)
+        assert servers is not None
+        assert all(servers.pids)
+        told = done("delete", run)
+        assert told.splitlines() == ["deleted  its 2 local store shards", f"deleted  {run}"]
+        assert not run.exists()
+        assert servers.pids == (None, None)
+    finally:
+        command.clear()

@@ -18,17 +18,22 @@ from cache.errors import CacheError
 
 _MAGIC = 0x31474F4C4C46  # FLLOG1
 _HEADER_BYTES = 64
-_MAGIC_AT, _NUMBER, _COUNT, _ROW_BYTES, _WHOLE = range(5)
+_MAGIC_AT, _NUMBER, _COUNT, _ROW_BYTES, _WHOLE, _SHARDS = range(6)
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedBatch:
-    """A write-back batch: fields uint64 [n], old and new uint8 [n, row_bytes], old all zeros where nothing was stored."""
+    """A write-back batch: fields uint64 [n], old and new uint8 [n, row_bytes], old all zeros where nothing was stored.
+
+    held: int64 [shards, 3], how many rows and parity rows a store shard has that lacks none: before the batch, with its parity, and with its
+    rows. None in a log that an earlier version wrote.
+    """
 
     number: int
     fields: np.ndarray
     old: np.ndarray
     new: np.ndarray
+    held: np.ndarray | None = None
 
 
 class BatchLog(Protocol):
@@ -50,7 +55,8 @@ class FileLog:
 
     def hold(self, lane: int, batch: LoggedBatch) -> None:
         """Hold a batch. A writer that dies meanwhile leaves the batch before, and no byte of this one has left by then."""
-        parts = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (batch.fields, batch.old, batch.new)]
+        held = np.zeros((0, 3), np.int64) if batch.held is None else batch.held
+        parts = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (batch.fields, batch.old, batch.new, held)]
         file = self._mapped(self._path(lane, batch.number), _HEADER_BYTES + sum(part.nbytes for part in parts))
         header = np.frombuffer(file, np.int64, _HEADER_BYTES // 8)
         header[_WHOLE] = 0
@@ -59,6 +65,7 @@ class FileLog:
             np.frombuffer(file, np.uint8, part.nbytes, at)[:] = part
             at += part.nbytes
         header[:_WHOLE] = (_MAGIC, batch.number, len(batch.fields), batch.new.shape[1])
+        header[_SHARDS] = len(held)
         header[_WHOLE] = 1
 
     def held(self, lane: int) -> LoggedBatch | None:
@@ -73,12 +80,14 @@ class FileLog:
         header = np.frombuffer(data, np.int64, _HEADER_BYTES // 8) if len(data) >= _HEADER_BYTES else np.zeros(8, np.int64)
         if not header[_WHOLE]:
             return None
-        number, count, row_bytes = (int(header[place]) for place in (_NUMBER, _COUNT, _ROW_BYTES))
-        if header[_MAGIC_AT] != _MAGIC or len(data) < _HEADER_BYTES + count * (8 + 2 * row_bytes):
+        number, count, row_bytes, shards = (int(header[place]) for place in (_NUMBER, _COUNT, _ROW_BYTES, _SHARDS))
+        end = _HEADER_BYTES + count * (8 + 2 * row_bytes)
+        if header[_MAGIC_AT] != _MAGIC or len(data) < end + 24 * shards:
             raise CacheError(f"{path}: is not the log of a write-back batch; it belongs to the run and cannot be made anew")
         fields = np.frombuffer(data, np.uint64, count, _HEADER_BYTES)
         rows = np.frombuffer(data, np.uint8, 2 * count * row_bytes, _HEADER_BYTES + 8 * count).reshape(2, count, row_bytes)
-        return LoggedBatch(number, fields, rows[0], rows[1])
+        held = np.frombuffer(data[end : end + 24 * shards], np.int64).reshape(shards, 3) if shards else None
+        return LoggedBatch(number, fields, rows[0], rows[1], held)
 
     def close(self) -> None:
         """Let go of the files, which stay."""

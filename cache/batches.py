@@ -13,7 +13,7 @@ import numpy as np
 from cache.erasure import Code, accumulate, difference
 from cache.rows import encode_rows_at
 from cache.staging import EndedRows, RowShapes
-from cache.stripes import Arrangement, LaneStripes
+from cache.stripes import Arrangement, Fresh, LaneStripes
 
 BATCH_ROWS = 2048  # and parity rows, of one write-back batch on one store shard: one atomic command for each
 
@@ -34,7 +34,7 @@ class WriteBackBatch:
 
     table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
     what it replaces (zeros where nothing was stored; None where there is no parity). parity: uint8 [entries, row_bytes], to be filled with the
-    parity rows that are updated before `update`. rows_of: boundary -> rows of it in this batch.
+    parity rows that are updated before `update`. rows_of: boundary -> rows of it in this batch. fresh: what of it the store has not yet.
     """
 
     number: int
@@ -45,6 +45,7 @@ class WriteBackBatch:
     old: np.ndarray | None
     parity: np.ndarray
     rows_of: dict[int, int]
+    fresh: Fresh
 
     @property
     def rows(self) -> int:
@@ -124,7 +125,9 @@ class WriteBackStaging:
             rows_of[boundary] = rows_of.get(boundary, 0) + len(places)
         table = np.concatenate([ended.table[places] for _, ended, places in pieces])
         ordinal = np.concatenate([ended.ordinal[places] for _, ended, places in pieces])
+        stored = np.concatenate([ended.stored_tag[places] != 0 for _, ended, places in pieces])
         placed = self.stripes.arrange(table, ordinal, cursors)
+        fresh = self.stripes.fresh(placed, stored, len(cursors))
         row_bytes = self.shapes.row_bytes(shape)
         new = np.empty((len(table), row_bytes), np.uint8)
         old = np.empty_like(new) if self.code is not None else None
@@ -139,7 +142,7 @@ class WriteBackStaging:
                 encode_rows_at(base, places, at, *self.shapes.shapes[shape], old)
             first += len(places)
         parity = np.zeros((len(placed.entry_fields), row_bytes), np.uint8)
-        return WriteBackBatch(self.number, table, ordinal, placed, new, old, parity, rows_of)
+        return WriteBackBatch(self.number, table, ordinal, placed, new, old, parity, rows_of, fresh)
 
     def _take(self, queue: deque[_Chunk], shards: int) -> list[tuple[int, EndedRows, np.ndarray]]:
         """Rows from the front of a queue, as many as a batch may have: (boundary, ended rows, places)."""

@@ -24,6 +24,12 @@ class Census:
     def __add__(self, other: Census) -> Census:
         return Census(self.rows + other.rows, self.parity_rows + other.parity_rows)
 
+    @property
+    def fields(self) -> np.ndarray:
+        """Rows and parity rows of all tables together: int64 [shards]."""
+        found: np.ndarray = (self.rows + self.parity_rows).sum(axis=0)
+        return found
+
     def row_bytes(self, layouts: Sequence[RowLayout]) -> np.ndarray:
         """What they take by themselves on each shard: int64 [shards]."""
         widths = np.array([layout.row_bytes for layout in layouts], np.int64)

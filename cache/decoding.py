@@ -30,15 +30,17 @@ class Survivors:
     factors: np.ndarray
 
     @classmethod
-    def of(cls, placement: Placement, lost: np.ndarray) -> Survivors:
-        """lost: bool [shards]. Raises RowsLost where a group has lost more than r of its shards."""
+    def of(cls, placement: Placement, lost: np.ndarray, every_group: bool = True) -> Survivors:
+        """lost: bool [shards]. Raises RowsLost where a group has lost more than r of its shards, unless these are not asked for."""
         code = placement.code
         assert code is not None
         gone = lost[placement.members]
-        if gone.sum(axis=1).max() > code.r:
+        if every_group and gone.sum(axis=1).max() > code.r:
             raise RowsLost(np.flatnonzero(lost).tolist(), code.r)
         patterns, pattern = np.unique(gone, axis=0, return_inverse=True)
-        known = np.array([np.flatnonzero(~gone)[: code.k] for gone in patterns], np.int64)
+        known = np.array(
+            [np.flatnonzero(~gone if gone.sum() <= code.r else gone | True)[: code.k] for gone in patterns], np.int64
+        )
         factors = [[code.decoding(own.tolist(), place) for place in range(code.k + code.r)] for own in known]
         return cls(pattern.reshape(-1).astype(np.int64), known, np.array(factors, np.uint8))
 
@@ -131,11 +133,27 @@ def plan_decoding(
     )  # fmt: skip
     rows = np.empty((len(fields), row_bytes), np.uint8)
     reads = [
-        Read(shard, keys[shard], fields[first:last], rows[first:last])
+        Read(shard, keys[shard], fields[first:last], rows[first:last], any_length=True)
         for shard, (first, last) in enumerate(pairwise(bounds.tolist()))
         if last > first
     ]
     return Decoding(len(wanted[2]), reads, rows, targets, factors)
+
+
+def plan_alone(
+    stripes: LaneStripes,
+    placement: Placement,
+    lost: np.ndarray,
+    wanted: tuple[np.ndarray, np.ndarray, np.ndarray],
+    row_bytes: int,
+    keys: list[bytes],
+) -> Decoding | None:
+    """The same for single rows while more shards are lost (bool [shards]) than parity covers; None if a stripe of theirs has lost too many."""
+    table, stripe, _ = wanted
+    for one in np.unique(table).tolist():
+        if (lost[stripes.shards(one, stripe[table == one])].sum(axis=1) > placement.r).any():
+            return None
+    return plan_decoding(stripes, Survivors.of(placement, lost, every_group=False), wanted, row_bytes, keys)
 
 
 @nb.njit(nogil=True, cache=True)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 
 class CacheError(Exception):
     """Anything that cache/ raises on purpose."""
 
 
 class RowError(CacheError):
-    """A row is missing, or has another id or tag than the schedule says."""
+    """A row is missing, or has another id or tag than the schedule says. wrong: which of the rows of a read are, bool [n], where it was one."""
+
+    def __init__(self, message: str, wrong: np.ndarray | None = None) -> None:
+        super().__init__(message)
+        self.wrong = wrong
 
 
 class RowsLost(CacheError):

@@ -7,7 +7,8 @@ KILL is no fence: a client that reconnects writes again.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,8 +41,19 @@ def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndar
     return np.array([_parse(value)[0] for value in stored], np.int64)
 
 
-def fence(store: Store, shard: int, namespace: str, lane: int, term: int) -> tuple[int, Marker]:
-    """Make a lane's older connections to a store shard harmless; returns the new epoch, and the marker found.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a fence found of a lane on a store shard: the epoch from now on, the marker, whether there was any, and rows and parity rows."""
+
+    epoch: int
+    marker: Marker
+    marked: bool
+    rows: int
+
+
+def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known: int = 0) -> Found:
+    """Make a lane's older connections to a store shard harmless. known: an epoch that was set there before; a server that was emptied
+    does not remember it, and it must not be used again.
 
     Raises Fenced where an owner of a higher term was there first, StoreError and StoreUnavailable as `Store.command` does.
     """
@@ -52,21 +64,27 @@ def fence(store: Store, shard: int, namespace: str, lane: int, term: int) -> tup
         if owner > term:
             store.command(shard, "UNWATCH")
             raise Fenced(f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops")
-        old, new = lane_key(namespace, lane, epoch), lane_key(namespace, lane, epoch + 1)
+        last = max(epoch, known)
+        old, new = lane_key(namespace, lane, epoch), lane_key(namespace, lane, last + 1)
         there = store.command(shard, "EXISTS", old)
         store.command(shard, "MULTI")
         if there:
             store.command(shard, "RENAME", old, new)
-        store.command(shard, "SET", old, _FENCED)
-        store.command(shard, "SET", name, b"%d %d" % (epoch + 1, term))
+        for passed in dict.fromkeys((old, lane_key(namespace, lane, last))):
+            store.command(shard, "SET", passed, _FENCED)
+        store.command(shard, "SET", name, b"%d %d" % (last + 1, term))
         store.command(shard, "HGET", new, MARKER)
+        store.command(shard, "HLEN", new)
         answers = store.command(shard, "EXEC")
         if answers is not None:
             assert isinstance(answers, list)
-            return epoch + 1, Marker.parse(answers[-1])
+            marker, fields = answers[-2:]
+            return Found(last + 1, Marker.parse(marker), marker is not None, fields - (marker is not None))
     raise StoreError(f"store {store.urls[shard]}: lane {lane} is being fenced by others all the time; is the run trained twice?")
 
 
-def fence_all(store: Store, shard: int, namespace: str, lanes: Sequence[int], term: int) -> dict[int, tuple[int, Marker]]:
-    """`fence` of several lanes: lane -> (epoch, marker)."""
-    return {lane: fence(store, shard, namespace, lane, term) for lane in lanes}
+def fence_all(
+    store: Store, shard: int, namespace: str, lanes: Sequence[int], term: int, known: Mapping[int, int] | None = None
+) -> dict[int, Found]:
+    """`fence` of several lanes."""
+    return {lane: fence(store, shard, namespace, lane, term, (known or {}).get(lane, 0)) for lane in lanes}

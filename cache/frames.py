@@ -22,6 +22,7 @@ MARKER_BYTES = 8
 # A request. To send: a head, then for each field a frame made from a template, with the row after it where there are rows.
 (HEAD, HEAD_BYTES, TEMPLATE, TEMPLATE_BYTES, FIELDS, COUNT, ROWS, ROW_STRIDE, ROW_BYTES) = range(9)
 # To receive: what kind of reply; for rows where they go, the beginning of a row's frame as up to 8 bytes, what comes next, and the marker.
+# Of a number, NEXT is the number, NEXT_HEAD before it is there.
 (KIND, INTO, INTO_STRIDE, INTO_BYTES, FRAME_HEAD, FRAME_HEAD_BYTES, NEXT, HAS_MARKER, MARKER) = range(9, 18)
 REQUEST_COLUMNS = 18
 ANY_REPLY, NUMBER_REPLY, ROWS_REPLY = range(3)
@@ -204,7 +205,9 @@ def take(data, start, end, request):  # type: ignore[no-untyped-def]
     if status == COMPLETE and request[KIND] == NUMBER_REPLY:
         if start == end:
             return start, MORE
-        status, _, start = _number(data, start, end, 58)
+        status, number, start = _number(data, start, end, 58)
+        if status == COMPLETE:
+            request[NEXT] = number
         return start, status
     if status == COMPLETE and request[NEXT] == NEXT_HEAD:
         if start == end:

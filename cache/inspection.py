@@ -1,4 +1,4 @@
-"""What is looked at beside the traffic, in its thread and between its rounds, when somebody asks: a scrub, a census, the lag."""
+"""What is looked at beside the traffic, in its thread and between its rounds, when somebody asks: a scrub, a census, the lag, the markers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cache.reading import StoredRows
 from cache.rounds import Rounds
 from cache.scrub import Findings
 from cache.shards import Shards
+from cache.store import NO_ROWS, Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,14 @@ class Inspection:
         self._scrub: LiveScrub | None = None
         self._counting = False
         self._census: Census | None = None
+        self._probing = False
+
+    def probe(self) -> None:
+        """Ask every shard for its markers, so that one that died since the last round, or lost them, is noticed now."""
+        with self._monitor:
+            self._probing = True
+            self._monitor.signal()
+            self._monitor.wait_until(lambda: not self._probing)
 
     def begin_scrub(self, known: KnownRows) -> None:
         """Check every stripe of the lanes from now on, beside the training. Raises CacheError without parity, and while one is under way."""
@@ -107,7 +116,9 @@ class Inspection:
     def work(self, settle: Callable[[], object]) -> bool:
         """Do what was asked for, a chunk of it; False if there was nothing. settle: sends the rows of all batches under way."""
         with self._monitor:
-            counting, scrub = self._counting, self._scrub
+            counting, scrub, probing = self._counting, self._scrub, self._probing
+        if probing:
+            self._probe()
         if counting:
             self._count()
         if scrub is None or scrub.done or scrub.wait():
@@ -118,6 +129,14 @@ class Inspection:
             scrub.findings.add(found)
             self._monitor.notify_all()
         return True
+
+    def _probe(self) -> None:
+        lanes = [state.lane for state in self._lanes]
+        reads = [(lane, Read(shard, key, *NO_ROWS)) for lane in lanes for shard, key in enumerate(self._stored.keys(lane))]
+        self._rounds.exchange_alone(reads, [])
+        with self._monitor:
+            self._probing = False
+            self._monitor.notify_all()
 
     def _count(self) -> None:
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.batches import WriteBackStaging
+from cache.census import take_census
 from cache.reading import Expected, StoredRows
 from cache.rounds import LaneWrites, PlannedFetch
 from cache.staging import EndedRows, EventStaging
@@ -63,7 +64,8 @@ class LaneTraffic:
         written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
         stripes = stored.placement.stripes(plan.lane, written)
         staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.batches)
-        self.writes = LaneWrites(plan.lane, stripes, staging, plan.batches)
+        held = take_census(stripes, len(stored.layouts), stored.placement.shard_count).fields
+        self.writes = LaneWrites(plan.lane, stripes, staging, plan.batches, held)
 
         self.pulled = -1  # index of the last event staged or taken
         self.wanted = -1  # index of the last event that the trainer waits for

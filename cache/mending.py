@@ -16,7 +16,6 @@ from cache.reading import StoredRows
 from cache.rebuild import Rebuild
 from cache.rounds import Rounds
 from cache.shards import Shards
-from cache.store import NO_ROWS, Read
 
 _POLL = timedelta(milliseconds=50)
 
@@ -38,7 +37,6 @@ class Mending:
         self._lanes = [state.writes for state in lanes]
         self._rebuild = Rebuild(stored, shards, rounds)
         self._replaced: list[tuple[int, str]] = []
-        self._probing = False
         self.rows_rebuilt = 0
 
     # The trainer's side.
@@ -52,18 +50,10 @@ class Mending:
     def finish(self, patience: timedelta) -> list[int]:
         """Wait until every shard is whole, as fast as can be, but no longer than `patience`; returns those that are lost."""
         self._rebuild.throttled = False
-        self.probe()
         deadline = time.monotonic() + patience.total_seconds()
         with self._monitor:
             self._monitor.wait_until(lambda: (not self._replaced and self._shards.whole) or time.monotonic() >= deadline, _POLL)
             return sorted(self._shards.lost)
-
-    def probe(self) -> None:
-        """Notice now any shard that died since the last round."""
-        with self._monitor:
-            self._probing = True
-            self._monitor.signal()
-            self._monitor.wait_until(lambda: not self._probing)
 
     def progress(self) -> dict[int, float]:
         """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
@@ -86,8 +76,6 @@ class Mending:
 
         settle: sends the rows of all batches under way, and says whether there were any.
         """
-        if self._probing:
-            self._probe()
         for shard, url in self._replacements():
             self._shards.replace(shard, url)
         if self._shards.whole:
@@ -112,15 +100,6 @@ class Mending:
             counts += lost_rows(writes.stripes, len(counts), gone)
         rows = {layout.name: int(count) for layout, count in zip(self._stored.layouts, counts, strict=True)}
         return RowsLost(error.shards, error.covered, rows)
-
-    def _probe(self) -> None:
-        """Ask every shard for its markers."""
-        lanes = [writes.lane for writes in self._lanes]
-        reads = [(lane, Read(shard, key, *NO_ROWS)) for lane in lanes for shard, key in enumerate(self._stored.keys(lane))]
-        self._rounds.exchange_alone(reads, [])
-        with self._monitor:
-            self._probing = False
-            self._monitor.notify_all()
 
     def _replacements(self) -> list[tuple[int, str]]:
         """The servers to be used from now on; one for a shard that is not lost waits until all are whole."""

@@ -35,16 +35,24 @@ def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, in
 
     batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
     """
+    doubtful: dict[int, None] = {}
+    expected = {lane: stored.expected(lane) for lane in batches}
     for shard in range(stored.placement.shard_count):
         if shard in stored.store.down or not ownership.has(stored.store, stored.namespace, shard):
             stored.lost.add(shard)
             continue
-        found = fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term)
-        for lane, (epoch, marker) in found.items():
-            stored.epochs[lane, shard] = epoch
-            if marker != Marker(batches[lane], batches[lane]):
+        for lane, found in fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term).items():
+            stored.epochs[lane, shard] = found.epoch
+            if found.marked:
+                stored.held[lane, shard] = int(expected[lane][shard])
+            if found.marker != Marker(batches[lane], batches[lane]):
                 stored.lost.add(shard)
+            elif found.rows != expected[lane][shard]:
+                doubtful[shard] = None
     check_covered(stored)
+    for shard in doubtful:
+        # One that is too many is kept: the rows that it lacks are decoded when they are asked for.
+        stored.lose(shard)
 
 
 def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from cache.marker import Marker
 from cache.reading import StoredRows
 from cache.rounds import LaneWrites, Rounds
 from cache.shards import Shards
-from cache.store import COMMAND_ROWS, NO_ROWS, Write
+from cache.store import COMMAND_ROWS, NO_ROWS
 
 SHARE = 0.25  # of the traffic thread's time, at most: training comes first
 _TABLE_SHIFT = np.uint64(48)
@@ -76,9 +76,11 @@ class Rebuild:
             self._rounds.exchange_alone(reads, [])
             if not all(self._shards.readable(lane, read.shard) for _, read in reads) or shard in self._shards.lost:
                 return 0  # one more is lost; the next attempt decodes from others
-            self._rounds.missing(reads)
-            marker = Marker(writes.batches, writes.batches, rebuilding=True).stored()
-            write = Write(shard, keys[shard], found.fields(table, stripes.k), plan.decode(), marker)
+            if self._rounds.lacking(reads):
+                return 0
+            marker = Marker(writes.batches, writes.batches, rebuilding=True)
+            names = found.fields(table, stripes.k)
+            write = self._stored.write(lane, shard, names, plan.decode(), marker, len(names))
             self._rounds.exchange_alone([], [(lane, write)])
             if shard in self._shards.lost:
                 return 0
@@ -92,7 +94,7 @@ class Rebuild:
 
     def _finish(self, writes: LaneWrites, shard: int) -> None:
         lane = writes.lane
-        marker = Marker(writes.batches, writes.batches).stored()
-        self._rounds.exchange_alone([], [(lane, Write(shard, self._stored.key(lane, shard), *NO_ROWS, marker))])
+        last = self._stored.write(lane, shard, *NO_ROWS, Marker(writes.batches, writes.batches), 0)
+        self._rounds.exchange_alone([], [(lane, last)])
         if shard not in self._shards.lost:
             self._shards.rebuilt(lane, shard)

@@ -22,17 +22,20 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
 
     Where the parity of batch n is not there, parity ^= c * (old ^ new); once it is everywhere, the new rows go where the data is not. Each
     phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are
-    down, stale or were being rebuilt are noted in stored.lost. Raises Fenced, RowsLost, StoreError, CacheError.
+    down, stale or were being rebuilt, or have not as many rows as the log says, are noted in stored.lost. Raises Fenced, RowsLost, StoreError,
+    CacheError.
     """
     code = stored.placement.code
     assert code is not None
     batch = log.held(lane) or LoggedBatch(0, NO_ROWS[0], NO_ROWS[1], NO_ROWS[1])
     found: dict[int, Marker] = {}
+    doubtful: list[int] = []
     for shard in range(stored.placement.shard_count):
         if shard in stored.store.down or not ownership.has(stored.store, stored.namespace, shard):
             stored.lost.add(shard)
             continue
-        stored.epochs[lane, shard], marker = fence(stored.store, shard, stored.namespace, lane, ownership.term)
+        there = fence(stored.store, shard, stored.namespace, lane, ownership.term)
+        stored.epochs[lane, shard], marker = there.epoch, there.marker
         if max(marker.parity, marker.data) > batch.number:
             raise CacheError(
                 f"store {stored.store.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}: the log is not "
@@ -40,9 +43,16 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
             )
         if marker.rebuilding or marker.data < batch.number - 1:
             stored.lost.add(shard)
-        else:
-            found[shard] = marker
+            continue
+        found[shard] = marker
+        stage = int(marker.parity == batch.number) + int(marker.data == batch.number)
+        if batch.held is not None and there.rows != batch.held[shard, stage]:
+            doubtful.append(shard)
     check_covered(stored)
+    for shard in doubtful:
+        # One that is too many is kept: a scrub decodes what it lacks.
+        if stored.lose(shard):
+            del found[shard]
     if not len(batch.fields):
         return batch.number
     stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))

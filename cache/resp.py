@@ -335,11 +335,38 @@ class PlainReply:
 
 
 class NumberReply(PlainReply):
-    """The reply to a command that counts; `value` is left out where it came as it should."""
+    """The reply to a command that counts. A command that is sent again has counted what the first time left of it, so numbers add up."""
+
+    def __init__(self) -> None:
+        self._before = 0
+        self._request = np.full(frames.REQUEST_COLUMNS, frames.NEXT_HEAD, np.int64)
+        super().__init__()
 
     def lay(self, row: np.ndarray) -> None:
-        """Write what is expected to a row of the table of requests."""
-        row[frames.KIND] = frames.NUMBER_REPLY
+        """Write what is expected to a row of the table of requests, where the number is kept from now on."""
+        self._request = row
+        row[frames.KIND], row[frames.NEXT] = frames.NUMBER_REPLY, frames.NEXT_HEAD
+
+    def restart(self) -> None:
+        """Expect the whole reply again, for a command that is sent again."""
+        self._before = self.number or 0
+        self._request[frames.NEXT] = frames.NEXT_HEAD
+        super().restart()
+
+    def feed(self, data: np.ndarray, start: int, end: int) -> int:
+        """Take data[start:end], up to the reply's end. Raises ProtocolError."""
+        start = super().feed(data, start, end)
+        if self.done and self.error is None:
+            if not isinstance(self.value, int):
+                raise ProtocolError(f"expected a number, got {self.value!r}")
+            self._request[frames.NEXT] = self.value
+        return start
+
+    @property
+    def number(self) -> int | None:
+        """What was counted in all; None while nothing was."""
+        counted = int(self._request[frames.NEXT])
+        return self._before + counted if counted >= 0 else self._before or None
 
 
 def decode(data: bytes, start: int = 0) -> tuple[object, int] | None:

@@ -9,24 +9,39 @@ import numpy as np
 
 from cache.batch_log import BatchLog, LoggedBatch
 from cache.batches import WriteBackBatch, WriteBackStaging
-from cache.decoding import Decoding, plan_decoding
+from cache.decoding import Decoding, plan_alone, plan_decoding
+from cache.errors import RowError
 from cache.marker import Marker
-from cache.reading import Expected, Request, StoredRows, accept, check_marker, missing_value, plan_reads
+from cache.reading import (
+    Expected,
+    Request,
+    StoredRows,
+    WrongRows,
+    accept,
+    check_answer,
+    check_marker,
+    decode_wrong,
+    missing_value,
+    plan_reads,
+)
 from cache.shards import Shards
 from cache.staging import Rows
 from cache.store import Read, Write
-from cache.stripes import ALL_STRIPES, LaneStripes
+from cache.stripes import ALL_STRIPES, PARITY_BIT, LaneStripes
+
+_TABLE_SHIFT, _ORDINAL = np.uint64(48), np.uint64((1 << 48) - 1)  # of a field
 
 
 @dataclass(slots=True)
 class LaneWrites:
     """Where one lane's writes stand. batches: the number of the last batch that is released; pending: one whose parity, if there is any, is
-    acknowledged, and whose rows are not."""
+    acknowledged, and whose rows are not. held: int64 [shards], how many rows and parity rows a shard has that lacks none."""
 
     lane: int
     stripes: LaneStripes
     staging: WriteBackStaging
     batches: int
+    held: np.ndarray
     pending: WriteBackBatch | None = None
 
 
@@ -86,7 +101,8 @@ class Rounds:
     ) -> Moved:
         """Read phase of these fetches and batches, with the data phase of what is pending in `sent`.
 
-        Raises RowError for a row that is missing or not the one expected, StoreError, RowsLost.
+        A shard that lacks a row, or has another in its place, is lost; where more are than parity covers, the row alone is decoded, and repaired.
+        Raises RowError for a row that is missing or not the one expected, and cannot be decoded, StoreError, RowsLost.
         """
         for fetch in fetches:
             fetch.requests = plan_reads(self._stored, fetch.expected)
@@ -107,14 +123,16 @@ class Rounds:
         for writes, batch in moved.written:
             writes.pending, writes.batches = None, batch.number
             moved.bytes_written += batch.new.nbytes
-        moved.rows_decoded = self._decode_lost(fetches)
-        for fetch in fetches:
-            for request in fetch.requests:
-                accept(self._stored, fetch.expected, request, fetch.into, fetch.places, self._check_tags)
-                moved.bytes_read += request.read.rows.nbytes
         for lane, read in parity:
-            if read.missing is not None and self._live(read.shard):
-                raise missing_value(self._stored, lane, read)
+            if (
+                read.missing is not None
+                and self._live(read.shard)
+                and not self._distrusted(read.shard, missing_value(self._stored, lane, read))
+            ):
+                self._decode_parity(lane, read)
+        moved.rows_decoded = self._take_rows(fetches)
+        moved.bytes_read += sum(request.read.rows.nbytes for fetch in fetches for request in fetch.requests)
+        for _, read in parity:
             moved.parity_rows_read += len(read.fields)
             moved.bytes_read += read.rows.nbytes
         if parity:
@@ -129,12 +147,16 @@ class Rounds:
         for writes, batch in cut:
             assert batch.old is not None
             batch.update(self._code)
-            self._log.hold(writes.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new))
+            with_parity = writes.held + batch.fresh.all_parity_rows
+            held = np.stack([writes.held, with_parity, with_parity + batch.fresh.all_rows], axis=1)
+            self._log.hold(writes.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, held))
+            writes.held = held[:, 2]
             self._on_action("batch logged")
             self._phase[writes.lane] = [Marker(batch.number - 1, batch.number - 1), Marker(batch.number, batch.number - 1)]
             for shard in range(len(self._everywhere)):
                 marker = self._marker(writes.lane, shard, batch.number, batch.number - 1)
-                out.append((writes.lane, Write(shard, self._stored.key(writes.lane, shard), *batch.parity_part(shard), marker)))
+                fresh = int(batch.fresh.parity_rows[shard])
+                out.append((writes.lane, self._stored.write(writes.lane, shard, *batch.parity_part(shard), marker, fresh)))
         self._on_action("parity leaves")
         self._exchange([], out)
         self._on_action("parity acknowledged")
@@ -151,11 +173,16 @@ class Rounds:
         """Reads or writes beside the phases, while no batch is under way."""
         self._exchange(reads, out)
 
-    def missing(self, reads: Sequence[tuple[int, Read]]) -> None:
-        """Raise RowError if a live shard lacks a row that it must have."""
+    def lacking(self, reads: Sequence[tuple[int, Read]]) -> bool:
+        """Whether a live shard lacks a row that it must have; it is lost then. Raises RowError where parity does not cover that."""
+        found = False
         for lane, read in reads:
             if read.missing is not None and self._live(read.shard):
-                raise missing_value(self._stored, lane, read)
+                error = missing_value(self._stored, lane, read)
+                if not self._distrusted(read.shard, error):
+                    raise error
+                found = True
+        return found
 
     def _exchange(self, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
         if self._shards is not None:
@@ -164,6 +191,9 @@ class Rounds:
         self._stored.store.exchange([read for _, read in reads], [write for _, write in out])
         for lane, read in reads:
             check_marker(self._stored, lane, read, self._markers(lane))
+        for lane, write in out:
+            check_answer(self._stored, lane, write)
+            self._stored.note(lane, write)
 
     def _markers(self, lane: int) -> list[Marker]:
         """What the marker of a lane may be now on a store shard that has all of it."""
@@ -176,8 +206,8 @@ class Rounds:
         number = writes.pending.number
         return [Marker(number if self._code is not None else writes.batches, writes.batches), Marker(number, number)]
 
-    def _marker(self, lane: int, shard: int, parity: int, data: int) -> bytes:
-        return Marker(parity, data, self._shards is not None and self._shards.rebuilding(lane, shard)).stored()
+    def _marker(self, lane: int, shard: int, parity: int, data: int) -> Marker:
+        return Marker(parity, data, self._shards is not None and self._shards.rebuilding(lane, shard))
 
     def _live(self, shard: int) -> bool:
         return self._shards is None or shard not in self._shards.lost
@@ -188,45 +218,116 @@ class Rounds:
     def _data_writes(self, writes: LaneWrites) -> list[Write]:
         batch = writes.pending
         assert batch is not None
+        lane, number = writes.lane, batch.number
         return [
-            Write(
-                shard,
-                self._stored.key(writes.lane, shard),
-                *batch.part(shard),
-                self._marker(writes.lane, shard, batch.number, batch.number),
+            self._stored.write(
+                lane, shard, *batch.part(shard), self._marker(lane, shard, number, number), int(batch.fresh.rows[shard])
             )
             for shard in range(len(self._everywhere))
         ]
 
     def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
         parts = ((shard, *batch.updated_parity(shard)) for shard in range(len(self._everywhere)))
-        return [Read(shard, self._stored.key(writes.lane, shard), fields, rows) for shard, fields, rows in parts if len(fields)]
+        return [
+            Read(shard, self._stored.key(writes.lane, shard), fields, rows, any_length=True)
+            for shard, fields, rows in parts
+            if len(fields)
+        ]
 
-    def _decode_lost(self, fetches: Sequence[PlannedFetch]) -> int:
+    def _distrusted(self, shard: int, error: RowError) -> bool:
+        """Whether a live shard, which lacks a row, can be lost, and so is."""
+        if self._shards is None or not self._shards.covers(shard):
+            return False
+        self._shards.lose(shard, str(error))
+        return True
+
+    def _take_rows(self, fetches: Sequence[PlannedFetch]) -> int:
+        """Check the rows that came, and put them where they go; returns how many were decoded."""
+        left = [(fetch, request) for fetch in fetches for request in fetch.requests]
+        decoded = 0
+        while left:
+            decoded += self._decode_lost(left)
+            wanting: list[tuple[PlannedFetch, Request]] = []
+            for fetch, request in left:
+                lane, shard = fetch.writes.lane, request.read.shard
+                try:
+                    accept(self._stored, fetch.expected, request, fetch.into, fetch.places, self._check_tags)
+                except RowError as error:
+                    if self._shards is None or request.decoded:
+                        raise
+                    # Another read may have shown it already.
+                    if self._shards.readable(lane, shard) and not self._distrusted(shard, error):
+                        decoded += self._decode_alone(fetch, request, error)
+                    wanting.append((fetch, request))
+            left = wanting
+        return decoded
+
+    def _decode_alone(self, fetch: PlannedFetch, request: Request, error: RowError) -> int:
+        """Decode the wrong rows of a read, and repair them, where more shards would be lost than parity covers. Raises the error if it must."""
+        writes, read = fetch.writes, request.read
+        lost = self._unreadable(writes.lane, read.shard)
+        found = decode_wrong(self._stored, writes.stripes, fetch.expected, request, error, lost)
+        self._read_alone(writes.lane, found.reads, error)
+        self._exchange([], [(writes.lane, write) for write in found.put(read)])
+        request.decoded = True
+        return len(found.places)
+
+    def _decode_parity(self, lane: int, read: Read) -> None:
+        """The same for parity rows that are missing, and are to be updated."""
+        error = missing_value(self._stored, lane, read)
+        assert read.missing is not None
+        places, stripes = np.flatnonzero(read.missing), self._writes[lane].stripes
+        names = read.fields[places]
+        table, stripe = ((names & ~PARITY_BIT) >> _TABLE_SHIFT).astype(np.int16), (names & _ORDINAL).astype(np.int64)
+        place = np.empty(len(names), np.int64)
+        for one in np.unique(table).tolist():
+            own = table == one
+            place[own] = (stripes.shards(one, stripe[own]) == read.shard).argmax(axis=1)
+        lost = self._unreadable(lane, read.shard)
+        decoding = plan_alone(
+            stripes, self._stored.placement, lost, (table, stripe, place), read.rows.shape[1], self._stored.keys(lane)
+        )
+        if decoding is None:
+            raise error
+        found = WrongRows(places, decoding)
+        self._read_alone(lane, found.reads, error)
+        self._exchange([], [(lane, write) for write in found.put(read)])
+
+    def _unreadable(self, lane: int, shard: int) -> np.ndarray:
+        assert self._shards is not None
+        return self._stored.placement.mask(
+            [other for other in range(len(self._everywhere)) if other == shard or not self._shards.readable(lane, other)]
+        )
+
+    def _read_alone(self, lane: int, reads: Sequence[Read], error: RowError) -> None:
+        self._exchange([(lane, read) for read in reads], [])
+        if not all(self._readable(lane, read) and read.missing is None for read in reads):
+            raise error
+
+    def _decode_lost(self, left: Sequence[tuple[PlannedFetch, Request]]) -> int:
         """Fill the reads of shards that cannot be read from what is left of their stripes; returns how many rows that were."""
         if self._shards is None or self._shards.whole:
             return 0
         k = self._stored.placement.k
         while True:
             work: list[tuple[PlannedFetch, Request, Decoding]] = []
-            for fetch in fetches:
+            for fetch, request in left:
                 lane, stripes = fetch.writes.lane, fetch.writes.stripes
-                for request in fetch.requests:
-                    if self._shards.readable(lane, request.read.shard):
-                        continue
-                    ordinal = fetch.expected.ordinal[request.places]
-                    wanted = fetch.expected.table[request.places], ordinal // k, ordinal % k
-                    row_bytes = request.read.rows.shape[1]
-                    plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, self._stored.keys(lane))
-                    work.append((fetch, request, plan))
+                if request.decoded or self._shards.readable(lane, request.read.shard):
+                    continue
+                ordinal = fetch.expected.ordinal[request.places]
+                wanted = fetch.expected.table[request.places], ordinal // k, ordinal % k
+                row_bytes = request.read.rows.shape[1]
+                plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, self._stored.keys(lane))
+                work.append((fetch, request, plan))
             reads = [(fetch.writes.lane, read) for fetch, _, plan in work for read in plan.reads]
             self._exchange(reads, [])
-            if all(self._shards.readable(lane, read.shard) for lane, read in reads):
+            if all(self._shards.readable(lane, read.shard) for lane, read in reads) and not self.lacking(reads):
                 break
-        self.missing(reads)
         for _, request, plan in work:
             request.read.rows[:] = plan.decode()
             request.read.missing = None
+            request.decoded = True
         if work:
             self._on_action("rows decoded")
         return sum(len(request.places) for _, request, _ in work)

@@ -15,7 +15,7 @@ import numpy as np
 
 from cache.examine import Verdict, examine
 from cache.marker import Marker
-from cache.reading import StoredRows, check_marker
+from cache.reading import StoredRows, check_answer, check_marker
 from cache.store import COMMAND_ROWS, Read, Write
 from cache.stripes import PARITY_BIT, LaneStripes
 from pipelines.sizing import TRAILER_BYTES
@@ -164,7 +164,7 @@ class StripeChunk:
         fine = verdict.restored & (wrong == _FINE)
         wrong[fine] = np.where(missing[fine], _MISSING, _APART)
         restored = verdict.restored & ~self.absent
-        return self._findings(wrong, restored, verdict.beyond, missing), self._writes(rows, restored)
+        return self._findings(wrong, restored, verdict.beyond, missing), self._writes(rows, restored, missing)
 
     def _wrong(self, rows: np.ndarray, missing: np.ndarray) -> np.ndarray:
         """What is wrong with rows by themselves: uint8 [n, k + r]."""
@@ -236,16 +236,17 @@ class StripeChunk:
             what.append(f"{lost} more on lost shards")
         return Finding(self.lane, self.known.table, first, last, tuple(self.shards[i].tolist()), "; ".join(what))
 
-    def _writes(self, rows: np.ndarray, restored: np.ndarray) -> list[Write]:
+    def _writes(self, rows: np.ndarray, restored: np.ndarray, missing: np.ndarray) -> list[Write]:
         names = _fields(self.known.table, self.stripe, self.stored.placement.k, self.shards.shape[1])
         writes = []
         for shard in np.unique(self.shards[restored]).tolist():
             own = restored & (self.shards == shard)
-            fields, values = names[own], rows[own]
+            fields, values, lacked = names[own], rows[own], missing[own]
             for start in range(0, len(fields), COMMAND_ROWS):
-                end = start + COMMAND_ROWS
+                part = slice(start, start + COMMAND_ROWS)
+                new = range(int(lacked[part].sum()) + 1)
                 # No marker: one that the shard has lost meanwhile must not come back.
-                writes.append(Write(int(shard), self.stored.key(self.lane, shard), fields[start:end], values[start:end]))
+                writes.append(Write(int(shard), self.stored.key(self.lane, shard), fields[part], values[part], None, new))
         return writes
 
 
@@ -279,4 +280,6 @@ def scrub_table(
         found, writes = chunk.judge()
         if repair and writes:
             stored.store.exchange([], writes)
+            for write in writes:
+                check_answer(stored, lane, write)
         yield found

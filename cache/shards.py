@@ -15,7 +15,7 @@ import numpy as np
 
 from cache.decoding import Survivors
 from cache.errors import Fenced, StoreError, StoreSilent, StoreUnavailable
-from cache.fence import fence_all
+from cache.fence import Found, fence_all
 from cache.marker import Marker
 from cache.ownership import Ownership
 from cache.reading import StoredRows
@@ -88,6 +88,15 @@ class Shards:
             reads = [(lane, read) for lane, read in reads if read.shard not in self.lost]
             writes = [(lane, write) for lane, write in writes if write.shard not in self.lost]
             failures = self._stored.store.attempt([read for _, read in reads], [write for _, write in writes])
+            for lane, write in writes:
+                if write.shard in failures:
+                    continue
+                if write.surprise is not None:
+                    why = f"store {self.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}"
+                    failures[write.shard] = StoreUnavailable(why)
+                    self.lose(write.shard, why)
+                    continue
+                self._stored.note(lane, write)
             for lane, read in reads:
                 if read.shard not in failures and not self._expected(lane, read.shard, Marker.parse(read.marker), markers):
                     failures[read.shard] = StoreUnavailable(
@@ -96,7 +105,10 @@ class Shards:
                     )
                     self.lose(read.shard, str(failures[read.shard]))
             again = {
-                shard for shard, error in failures.items() if shard not in self.lost and self._reconnect(shard, error, markers)
+                shard
+                for shard, error in failures.items()
+                if shard not in self.lost
+                and self._reconnect(shard, error, markers, [one for one in writes if one[1].shard == shard])
             }
             if not again:
                 return
@@ -112,6 +124,12 @@ class Shards:
 
     def _allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
         return [replace(allowed, rebuilding=self.rebuilding(lane, shard)) for allowed in markers(lane)]
+
+    def covers(self, shard: int) -> bool:
+        """Whether parity covers the loss of one shard more."""
+        return all(
+            self._stored.covers({shard, *np.flatnonzero(cursors != ALL_STRIPES).tolist()}) for cursors in self.cursors.values()
+        )
 
     def lose(self, shard: int, why: str) -> None:
         """Go on without a shard. Raises RowsLost where parity does not cover that."""
@@ -132,8 +150,8 @@ class Shards:
         self.urls[shard] = other
         self._rejoining.want(shard, other)
 
-    def _reconnect(self, shard: int, error: StoreUnavailable, markers: Markers) -> bool:
-        """Connect again to a shard whose connection broke; if it is not as it should be, it is lost."""
+    def _reconnect(self, shard: int, error: StoreUnavailable, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
+        """Connect again to a shard whose connection broke; if it is not as it should be, it is lost. writes: what was under way there."""
         why = str(error)
         if not isinstance(error, StoreSilent) and all(self.readable(lane, shard) for lane in self._lanes):
             try:
@@ -141,11 +159,16 @@ class Shards:
                 try:
                     found = self._fenced(fresh, shard)
                     if found is not None and all(
-                        self._expected(lane, shard, marker, markers) for lane, (_, marker) in found.items()
+                        self._as_it_was(lane, shard, there, markers, writes) for lane, there in found.items()
                     ):
-                        self._adopt(shard, fresh, {lane: epoch for lane, (epoch, _) in found.items()})
+                        self._adopt(shard, fresh, {lane: there.epoch for lane, there in found.items()})
+                        for lane, write in writes:
+                            if _done(write, found[lane]):
+                                # It answered, but was not heard; sent again it brings nothing.
+                                self._stored.note(lane, write)
+                                write.new = range(1)
                         return True
-                    why = f"store {self.urls[shard]}: came back without the run's last write-back batches"
+                    why = f"store {self.urls[shard]}: came back without the run's last write-back batches, or without rows"
                 finally:
                     fresh.close()
             except Fenced:
@@ -155,11 +178,25 @@ class Shards:
         self.lose(shard, why)
         return False
 
-    def _fenced(self, fresh: Store, shard: int) -> dict[int, tuple[int, Marker]] | None:
+    def _as_it_was(self, lane: int, shard: int, found: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
+        """Whether a shard with a new connection lacks nothing of a lane but what was under way."""
+        if not self._expected(lane, shard, found.marker, markers):
+            return False
+        held = self._stored.held.get((lane, shard), -1)  # the marker is no row
+        own = [write for of, write in writes if of == lane and write.new is not None]
+        held += sum(write.new.start for write in own if write.new is not None and _done(write, found))
+        lacking = sum(write.new.stop - 1 for write in own if write.new is not None and write.marker is None)
+        return held - lacking <= found.rows - (not found.marked) <= held
+
+    def _fenced(self, fresh: Store, shard: int) -> dict[int, Found] | None:
         """Fence all lanes; None if the server is not the run's."""
         if not self._ownership.has(fresh, self._stored.namespace, shard, 0):
             return None
-        return fence_all(fresh, 0, self._stored.namespace, self._lanes, self._ownership.term)
+        return self._fence(fresh, shard)
+
+    def _fence(self, fresh: Store, shard: int) -> dict[int, Found]:
+        known = {lane: self._stored.epochs.get((lane, shard), 0) for lane in self._lanes}
+        return fence_all(fresh, 0, self._stored.namespace, self._lanes, self._ownership.term, known)
 
     def _adopt(self, shard: int, fresh: Store, epochs: Mapping[int, int]) -> None:
         self._stored.store.adopt(shard, fresh)
@@ -174,12 +211,15 @@ class Shards:
         for shard, fresh in self._rejoining.ready().items():
             try:
                 try:
-                    found = fence_all(fresh, 0, self._stored.namespace, self._lanes, self._ownership.term)
-                    self._stored.epochs.update({(lane, shard): epoch for lane, (epoch, _) in found.items()})
-                    for lane in self._lanes:
-                        number, key = batches[lane], self._stored.key(lane, shard)
-                        fresh.command(0, "UNLINK", key)
-                        fresh.exchange([], [Write(0, key, *NO_ROWS, Marker(number, number, rebuilding=True).stored())])
+                    for lane, there in self._fence(fresh, shard).items():
+                        self._stored.epochs[lane, shard] = there.epoch
+                        self._stored.held.pop((lane, shard), None)
+                        fresh.command(0, "UNLINK", self._stored.key(lane, shard))
+                        begun = self._stored.write(
+                            lane, shard, *NO_ROWS, Marker(batches[lane], batches[lane], rebuilding=True), 0
+                        )
+                        fresh.exchange([], [replace(begun, shard=0)])
+                        self._stored.note(lane, begun)
                     self._stored.store.adopt(shard, fresh)
                 finally:
                     fresh.close()
@@ -200,3 +240,8 @@ class Shards:
     def close(self) -> None:
         """Stop looking for lost shards."""
         self._rejoining.close()
+
+
+def _done(write: Write, found: Found) -> bool:
+    """Whether a write that was under way, with a marker, was done by a server whose marker is found."""
+    return found.marked and write.marker is not None and Marker.parse(write.marker) == found.marker

@@ -16,7 +16,7 @@ import numpy as np
 from cache import frames
 from cache.channel import RETRIED, Channel, now_ns, pauses, reply_error
 from cache.errors import CommandRefused, RowError, StoreAuth, StoreError, StoreSilent, StoreUnavailable
-from cache.resp import HmgetReply, PlainReply, Request, hmget, hset, lay_out, plain
+from cache.resp import HmgetReply, NumberReply, PlainReply, Request, hmget, hset, lay_out, plain
 from cache.url import NEVER_EVICTS, StoreUrl, parse_url
 
 COMMAND_ROWS = 2048
@@ -49,7 +49,8 @@ class Read:
 class Write:
     """Rows for one store shard, written with the marker by one atomic command.
 
-    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes].
+    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes]. new: how many fields, the marker's among them, the hash may lack yet; None where
+    that is not known. exchange fills added: how many it lacked, as the server says; None where that has not answered.
     """
 
     shard: int
@@ -57,6 +58,17 @@ class Write:
     fields: np.ndarray
     rows: np.ndarray
     marker: bytes | None = None
+    new: range | None = None
+    added: int | None = None
+
+    @property
+    def surprise(self) -> str | None:
+        """What the server's answer says of rows that are no longer there; None where it is as it must be."""
+        if self.new is None or self.added is None or self.added in self.new:
+            return None
+        least, most = self.new.start, self.new.stop - 1
+        must = f"{least}" if least == most else f"at most {most}"
+        return f"of {len(self.fields) + (self.marker is not None)} fields written {self.added} were new to it, must be {must}"
 
 
 def _check_arrays(request: Read | Write) -> None:
@@ -154,10 +166,12 @@ class Store:
         of another length; StoreFull, StoreAuth, Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable for a
         connection that fails.
         """
-        requests, replies = self._prepare(reads, writes)
+        requests, replies, counts = self._prepare(reads, writes)
         self._perform(requests)
         for read, parts in replies:
             self._finish(read, parts)
+        for write, count in counts:
+            write.added = count.number
 
     def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
         """Like `exchange`, but goes on without the shards whose connection fails or that stay silent, or that failed before.
@@ -170,12 +184,15 @@ class Store:
             [read for read in reads if read.shard not in failures],
             [write for write in writes if write.shard not in failures],
         )
-        requests, replies = self._prepare(reads, writes)
+        requests, replies, counts = self._prepare(reads, writes)
         self._perform(requests, failures)
         self.down |= failures
         for read, parts in replies:
             if read.shard not in failures:
                 self._finish(read, parts)
+        for write, count in counts:
+            if write.shard not in failures:
+                write.added = count.number
         return failures
 
     def adopt(self, shard: int, other: Store) -> None:
@@ -194,8 +211,8 @@ class Store:
 
     def _prepare(
         self, reads: Sequence[Read], writes: Sequence[Write]
-    ) -> tuple[dict[int, list[Request]], list[tuple[Read, list[HmgetReply]]]]:
-        """Requests by shard, reads first, and what the replies to each read fill."""
+    ) -> tuple[dict[int, list[Request]], list[tuple[Read, list[HmgetReply]]], list[tuple[Write, NumberReply]]]:
+        """Requests by shard, reads first, and the replies to each read and write."""
         requests: dict[int, list[Request]] = {}
         replies: list[tuple[Read, list[HmgetReply]]] = []
         for read in reads:
@@ -208,9 +225,13 @@ class Store:
                 assert isinstance(request.reply, HmgetReply)
                 parts.append(request.reply)
             replies.append((read, parts))
+        counts: list[tuple[Write, NumberReply]] = []
         for write in writes:
-            requests.setdefault(write.shard, []).append(self._write_request(write))
-        return requests, replies
+            request = self._write_request(write)
+            requests.setdefault(write.shard, []).append(request)
+            assert isinstance(request.reply, NumberReply)
+            counts.append((write, request.reply))
+        return requests, replies, counts
 
     def command(self, shard: int, *words: bytes | str | int) -> object:
         """An occasional command to one shard.

@@ -171,7 +171,7 @@ def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # typ
                 entry_of[t, j] = next_entries[bucket]
                 entry_fields[next_entries[bucket]] = keys[t] | PARITY_BIT
                 next_entries[bucket] += 1
-    return position, names, row_starts, stripe_of, member, entry_of, entry_fields, entry_starts, updates
+    return position, names, row_starts, stripe_of, member, entry_of, entry_fields, entry_starts, updates, group_of[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,8 @@ class Arrangement:
     each shard's rows begin, those of no live shard last) refer to. stripe_of: int64 [n], member: uint8 [n], of the rows as they came.
     entry_of: int64 [stripes, r], the parity row's place among the entries, -1 where its shard is not live; entry_fields: uint64 [entries], by
     shard; entry_starts: int64 [2 * shards + 1], where a shard's entries that are updated, and those that are made anew, begin: a stripe all
-    of whose stored rows are in the batch needs no parity row read. updates: bool [n], by position, whether a row's stripe is updated.
+    of whose stored rows are in the batch needs no parity row read. updates: bool [n], by position, whether a row's stripe is updated. group_of:
+    int64 [stripes], their placement groups.
     """
 
     position: np.ndarray
@@ -194,6 +195,7 @@ class Arrangement:
     entry_fields: np.ndarray
     entry_starts: np.ndarray
     updates: np.ndarray
+    group_of: np.ndarray
 
     def rows_of(self, shard: int) -> slice:
         """Where a shard's rows lie."""
@@ -206,6 +208,16 @@ class Arrangement:
     def entries_of(self, shard: int) -> slice:
         """All entries of a shard."""
         return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Rows and parity rows of a batch that were never written before: int64 [shards] each, those for shards that are live, and all of them."""
+
+    rows: np.ndarray
+    parity_rows: np.ndarray
+    all_rows: np.ndarray
+    all_parity_rows: np.ndarray
 
 
 @nb.njit(nogil=True, cache=True)
@@ -234,6 +246,16 @@ class LaneStripes:
             self.written.cover(table, ordinal)
         found = _arrange(self.prefix, table, ordinal, self.members, self.k, cursors, self.written.flags, self.written.starts)
         return Arrangement(*found)
+
+    def fresh(self, placed: Arrangement, stored: np.ndarray, shards: int) -> Fresh:
+        """What of an arranged batch the store has not. stored: bool [n], of the rows as they came, whether they were written before."""
+        home = self.members[placed.group_of[placed.stripe_of], placed.member]
+        live = placed.position < placed.row_starts[shards]
+        before = np.zeros(len(placed.group_of), bool)
+        before[placed.stripe_of[stored | placed.updates[placed.position]]] = True
+        parity_home, parity_live = self.members[placed.group_of[~before], self.k :], placed.entry_of[~before] >= 0
+        of = (home[~stored & live], parity_home[parity_live], home[~stored], parity_home.reshape(-1))
+        return Fresh(*(np.bincount(one, minlength=shards) for one in of))
 
     def room_for(
         self,

@@ -179,14 +179,15 @@ class Traffic:
     def mend(self, patience: timedelta) -> list[int]:
         """Wait until every shard is whole again, as fast as can be, but no longer than `patience`; returns those that are lost.
 
-        Without parity there is nothing to wait for.
+        Without parity there is nothing to wait for, but a shard that has not what it acknowledged is an error.
         """
+        self.inspection.probe()
         return self._mending.finish(patience) if self._mending is not None else []
 
     def probe(self) -> None:
         """Notice now what store shards died since the last round; without parity nothing happens."""
         if self._mending is not None:
-            self._mending.probe()
+            self.inspection.probe()
 
     def lost_or_rebuilding(self) -> dict[int, float]:
         """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""

@@ -24,7 +24,8 @@ from protocol_writer import Model
 
 @dataclass(slots=True)
 class Findings:
-    """What was explored. worlds: distinct; cases: worlds x losses; wrong: cases; wrong_reads: steps at which the living writer misread.
+    """What was explored. worlds: distinct; cases: worlds x losses; wrong: cases; wrong_reads: steps at which the living writer misread;
+    unnoticed: worlds in which the writer takes a shard for whole that was emptied and written to since, and lacks rows.
 
     degraded, rebuilding: worlds in which a shard is lost, or being rebuilt, for the writer; finished: in which all is written; restored: of
     these, after a loss, with all shards OK again.
@@ -34,17 +35,24 @@ class Findings:
     cases: int = 0
     wrong: int = 0
     wrong_reads: int = 0
+    unnoticed: int = 0
     degraded: int = 0
     rebuilding: int = 0
     finished: int = 0
     restored: int = 0
 
-    def note(self, world: World, had_losses: bool) -> None:
+    def note(self, setting: Setting, world: World, had_losses: bool) -> None:
         """Count a world."""
         views = world.writer.views
         self.worlds += 1
         self.degraded += LOST in views
         self.rebuilding += REBUILDING in views
+        if world.writer.phase in ("round", "done"):
+            self.unnoticed += any(
+                server.wiped == "covered" and server.contents is not None and views[shard] == OK
+                and setting.lacking(shard, server.contents)
+                for shard, server in enumerate(world.servers)
+            )  # fmt: skip
         if world.writer.phase == "done":
             self.finished += 1
             self.restored += had_losses and set(views) == {OK}
@@ -52,7 +60,7 @@ class Findings:
     @property
     def found(self) -> int:
         """How many wrong states there are."""
-        return self.wrong + self.wrong_reads
+        return self.wrong + self.wrong_reads + self.unnoticed
 
 
 RIGHT, UNTRUSTED, WRONG = range(3)
@@ -106,6 +114,8 @@ class Takeover:
             return UNTRUSTED
         if rules.marker_compared and log.whole and min(contents.marker.p, contents.marker.d) < log.stored:
             return UNTRUSTED
+        if not self.model.all_there(contents, shard):
+            return UNTRUSTED
         truth = self.model.setting.truth[log.last][shard]
         for half_way in self.recovery(contents, shard, log):
             *_, recovered = self.recovery(half_way, shard, log)
@@ -138,7 +148,7 @@ def explore(setting: Setting, rules: Rules | None = None) -> Findings:
     seen, waiting = {start}, [start]
     while waiting:
         world = waiting.pop()
-        findings.note(world, had_losses=world.kills < setting.kills)
+        findings.note(setting, world, had_losses=world.kills < setting.kills or world.wipes < setting.wipes)
         cases, wrong = check(takeover, world)
         findings.cases += cases
         findings.wrong += wrong

@@ -52,6 +52,8 @@ class Rules:
     two_markers: p and d are apart.
     Of the log, which False leaves out altogether: records_in_turn: the batch before stays in it until the next is there as a whole.
     Of a takeover: fence; marker_compared; p_heeded: a difference is applied only where p < n.
+    Of a shard that loses rows under a living connection: answers_counted: how many fields of a write were new to it is compared with what the writer
+    knows; rows_counted: after a broken connection, and at a takeover, so is how many rows it has.
     """
 
     reads_leave_first: bool = True
@@ -74,6 +76,8 @@ class Rules:
     marker_compared: bool = True
     records_in_turn: bool = True
     p_heeded: bool = True
+    answers_counted: bool = True
+    rows_counted: bool = True
 
 
 class Marker(NamedTuple):
@@ -84,20 +88,37 @@ class Marker(NamedTuple):
     rebuilding: bool = False
 
 
+NO_MARKER = Marker(-1, -1)
+
+
 class Contents(NamedTuple):
     """What a store shard holds of the lane."""
 
     cells: Cells
     marker: Marker
 
+    @property
+    def rows(self) -> int:
+        """How many rows and parity rows there are."""
+        return sum(cell != 0 for cell in self.cells)
+
+    def new(self, command: Command) -> int:
+        """How many fields of a command are not there."""
+        rows = sum(cell != 0 and self.cells[stripe] == 0 for stripe, cell in command.cells)
+        return rows + (command.marker is not None and self.marker == NO_MARKER)
+
 
 class Command(NamedTuple):
-    """One atomic command: a read of everything, or some cells and a marker (None: left as it is)."""
+    """One atomic command: a read of everything, or some cells and a marker (None: left as it is).
+
+    before: the marker that stands for what the writer knows to be there.
+    """
 
     cells: tuple[tuple[int, int], ...] = ()  # (stripe, new value)
     marker: Marker | None = None
     read: bool = False
     epoch: int = 0  # of the connection that it was sent over
+    before: Marker = NO_MARKER
 
 
 class Server(NamedTuple):
@@ -110,6 +131,7 @@ class Server(NamedTuple):
     epoch: int = 0  # commands of another one are refused
     queue: tuple[Command, ...] = ()  # sent, not yet applied
     zombies: tuple[Command, ...] = ()  # sent over connections that are no more
+    wiped: str = ""  # "a row" or "all": lost under a living connection; "covered": all, and written to since
 
     @property
     def history(self) -> frozenset[Contents]:
@@ -120,11 +142,12 @@ class Server(NamedTuple):
         """The server after a write, which it refuses if another connection has been fenced in since."""
         if command.epoch != self.epoch:
             return self
-        cells, marker = self.contents or Contents((0,) * stripes, Marker(-1, -1))
+        cells, marker = self.contents or Contents((0,) * stripes, NO_MARKER)
         changed = dict(command.cells)
         cells = tuple(changed.get(stripe, cell) for stripe, cell in enumerate(cells))
         contents = Contents(cells, command.marker or marker)
-        return self if contents == self.contents else self._replace(contents=contents, past=self.history)
+        wiped = "covered" if self.wiped == "all" else self.wiped
+        return self if contents == self.contents else self._replace(contents=contents, past=self.history, wiped=wiped)
 
 
 class Change(NamedTuple):
@@ -177,6 +200,7 @@ class World(NamedTuple):
     log: Log
     kills: int  # yet to come, at most
     cuts: int
+    wipes: int
 
 
 class WrongRead(Exception):
@@ -192,7 +216,8 @@ def put(values: tuple, index: int, value: object) -> tuple:
 class Setting:
     """What is explored. batches: the rows that each write-back batch changes; stored: the rows that the store has at the start.
 
-    kills, cuts: how many times at most a shard dies, and a connection breaks, while the writer lives; never are more than R shards lost at once.
+    kills, cuts, wipes: how many times at most a shard dies, a connection breaks, and a shard loses a row or all that it has and stays connected,
+    while the writer lives; never are more than R shards lost at once.
     Place i of stripe g (members first, then parity rows) is on shard (g + i) mod shards.
     """
 
@@ -204,6 +229,7 @@ class Setting:
     stored: tuple[Row, ...] = ()
     kills: int = 0
     cuts: int = 0
+    wipes: int = 0
 
     @cached_property
     def code(self) -> Code:
@@ -215,6 +241,10 @@ class Setting:
         """By shard and stripe: which place of the stripe the shard holds, if any."""
         places = [[(shard - stripe) % self.shards for stripe in range(self.stripes)] for shard in range(self.shards)]
         return tuple(tuple(place if place < self.k + self.r else None for place in of_shard) for of_shard in places)
+
+    def places_of(self, stripe: int) -> list[int]:
+        """The shards of a stripe's members and parity rows, in order."""
+        return [(stripe + place) % self.shards for place in range(self.k + self.r)]
 
     @cached_property
     def versions(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -237,6 +267,22 @@ class Setting:
             )
             for rows in self.versions
         )
+
+    def known(self, shard: int, stripe: int, marker: Marker) -> int:
+        """What a shard with this marker has of a stripe."""
+        place = self.places[shard][stripe]
+        if place is None or marker == NO_MARKER:
+            return 0
+        return self.truth[marker.d if place < self.k else marker.p][shard][stripe]
+
+    def lacking(self, shard: int, contents: Contents) -> frozenset[int]:
+        """The stripes of which a shard has no row, though its marker says so."""
+        cells, marker = contents
+        return frozenset(stripe for stripe, cell in enumerate(cells) if not cell and self.known(shard, stripe, marker))
+
+    def new(self, shard: int, command: Command) -> int:
+        """How many fields of a command the writer knows not to be there."""
+        return sum(cell != 0 and not self.known(shard, stripe, command.before) for stripe, cell in command.cells)
 
     def combine(self, place: int, members: tuple[int, ...]) -> int:
         """The row at a place of a stripe with these members."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from protocol_model import (
     LOST,
+    NO_MARKER,
     OK,
     REBUILDING,
     Cells,
@@ -55,23 +56,24 @@ class Model:
             cursor=(0,) * setting.shards,
             cut=(0,) * setting.shards,
         )
-        return World(servers, writer, Log(0), setting.kills, setting.cuts)
+        return World(servers, writer, Log(0), setting.kills, setting.cuts, setting.wipes)
 
     def unprotecting(self, world: World) -> set[int]:
-        """The shards that count as lost: dead, or not OK for the writer."""
+        """The shards that count as lost: dead, without all of their rows, or not OK for the writer."""
         views = world.writer.views
-        return {shard for shard, server in enumerate(world.servers) if not server.alive or views[shard] != OK}
+        return {shard for shard, server in enumerate(world.servers) if not server.alive or server.wiped or views[shard] != OK}
 
     def steps(self, world: World) -> Iterator[World]:
         """All worlds that can come next. Raises WrongRead."""
         for shard, server in enumerate(world.servers):
             if server.alive and server.queue:
-                yield self._applied(world, shard)
+                yield from self._applied(world, shard)
             if server.alive and server.zombies:
                 yield self._zombie_arrived(world, shard)
             if world.writer.awaited[shard] and not server.connected:
                 yield from self._noticed(world, shard)
             yield from self._failed(world, shard)
+            yield from self._wiped(world, shard)
         writer = world.writer
         if writer.phase == "round":
             yield from self._round(world)
@@ -85,17 +87,53 @@ class Model:
 
     # The shards and the network.
 
-    def _applied(self, world: World, shard: int) -> World:
-        """A shard applies the next command of its connection and acknowledges it."""
-        server, writer = world.servers[shard], world.writer
-        command = server.queue[0]
+    def _applied(self, world: World, shard: int) -> Iterator[World]:
+        """A shard applies the next command of its connection and acknowledges it; what it answers may show that it lost rows."""
+        server, writer, setting = world.servers[shard], world.writer, self.setting
+        command, contents = server.queue[0], server.contents
+        assert contents is not None
         if command.read:
-            assert server.contents is not None
-            writer = writer._replace(replies=put(writer.replies, shard, server.contents.cells))
+            writer = writer._replace(replies=put(writer.replies, shard, contents.cells))
+            certain, possible = self._seen(writer, shard, contents)
         else:
-            server = server.received(command, self.setting.stripes)
+            server = server.received(command, setting.stripes)
+            certain = command.epoch == server.epoch and contents.new(command) != setting.new(shard, command)
+            # What is known of a shard is never more than it has.
+            assert not certain or setting.wipes or self.rules != Rules()
+            certain, possible = certain and setting.wipes > 0 and self.rules.answers_counted, False
         writer = writer._replace(awaited=put(writer.awaited, shard, writer.awaited[shard] - 1))
-        return world._replace(servers=put(world.servers, shard, server._replace(queue=server.queue[1:])), writer=writer)
+        following = world._replace(servers=put(world.servers, shard, server._replace(queue=server.queue[1:])), writer=writer)
+        if not certain:
+            yield following
+        if certain or possible:
+            yield self._distrusted(following, shard)
+
+    def _seen(self, writer: Writer, shard: int, contents: Contents) -> tuple[bool, bool]:
+        """Whether a read shows for certain, or if it asks for the right rows, that a shard lacks something."""
+        if not self.setting.wipes:
+            return False, False
+        if not self._expected(writer, shard, contents.marker):
+            return True, False
+        lacking = self.setting.lacking(shard, contents)
+        # Where anything is decoded, all is asked for; else parity rows that the next batch updates.
+        asked = set(range(self.setting.stripes))
+        if writer.phase == "read":
+            changed = self.setting.batches[writer.n] if writer.n < self.last else ()
+            asked = {stripe for stripe, _ in changed if (self.setting.places[shard][stripe] or 0) >= self.setting.k}
+        return bool(lacking & asked), bool(lacking)
+
+    def _distrusted(self, world: World, shard: int) -> World:
+        """The writer gives up a shard that is there; what it sent may still arrive."""
+        server, writer = world.servers[shard], world.writer
+        writes = tuple(command for command in server.queue if not command.read)
+        closed = server._replace(connected=False, queue=(), zombies=server.zombies + writes)
+        given_up = writer._replace(
+            views=put(writer.views, shard, LOST),
+            awaited=put(writer.awaited, shard, 0),
+            sent=put(writer.sent, shard, ()),
+            replies=put(writer.replies, shard, None),
+        )
+        return world._replace(servers=put(world.servers, shard, closed), writer=given_up)
 
     def _zombie_arrived(self, world: World, shard: int) -> World:
         server = world.servers[shard]
@@ -113,6 +151,20 @@ class Model:
             cut = server._replace(connected=False, queue=(), zombies=server.zombies + writes)
             yield world._replace(servers=put(world.servers, shard, cut), cuts=world.cuts - 1)
 
+    def _wiped(self, world: World, shard: int) -> Iterator[World]:
+        """A living shard loses all that it has, or one row."""
+        server, setting = world.servers[shard], self.setting
+        if not world.wipes or not server.alive or server.contents is None or server.contents.marker == NO_MARKER:
+            return
+        if len(self.unprotecting(world) | {shard}) > setting.r:
+            return
+        cells, marker = server.contents
+        left = [("all", Contents((0,) * setting.stripes, NO_MARKER))]
+        left += [("a row", Contents(put(cells, stripe, 0), marker)) for stripe, cell in enumerate(cells) if cell]
+        for wiped, contents in left:
+            emptied = server._replace(contents=contents, past=server.history, wiped=wiped)
+            yield world._replace(servers=put(world.servers, shard, emptied), wipes=world.wipes - 1)
+
     # The writer learns of it.
 
     def _noticed(self, world: World, shard: int) -> Iterator[World]:
@@ -127,11 +179,22 @@ class Model:
         if writer.views[shard] == REBUILDING and self.rules.restart:
             return
         for contents in [server.contents] if server.alive else server.past:
-            if contents is not None and self._expected(writer, shard, contents.marker):
-                queue = tuple(command._replace(epoch=server.epoch + self.rules.fence) for command in writer.sent[shard])
+            if contents is not None and self._expected(writer, shard, contents.marker) and self.all_there(contents, shard):
+                queue = tuple(
+                    command._replace(
+                        epoch=server.epoch + self.rules.fence,
+                        before=command.marker if command.marker == contents.marker else command.before,
+                    )
+                    for command in writer.sent[shard]
+                )
                 again = self._fenced(server)._replace(contents=contents, alive=True, connected=True, queue=queue)
                 resent = writer._replace(awaited=put(writer.awaited, shard, len(writer.sent[shard])))
                 yield world._replace(servers=put(world.servers, shard, again), writer=resent)
+
+    def all_there(self, contents: Contents, shard: int) -> bool:
+        """Whether a shard has as many rows as its marker stands for, if that is asked."""
+        counted = self.setting.wipes and self.rules.rows_counted and not contents.marker.rebuilding
+        return not counted or not self.setting.lacking(shard, contents)
 
     def _fenced(self, server: Server) -> Server:
         """The server with a new epoch. What it will refuse from now on need not be remembered."""
@@ -212,7 +275,7 @@ class Model:
         """A server is there for a lost shard: fenced, emptied, marked as rebuilding. Until it is marked, it is empty or as before for all others."""
         server, writer = world.servers[shard], world.writer
         contents = Contents((0,) * self.setting.stripes, Marker(writer.n, writer.n, rebuilding=True))
-        empty = self._fenced(server)._replace(contents=contents, past=server.history, alive=True, connected=True)
+        empty = self._fenced(server)._replace(contents=contents, past=server.history, alive=True, connected=True, wiped="")
         begun = writer._replace(views=put(writer.views, shard, REBUILDING), cursor=put(writer.cursor, shard, 0))
         return world._replace(servers=put(world.servers, shard, empty), writer=begun)
 
@@ -222,7 +285,7 @@ class Model:
         if writer.cursor[shard] < self.setting.stripes:
             return self._send(world, self._asking(writer, "chunk"), self._read_alone(writer))
         commands: list[tuple[Command, ...]] = [()] * self.setting.shards
-        commands[shard] = (Command((), Marker(writer.n, writer.n)),)
+        commands[shard] = (Command((), Marker(writer.n, writer.n), before=Marker(writer.n, writer.n)),)
         return self._send(world, self._asking(writer, "finish"), commands)
 
     def _chunk_read(self, world: World) -> World:
@@ -235,7 +298,8 @@ class Model:
         commands: list[tuple[Command, ...]] = [()] * self.setting.shards
         if place is not None:
             cell = self.setting.combine(place, self.setting.decode(stripe, writer.replies))
-            commands[shard] = self._for_rebuilding((Command(((stripe, cell),), Marker(writer.n, writer.n)),), stripe + 1)
+            chunk = Command(((stripe, cell),), Marker(writer.n, writer.n))
+            commands[shard] = self._for_rebuilding((chunk,), stripe + 1)
         return self._send(world, self._asking(writer, "rebuild"), commands)
 
     def _chunk_written(self, world: World) -> World:
@@ -294,7 +358,10 @@ class Model:
         for stripe, rows in enumerate(self.setting.versions[n]):
             found = self.setting.decode(stripe, replies)
             for member, row in enumerate(rows):
-                if (stripe, member) not in unasked and found[member] != row:
+                # A row that is missing would have been noticed if it had been asked for.
+                own = self.setting.places_of(stripe)[member]
+                missing = replies[own] is not None and row and not replies[own][stripe]  # type: ignore[index]
+                if (stripe, member) not in unasked and found[member] != row and not missing:
                     raise WrongRead(f"batch {n}: row {member} of stripe {stripe}")
 
     def _changes(self, n: int) -> tuple[Change, ...]:
@@ -348,7 +415,8 @@ class Model:
             after_parity, after_data = Marker(n + 1, n + 1), Marker(n, n + 1)
         rows = setting.truth[n + 1][shard]
         data = tuple((stripe, rows[stripe]) for stripe, member in setting.batches[n] if setting.places[shard][stripe] == member)
-        return (Command(self._parity(writer, shard), after_parity),), (Command(data, after_data),)
+        parity = Command(self._parity(writer, shard), after_parity, before=Marker(n, n))
+        return (parity,), (Command(data, after_data, before=Marker(n + 1, n)),)
 
     def _parity(self, writer: Writer, shard: int) -> tuple[tuple[int, int], ...]:
         """The parity rows that batch n + 1 changes on a shard, as they will be."""

@@ -6,22 +6,24 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, make_program
 from test_parity import plan, run_lane
+from test_traffic import arriving, ending
 from tls import KINDS, TlsServer, tls_server_or_skip
 
 from cache.batch_log import FileLog
-from cache.errors import RowsLost
+from cache.errors import RowError, RowsLost, StoreUnavailable
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
-from cache.namespace import claim
+from cache.namespace import claim, lane_key
 from cache.ownership import Ownership
 from cache.placement import Placement
 from cache.reading import StoredRows
@@ -193,6 +195,114 @@ def test_a_server_that_comes_back_empty_ends_with_every_row_and_parity_row(
     assert disturber.states == [(shard, "lost"), (shard, "rebuilding"), (shard, "ok")]
     assert found == undisturbed(3, 2, 1)
     assert counters.rows_rebuilt > 0
+
+
+def empty(stores: LocalStores, shard: int) -> Callable[[], None]:
+    """Has a server forget everything, under the connections that it has."""
+
+    def flush() -> None:
+        with Store(stores.urls, timedelta(seconds=5)) as other:
+            other.command(shard, "FLUSHALL")
+
+    return flush
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_server_that_is_emptied_under_its_connections_is_lost_and_rebuilt(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], moment: tuple[str, int]
+) -> None:
+    disturber = Disturber({moment: empty(stores, 1)})
+    found, counters, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+    assert lost == []
+    assert disturber.states == [(1, "lost"), (1, "rebuilding"), (1, "ok")]
+    assert found == undisturbed(3, 2, 1)
+    assert counters.rows_rebuilt > 0
+
+
+def test_a_server_that_lost_some_rows_is_lost_and_rebuilt(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    def forget() -> None:
+        with Store(stores.urls, timedelta(seconds=5)) as other:
+            for lane in LANES:
+                names = other.command(1, "HKEYS", lane_key("t", lane, 0))
+                assert isinstance(names, list)
+                if len(names) > 1:
+                    other.command(1, "HDEL", lane_key("t", lane, 0), *[name for name in names if name != b"m"][::2])
+
+    disturber = Disturber({("data acknowledged", 9): forget})
+    found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+    assert lost == []
+    assert disturber.states == [(1, "lost"), (1, "rebuilding"), (1, "ok")]
+    assert found == undisturbed(3, 2, 1)
+
+
+def test_a_server_that_is_emptied_while_it_is_rebuilt_is_rebuilt_anew(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    disturber = Disturber({("batch logged", 9): restart(stores, 1), ("rows rebuilt", 3): empty(stores, 1)})
+    found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+    assert lost == []
+    assert disturber.states.count((1, "lost")) == 2
+    assert found == undisturbed(3, 2, 1)
+
+
+def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_does_not_look_whole(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+) -> None:
+    """As if the write had come between: all that was under way has been done, and no one heard of it."""
+    attempt = Store.attempt
+
+    def unheard(self: Store, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
+        if not any(Marker.parse(write.marker) == Marker(12, 12) for write in writes):
+            return attempt(self, reads, writes)
+        empty(stores, 1)()
+        failures = attempt(self, reads, writes)
+        return failures | {1: StoreUnavailable("the connection broke")}
+
+    disturber = Disturber({})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "attempt", unheard)
+        # However slow the machine, so that it is not lost for being late; and the note of whose the server is, is there.
+        patch.setattr("cache.shards.RECONNECT", PATIENCE)
+        patch.setattr(Ownership, "has", lambda *_: True)
+        found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+    assert lost == []
+    assert (1, "lost") in disturber.states
+    assert found == undisturbed(3, 2, 1)
+
+
+@pytest.mark.parametrize("covered", [True, False])
+def test_a_row_that_is_missing_on_one_shard_too_many_is_decoded_alone_if_its_stripe_allows(tmp_path: Path, covered: bool) -> None:
+    count, ended = 60, ending(60, 7)
+    protected = replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
+    wanted = arriving(*((1, ordinal, 1000 + ordinal, 7, 9) for ordinal in range(count)))
+    with LocalStores(5, tmp_path / "stores") as stores, Store(stores.urls, timedelta(seconds=10)) as store:
+        placement = Placement.spread(5, 2, 1)
+        stored = StoredRows(store, placement, LAYOUTS, "t")
+        at = placement.stripes(0, np.zeros(len(LAYOUTS), np.int64)).shards(1, np.arange(count) // 2)
+        with_first = (at == 0).any(axis=1)
+        gone = int(np.flatnonzero((at[np.arange(count), np.arange(count) % 2] == 1) & (with_first != covered))[0])
+        name = (1 << 48 | gone).to_bytes(8, "big")
+        plan = LanePlan(0, iter([(0, arriving()), (1, wanted)]))
+        traffic = Traffic(stored, [plan], SEED, log=FileLog(tmp_path / "logs"))
+        traffic.take(0, 0)
+        traffic.write_back(0, 4, protected)
+        traffic.flush()
+        kill(stores, 0)()
+        traffic.probe()
+        with Store(stores.urls[1:2], timedelta(seconds=10)) as other:
+            row = other.command(0, "HGET", stored.key(0, 1), name)
+            assert other.command(0, "HDEL", stored.key(0, 1), name) == 1
+            traffic.write_back(0, 9, ending(0, 1))
+            if covered:
+                assert (traffic.take(0, 1).weights[:, :3] == 1).all()
+                assert list(traffic.lost_or_rebuilding()) == [0]
+            else:
+                with pytest.raises(RowError, match=rf"table narrow: the row with ordinal {gone} .* is missing"):
+                    traffic.take(0, 1)
+            assert other.command(0, "HGET", stored.key(0, 1), name) == (row if covered else None)
+        traffic.abort()
 
 
 def test_the_rebuilt_shard_is_lost_again_during_its_rebuild(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, LaneProgram, make_program
-from test_lost_shard import PATIENCE, Disturber, kill, restart, run
+from test_lost_shard import IDENTITY, PATIENCE, Disturber, empty, kill, restart, run
 from test_parity import EVALUATION_SLOTS, SLOTS, Recording, check_stripes, plan, run_lane
+from test_traffic import ending
 
 from cache import batches, decoding
 from cache.batch_log import FileLog
@@ -21,12 +23,13 @@ from cache.errors import CacheError
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
+from cache.namespace import claim
 from cache.ownership import Ownership
 from cache.placement import Placement
 from cache.reading import StoredRows
 from cache.rounds import Rounds
 from cache.shards import Shards
-from cache.store import Read, Write
+from cache.store import Read, Store, Write
 from cache.stripes import LaneStripes
 from cache.traffic import Traffic
 
@@ -76,6 +79,26 @@ def a_lost_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
     disturbed = run(stores, folder / "a", 2, 1, Disturber({("parity leaves", 9): restart(stores, 1)}), grace=PATIENCE)[0]
     with LocalStores(3, folder / "stores") as others:
         assert disturbed == run(others, folder / "b", 2, 1)[0]
+
+
+def an_emptied_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
+    """A shard that is emptied before the last write-back is not taken for whole."""
+    first = ending(60, 7)
+    first = replace(first, base_weights=np.zeros_like(first.weights), base_state=np.zeros_like(first.state))
+    again = replace(first, tag=first.tag + 1, stored_tag=first.tag, base_weights=first.weights, base_state=first.state)
+    again = again.select(np.arange(20))  # whole stripes: nothing is read
+    with Store(stores.urls) as store:
+        claim(store, "t", {"run": "x"}, "overwrite")
+        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
+        with Traffic(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(folder), ownership=IDENTITY) as traffic:
+            traffic.write_back(0, 1, first)
+            traffic.flush()
+            before = [store.command(shard, "HLEN", stored.key(0, shard)) for shard in range(3)]
+            empty(stores, 1)()
+            traffic.write_back(0, 2, again)
+            traffic.flush()
+            assert traffic.mend(PATIENCE) == []
+            assert [store.command(shard, "HLEN", stored.key(0, shard)) for shard in range(3)] == before
 
 
 def parity_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
@@ -142,9 +165,17 @@ def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
 def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
     """A server that came back empty counts as if it had everything."""
     patch.setattr(Shards, "_expected", lambda self, lane, shard, marker, markers: True)
+    what_a_write_brought_is_not_counted(patch)
+    patch.setattr(Shards, "_as_it_was", lambda *_: True)
     patch.setattr(Ownership, "has", lambda *_: True)
     # However slow the machine, so that it is not lost for being late.
     patch.setattr("cache.shards.RECONNECT", PATIENCE)
+
+
+def what_a_write_brought_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A write that was acknowledged counts as one that changed what it was meant to change, and a row that is missing as one alone."""
+    patch.setattr(Write, "surprise", None)
+    patch.setattr(Shards, "covers", lambda *_: False)
 
 
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [
@@ -156,6 +187,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [
     (sums_are_of_floats, stripes_agree),
     (sums_are_of_floats, a_lost_shard_is_decoded),
     (a_marker_is_trusted_unseen, a_lost_shard_is_rebuilt),
+    (what_a_write_brought_is_not_counted, an_emptied_shard_is_rebuilt),
 ]
 
 

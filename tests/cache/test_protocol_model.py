@@ -34,6 +34,8 @@ LIVE = {
     "2+2 on 4, a loss": setting(2, 2, 4, 2, kills=1, stripes=2),
     "1+2 on 3, two losses": Setting(1, 2, 3, 1, (((0, 0),), ((0, 0),)), kills=2),
     "2+1 on 3, rows stored before, a loss": setting(2, 1, 3, 2, kills=1, stored=STORED),
+    "2+1 on 3, rows vanish": setting(2, 1, 3, 2, wipes=1),
+    "2+1 on 3, rows vanish and a connection breaks": setting(2, 1, 3, 1, stripes=2, wipes=1, cuts=1),
 }
 FULL = {
     "2+1 on 3, two losses": setting(2, 1, 3, 3, kills=2),
@@ -48,6 +50,10 @@ FULL = {
     "2+2 on 4, two losses in two batches": setting(2, 2, 4, 2, stripes=2, kills=2),
     "2+2 on 4, a loss and a broken connection": setting(2, 2, 4, 1, stripes=2, kills=1, cuts=1),
     "2+1 on 3, rows stored before, two losses": setting(2, 1, 3, 2, kills=2, stored=STORED),
+    "2+1 on 3, rows vanish twice": setting(2, 1, 3, 1, wipes=2),
+    "2+1 on 3, rows vanish and a loss": setting(2, 1, 3, 1, wipes=1, kills=1),
+    "2+1 on 3, rows stored before vanish, and a connection breaks": setting(2, 1, 3, 2, wipes=1, cuts=1, stored=STORED),
+    "2+2 on 4, rows vanish and a loss": setting(2, 2, 4, 1, stripes=1, wipes=1, kills=1),
 }
 SETTINGS = CRASH | LIVE | FULL
 
@@ -74,6 +80,8 @@ LEFT_OUT = [
     ("a rebuilding shard's marker says so", Rules(rebuilding_noted=False), "2+1 on 3, a loss"),
     ("a rebuild starts over after a broken connection", Rules(restart=False), "2+1 on 3, a loss and another"),
     ("once data is acknowledged, the marker must say so", Rules(narrowed=False), "1+2 on 3, two losses"),
+    ("how many fields were new is compared", Rules(answers_counted=False), "2+1 on 3, rows vanish"),
+    ("how many rows there are is compared", Rules(rows_counted=False), "2+1 on 3, rows vanish and a connection breaks"),
 ]
 
 
@@ -91,7 +99,7 @@ def test_no_state_is_wrong(name: str) -> None:
     assert found.worlds >= (100 if name in CRASH else 300)
     assert found.cases >= (2000 if name in CRASH else 500)
     assert found.finished
-    if SETTINGS[name].kills:
+    if SETTINGS[name].kills or SETTINGS[name].wipes:
         assert min(found.degraded, found.rebuilding, found.restored) > 0
 
 
@@ -103,7 +111,7 @@ def test_reads_may_be_served_after_the_data_they_leave_with(name: str) -> None:
 @pytest.mark.parametrize(("rules", "name"), [case[1:] for case in LEFT_OUT], ids=[case[0] for case in LEFT_OUT])
 def test_without_a_rule_wrong_states_are_found(rules: Rules, name: str) -> None:
     found = explored(name, rules)
-    print(f"wrong: {found.wrong} of {found.cases}, and {found.wrong_reads} reads")
+    print(f"wrong: {found.wrong} of {found.cases}, {found.wrong_reads} reads, {found.unnoticed} not noticed")
     assert found.found > 0
 
 

@@ -111,12 +111,12 @@ def arriving(*rows: tuple[int, int, int, int, int]) -> Arrivals:
     )  # fmt: skip
 
 
-def ending(count: int, tag: int, table: int = 1, value: float = 1.0) -> EndedRows:
-    """Rows 0 .. count-1 of a table, id 1000 + ordinal, all weights `value`."""
+def ending(count: int, tag: int, table: int = 1, value: float = 1.0, stored: int = 0) -> EndedRows:
+    """Rows 0 .. count-1 of a table, id 1000 + ordinal, all weights `value`; `stored`: their tag in the store."""
     ordinal = np.arange(count, dtype=np.int64)
     return EndedRows(
         np.full((count, WIDTH), value, np.float32), np.zeros((count, STATE_WIDTH), np.float32), np.full(count, table, np.int16),
-        ordinal, ordinal + 1000, np.full(count, tag, np.int32), np.zeros(count, np.int32),
+        ordinal, ordinal + 1000, np.full(count, tag, np.int32), np.full(count, stored, np.int32),
     )  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def test_a_write_back_waits_for_room(servers: LocalStores, store: Store) -> None
     ):
         proxy.hold()
         traffic.write_back(0, 1, ending(30, 1))  # alone, it may be larger
-        trainer = threading.Thread(target=traffic.write_back, args=(0, 2, ending(1, 2)))
+        trainer = threading.Thread(target=traffic.write_back, args=(0, 2, ending(1, 2, stored=1)))
         trainer.start()
         proxy.wait_for_request(b"HSET")
         assert traffic.batches(0) == 0
@@ -302,9 +302,9 @@ def test_a_write_back_waits_for_room(servers: LocalStores, store: Store) -> None
 
 def test_rows_as_the_store_has_them_are_not_written_and_those_beyond_the_schedule_are_counted_apart(store: Store) -> None:
     unchanged = ending(4, 3)
-    unchanged.stored_tag[:] = [3, 0, 3, 2]
+    unchanged.stored_tag[:] = [3, 2, 3, 0]
     with Traffic(stored_rows(store), [LanePlan(0, iter([]))], SEED) as traffic:
-        traffic.write_back(0, 3, ending(2, 3))
+        traffic.write_back(0, 3, ending(2, 2))
         traffic.write_back(0, 4, unchanged, beyond=True)
         with pytest.raises(CacheError, match="boundary 4 must follow 4"):
             traffic.write_back(0, 4, ending(1, 1))
@@ -431,6 +431,32 @@ def test_a_stale_or_foreign_shard_is_noticed_by_its_marker(store: Store) -> None
     assert read_rows(stored_rows(store), rows, batches=3).tag.tolist() == [5]
 
 
+@pytest.mark.parametrize("read", [True, False], ids=["beside reads", "alone"])
+def test_a_shard_that_was_emptied_is_noticed_by_the_next_write(store: Store, read: bool) -> None:
+    """Without parity; also where no marker is read with it."""
+    coming = [(0, arriving()), (1, arriving((1, 0, 1000, 5, 1)) if read else arriving())]
+    traffic = Traffic(stored_rows(store), [LanePlan(0, iter(coming))], SEED)
+    traffic.take(0, 0)
+    traffic.write_back(0, 0, ending(60, 5))
+    traffic.flush()
+    store.command(1, "FLUSHALL")
+    traffic.write_back(0, 1, ending(20, 6, stored=5))
+    with pytest.raises(StoreError, match=r"stale shard|lost rows of lane 0: of .* fields written .* were new to it, must be 0"):
+        traffic.close()
+    traffic.abort()
+
+
+def test_a_shard_that_was_emptied_after_the_last_write_is_noticed_at_the_end(store: Store) -> None:
+    traffic = Traffic(stored_rows(store), [LanePlan(0, iter([]))], SEED)
+    traffic.write_back(0, 0, ending(60, 5))
+    traffic.flush()
+    assert traffic.mend(timedelta()) == []
+    store.command(1, "FLUSHALL")
+    with pytest.raises(StoreError, match="stale shard: its last write-back batch of lane 0 is 0, must be 1"):
+        traffic.mend(timedelta())
+    traffic.abort()
+
+
 def test_the_batch_that_leaves_with_a_read_is_not_the_one_that_its_shard_must_have(servers: LocalStores, store: Store) -> None:
     stored, handed = stored_rows(store), threading.Event()
 
@@ -445,7 +471,7 @@ def test_the_batch_that_leaves_with_a_read_is_not_the_one_that_its_shard_must_ha
     message = "stale shard: its last write-back batch of lane 0 is 0, must be 4"
     traffic = Traffic(stored, plans, SEED, on_action=forget)
     traffic.write_back(0, 1, ending(1, 5))
-    traffic.write_back(0, 2, ending(1, 6))
+    traffic.write_back(0, 2, ending(1, 6, stored=5))
     handed.set()
     with pytest.raises(StoreError, match=message):
         traffic.take(0, 0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import Command, free_port, reached
+from command_line import Command, error_of, free_port, reached
 from small_job import arguments, summary
 
 from cache.fence import read_epochs
@@ -449,3 +449,42 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
     # Of both lanes are told the rows of the shards that are gone, two thirds of all, whoever trained them.
     assert set(told) <= {table.name for table in Schedule(schedule).header.features.tables}
     assert 1.5 * len(survived) < sum(told.values()) < 2.5 * len(survived)
+
+
+def empty(run: Path, shard: int) -> None:
+    """Have the server of a store shard forget everything, under the connections that it has."""
+    stores = LocalStores.find(run / STORES)
+    assert stores is not None
+    with Store(stores.urls) as store:
+        store.command(shard, "FLUSHALL")
+
+
+@pytest.mark.parametrize("step", [10, *(pytest.param(step, marks=pytest.mark.full) for step in (25, 45, 60))])
+def test_a_server_that_is_emptied_under_its_connections_is_rebuilt(
+    schedule: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    step: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--digest"))
+    job.until(reached(run, step))
+    empty(run, 1)
+    status, _, err = job.end()
+    assert status == 0, err
+    is_mended(run, err, undisturbed, capsys)
+
+
+def test_without_parity_a_server_that_is_emptied_stops_the_training(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--parity", "off"))
+    job.until(reached(run, 20))
+    empty(run, 1)
+    status, _, err = job.end()
+    line = error_of(status, err)
+    assert re.search(r"store unix://\S*shard-1.sock: (lost rows of lane \d|stale shard)", line), line
+    assert json.loads((run / "status.json").read_text())["state"] == "training"

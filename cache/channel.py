@@ -14,7 +14,7 @@ import numpy as np
 import redis
 
 from cache import frames
-from cache.errors import CommandRefused, Fenced, StoreAuth, StoreError, StoreFull, StoreTls, StoreUnavailable
+from cache.errors import CommandRefused, Fenced, StoreAuth, StoreBusy, StoreError, StoreFull, StoreTls, StoreUnavailable
 from cache.resp import ProtocolError, Request
 from cache.url import PASSWORD_VARIABLE, StoreUrl
 
@@ -54,7 +54,7 @@ def reply_error(url: StoreUrl, text: str) -> StoreError:
     if code == "WRONGTYPE":
         return Fenced(f"store {url}: another owner has taken the lane over ({text}); this one stops")
     if code in RETRIED:
-        return StoreUnavailable(f"store {url}: not ready ({text}); try again later, or with a longer --store-timeout")
+        return StoreBusy(f"store {url}: not ready ({text}); try again later, or with a longer --store-timeout")
     if code in ("MOVED", "ASK", "CLUSTERDOWN"):
         return StoreError(
             f"store {url}: is part of a Redis cluster of several shards ({text}); name servers outside a cluster, or clusters of one shard"

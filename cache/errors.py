@@ -44,12 +44,20 @@ class CommandRefused(StoreError):
     """A store shard does not know a command, or refuses it for a reason that has no exception of its own."""
 
 
+class ShardsRefuse(StoreError):
+    """More store shards refuse to work than parity covers, though they have their rows."""
+
+
 class StoreUnavailable(StoreError):
     """A store shard refuses connections, has closed one, or stays silent for longer than the timeout."""
 
 
 class StoreSilent(StoreUnavailable):
     """A store shard that owes an answer stays silent for longer than the timeout."""
+
+
+class StoreBusy(StoreUnavailable):
+    """A store shard answers, but only that it is not ready: it runs a script, or still reads what it saved."""
 
 
 class StoreFull(StoreError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.decoding import Survivors
+from cache.errors import StoreAuth, StoreFull
 from cache.fence import fence_all, read_epochs
 from cache.marker import Marker
 from cache.namespace import is_of
@@ -38,10 +39,18 @@ def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, in
     doubtful: dict[int, None] = {}
     expected = {lane: stored.expected(lane) for lane in batches}
     for shard in range(stored.placement.shard_count):
-        if shard in stored.store.down or not ownership.has(stored.store, stored.namespace, shard):
+        try:
+            there = shard not in stored.store.down and ownership.has(stored.store, stored.namespace, shard)
+            fenced = fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term) if there else {}
+        except (StoreFull, StoreAuth) as error:
+            if not stored.placement.r:
+                raise
+            there = False
+            stored.store.give_up(shard, str(error))
+        if not there:
             stored.lost.add(shard)
             continue
-        for lane, found in fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term).items():
+        for lane, found in fenced.items():
             stored.epochs[lane, shard] = found.epoch
             if found.marked:
                 stored.held[lane, shard] = int(expected[lane][shard])

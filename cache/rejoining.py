@@ -34,10 +34,11 @@ class ShardChange:
 
 @dataclass(slots=True)
 class Wanted:
-    """A server that is looked for, since when (time.monotonic()), and whether it was said that it is not there."""
+    """A server that is looked for, since when, and not before when (time.monotonic()), and whether it was said that it is not there."""
 
     url: StoreUrl
     since: float
+    not_before: float
     told: bool = False
 
 
@@ -57,10 +58,11 @@ class Rejoining:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def want(self, shard: int, url: StoreUrl) -> None:
-        """Look for the server of a shard at a URL from now on."""
+    def want(self, shard: int, url: StoreUrl, pause: timedelta = timedelta()) -> None:
+        """Look for the server of a shard at a URL from now on, or after a pause."""
         with self._condition:
-            self._wanted[shard] = Wanted(url, time.monotonic())
+            now = time.monotonic()
+            self._wanted[shard] = Wanted(url, now, now + pause.total_seconds())
             stale = self._ready.pop(shard, None)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="rejoining", daemon=True)
@@ -92,7 +94,12 @@ class Rejoining:
             with self._condition:
                 if self._closed:
                     return
-                everyone = {shard: wanted for shard, wanted in self._wanted.items() if shard not in self._ready}
+                now = time.monotonic()
+                everyone = {
+                    shard: wanted
+                    for shard, wanted in self._wanted.items()
+                    if shard not in self._ready and wanted.not_before <= now
+                }
             for shard, wanted in everyone.items():
                 try:
                     store = self._reach(shard, wanted.url)

@@ -14,7 +14,7 @@ from datetime import timedelta
 import numpy as np
 
 from cache.decoding import Survivors
-from cache.errors import Fenced, StoreError, StoreSilent, StoreUnavailable
+from cache.errors import Fenced, RowsLost, ShardsRefuse, StoreBusy, StoreError, StoreSilent, StoreUnavailable
 from cache.fence import Found, fence_all
 from cache.marker import Marker
 from cache.ownership import Ownership
@@ -25,6 +25,7 @@ from cache.stripes import ALL_STRIPES
 from cache.url import parse_url
 
 RECONNECT = timedelta(milliseconds=200)
+REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
 
 Markers = Callable[[int], Sequence[Marker]]
 
@@ -50,6 +51,8 @@ class Shards:
         self.urls = list(stored.store.urls)
         self.cursors = {lane: np.full(count, ALL_STRIPES, np.uint64) for lane in lanes}
         self.lost: dict[int, str] = {}
+        self._kept: set[int] = set()  # lost, though their servers have their rows
+        self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
         self._rejoining = Rejoining(stored, ownership, wake, on_change)
         self._survivors: dict[bytes, Survivors] = {}
 
@@ -87,7 +90,9 @@ class Shards:
         while True:
             reads = [(lane, read) for lane, read in reads if read.shard not in self.lost]
             writes = [(lane, write) for lane, write in writes if write.shard not in self.lost]
-            failures = self._stored.store.attempt([read for _, read in reads], [write for _, write in writes])
+            failures: dict[int, StoreError] = self._stored.store.attempt(
+                [read for _, read in reads], [write for _, write in writes]
+            )
             for lane, write in writes:
                 if write.shard in failures:
                     continue
@@ -127,20 +132,38 @@ class Shards:
 
     def covers(self, shard: int) -> bool:
         """Whether parity covers the loss of one shard more."""
-        return all(
-            self._stored.covers({shard, *np.flatnonzero(cursors != ALL_STRIPES).tolist()}) for cursors in self.cursors.values()
-        )
+        return all(self._stored.covers({shard, *self._unreadable(lane)}) for lane in self._lanes)
 
-    def lose(self, shard: int, why: str) -> None:
-        """Go on without a shard. Raises RowsLost where parity does not cover that."""
+    def lose(self, shard: int, why: str, refused: bool = False) -> None:
+        """Go on without a shard. refused: its server is there, with its rows, but does not do what it is asked; it is not asked again at once.
+
+        Raises RowsLost where parity does not cover the loss, ShardsRefuse where it would cover those that have lost their rows.
+        """
+        whole = all(self.readable(lane, shard) for lane in self._lanes)
         self._stored.store.give_up(shard, why)
         self.lost[shard] = why
         for cursors in self.cursors.values():
             cursors[shard] = 0
-        self._rejoining.want(shard, self.urls[shard])
+        times = self._refused[shard] = self._refused.get(shard, 0) + 1 if refused else 0
+        self._rejoining.want(shard, self.urls[shard], min(REFUSED * 2**times, LONGEST_REFUSED) if refused else timedelta())
         self._on_change(ShardChange(shard, "lost", self.urls[shard].plain, why))
-        for lane in self._lanes:
-            self.survivors(lane)
+        self._kept.discard(shard)
+        if refused and whole:
+            self._kept.add(shard)
+        try:
+            for lane in self._lanes:
+                self.survivors(lane)
+        except RowsLost as error:
+            if not all(self._stored.covers(self._unreadable(lane) - self._kept) for lane in self._lanes):
+                raise
+            reasons = "; ".join(self.lost[one] for one in sorted(self._kept))
+            raise ShardsRefuse(
+                f"store shards {', '.join(map(str, error.shards))} take no part any more, and parity covers {error.covered}: {reasons}. "
+                "The rows that they had stay there"
+            ) from error
+
+    def _unreadable(self, lane: int) -> set[int]:
+        return set(np.flatnonzero(self.cursors[lane] != ALL_STRIPES).tolist())
 
     def replace(self, shard: int, url: str) -> None:
         """Use another server in place of a shard's from now on."""
@@ -150,10 +173,11 @@ class Shards:
         self.urls[shard] = other
         self._rejoining.want(shard, other)
 
-    def _reconnect(self, shard: int, error: StoreUnavailable, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
+    def _reconnect(self, shard: int, error: StoreError, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
         """Connect again to a shard whose connection broke; if it is not as it should be, it is lost. writes: what was under way there."""
         why = str(error)
-        if not isinstance(error, StoreSilent) and all(self.readable(lane, shard) for lane in self._lanes):
+        broken = isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy)
+        if broken and all(self.readable(lane, shard) for lane in self._lanes):
             try:
                 fresh = Store([self.urls[shard]], RECONNECT, RECONNECT)
                 try:
@@ -174,8 +198,8 @@ class Shards:
             except Fenced:
                 raise
             except StoreError as failure:
-                why = str(failure)
-        self.lose(shard, why)
+                error, why = failure, str(failure)
+        self.lose(shard, why, not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
         return False
 
     def _as_it_was(self, lane: int, shard: int, found: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
@@ -226,7 +250,7 @@ class Shards:
             except Fenced:
                 raise
             except StoreError:
-                self._rejoining.want(shard, self.urls[shard])
+                self._rejoining.want(shard, self.urls[shard], REFUSED)
                 continue
             del self.lost[shard]
             self._on_change(ShardChange(shard, "rebuilding", self.urls[shard].plain))
@@ -234,6 +258,7 @@ class Shards:
     def rebuilt(self, lane: int, shard: int) -> None:
         """A shard has all rows of a lane again, and its marker says so."""
         self.cursors[lane][shard] = ALL_STRIPES
+        self._refused.pop(shard, None)
         if all(self.readable(each, shard) for each in self._lanes):
             self._on_change(ShardChange(shard, "ok", self.urls[shard].plain))
 

@@ -15,7 +15,9 @@ import numpy as np
 
 from cache import frames
 from cache.channel import RETRIED, Channel, now_ns, pauses, reply_error
-from cache.errors import CommandRefused, RowError, StoreAuth, StoreError, StoreSilent, StoreUnavailable
+from cache.errors import CommandRefused, Fenced, RowError, StoreAuth, StoreError, StoreSilent, StoreUnavailable
+from cache.resp import HmgetReply, NumberReply, PlainReply, Request, hmget, hset, lay_out, plain
+from cache.url import NEVER_EVICTS, StoreUrl, parse_url
 from cache.resp import HmgetReply, NumberReply, PlainReply, Request, hmget, hset, lay_out, plain
 from cache.url import NEVER_EVICTS, StoreUrl, parse_url
 
@@ -110,7 +112,7 @@ class Store:
         self.timeout = timeout
         self.commands = self.rows_read = self.rows_written = self.retries = 0
         self._closed = ""
-        self.down: dict[int, StoreUnavailable] = {}
+        self.down: dict[int, StoreError] = {}
         self._channels: list[Channel] = []
         try:
             for url in urls:
@@ -173,10 +175,11 @@ class Store:
         for write, count in counts:
             write.added = count.number
 
-    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
-        """Like `exchange`, but goes on without the shards whose connection fails or that stay silent, or that failed before.
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
+        """Like `exchange`, but goes on without the shards whose connection fails, that stay silent or refuse what is asked, or that failed before.
 
-        Returns why, by shard; what was asked of these is undone or done, and their connections are closed. Raises all else that exchange raises.
+        Returns why, by shard; what was asked of these is undone or done, and their connections are closed. Raises RowError, and Fenced, for an
+        owner that is no more stops.
         """
         asked = {read.shard for read in reads} | {write.shard for write in writes}
         failures = {shard: self.down[shard] for shard in asked & self.down.keys()}
@@ -186,10 +189,14 @@ class Store:
         )
         requests, replies, counts = self._prepare(reads, writes)
         self._perform(requests, failures)
-        self.down |= failures
         for read, parts in replies:
             if read.shard not in failures:
-                self._finish(read, parts)
+                try:
+                    self._finish(read, parts)
+                except StoreError as error:
+                    failures[read.shard] = error
+                    self._channels[read.shard].close()
+        self.down |= failures
         for write, count in counts:
             if write.shard not in failures:
                 write.added = count.number
@@ -318,8 +325,8 @@ class Store:
                 )
         read.marker = parts[0].marker
         if any(reply.marker != read.marker for reply in parts):
-            raise StoreError(
-                f"store {url}: the marker of {read.key.decode()} changed within one read; another trainer writes this lane"
+            raise StoreUnavailable(
+                f"store {url}: the marker of {read.key.decode()} changed within one read; it was emptied, or another trainer writes this lane"
             )
         read.missing = None
         if any(reply.missing is not None for reply in parts):
@@ -327,7 +334,7 @@ class Store:
             read.missing = np.concatenate(absent)
         self.rows_read += len(read.rows)
 
-    def _perform(self, requests: dict[int, list[Request]], failures: dict[int, StoreUnavailable] | None = None) -> None:
+    def _perform(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None = None) -> None:
         """Run requests to their replies, again where a server was not ready, and raise what a server refused.
 
         failures: where shards are noted whose connection fails; where it is None, that closes everything and is raised.
@@ -339,11 +346,14 @@ class Store:
             while requests:
                 self._begin(requests)
                 self._settle(list(requests), failures)
-                again = self._not_ready({shard: some for shard, some in requests.items() if shard not in (failures or ())})
+                again = self._not_ready(
+                    {shard: some for shard, some in requests.items() if shard not in (failures or ())}, failures
+                )
                 if again and next(attempts, self) is self:
-                    shard, some = next(iter(again.items()))
-                    error = next(request.reply.error for request in some if request.reply.error is not None)
-                    raise reply_error(self.urls[shard], error)
+                    for shard, some in again.items():
+                        error = next(request.reply.error for request in some if request.reply.error is not None)
+                        self._lose(shard, reply_error(self.urls[shard], error), failures)
+                    return
                 for request in (request for some in again.values() for request in some):
                     request.reply.restart()
                     self.retries += 1
@@ -355,17 +365,26 @@ class Store:
             self._fail(repr(error))
             raise
 
-    def _not_ready(self, requests: dict[int, list[Request]]) -> dict[int, list[Request]]:
-        """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes."""
+    def _not_ready(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None) -> dict[int, list[Request]]:
+        """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.
+
+        A shard that refuses for another reason than that is lost, but for one that has another owner, which is for this one to know.
+        """
         again: dict[int, list[Request]] = {}
         for shard, some in requests.items():
             for request in some:
                 error = request.reply.error
                 if error is None:
                     continue
-                if error.split(" ", 1)[0] not in RETRIED:
-                    raise reply_error(self.urls[shard], error)
-                again[shard] = some
+                if error.split(" ", 1)[0] in RETRIED:
+                    again[shard] = some
+                    continue
+                refusal = reply_error(self.urls[shard], error)
+                if isinstance(refusal, Fenced):
+                    raise refusal
+                self._lose(shard, refusal, failures)
+                again.pop(shard, None)
+                break
         return again
 
     def _begin(self, requests: dict[int, list[Request]]) -> None:
@@ -380,7 +399,7 @@ class Store:
             self.commands += len(some)
             first += len(some)
 
-    def _settle(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> None:
+    def _settle(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
         """Send and receive on the channels of these shards until each has every reply, or has failed."""
         try:
             if all(self._channels[shard].compiled for shard in busy):
@@ -391,7 +410,7 @@ class Store:
             self._fail(str(error))
             raise
 
-    def _converse(self, failures: dict[int, StoreUnavailable] | None) -> None:
+    def _converse(self, failures: dict[int, StoreError] | None) -> None:
         timeout_ns = self._timeout_ns
         while True:
             why, shard = frames.converse(
@@ -404,17 +423,17 @@ class Store:
             elif why == frames.ATTEND:
                 try:
                     self._channels[shard].attend()
-                except StoreUnavailable as error:
+                except StoreError as error:
                     self._lose(shard, error, failures)
 
-    def _select(self, busy: list[int], failures: dict[int, StoreUnavailable] | None) -> None:
+    def _select(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
         """The same where TLS is in between."""
         with selectors.DefaultSelector() as selector:
             for shard in busy:
                 channel = self._channels[shard]
                 try:
                     channel.send()
-                except StoreUnavailable as error:
+                except StoreError as error:
                     self._lose(shard, error, failures)
                     continue
                 selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, shard)
@@ -428,14 +447,14 @@ class Store:
                 for key, events in ready:
                     try:
                         self._serve(selector, key, events)
-                    except StoreUnavailable as error:
+                    except StoreError as error:
                         selector.unregister(key.fileobj)
                         self._lose(key.data, error, failures)
                 silent = self._check_silence(busy, seen, failures)
                 for key in [key for key in selector.get_map().values() if key.data in silent]:
                     selector.unregister(key.fileobj)
 
-    def _lose(self, shard: int, error: StoreUnavailable, failures: dict[int, StoreUnavailable] | None) -> None:
+    def _lose(self, shard: int, error: StoreError, failures: dict[int, StoreError] | None) -> None:
         """Go on without a shard, or raise."""
         if failures is None:
             raise error
@@ -459,7 +478,7 @@ class Store:
     def _timeout_ns(self) -> int:
         return self.timeout // timedelta(microseconds=1) * 1000
 
-    def _check_silence(self, busy: list[int], at_ns: int, failures: dict[int, StoreUnavailable] | None) -> list[int]:
+    def _check_silence(self, busy: list[int], at_ns: int, failures: dict[int, StoreError] | None) -> list[int]:
         """Find the shards that owe an answer and have been silent for too long: raise StoreUnavailable, or go on without them."""
         silent = []
         for shard in busy:

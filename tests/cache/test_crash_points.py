@@ -22,7 +22,7 @@ from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, make_pr
 from test_parity import plan
 
 from cache.batch_log import FileLog, LoggedBatch
-from cache.errors import CacheError, Fenced, StoreUnavailable
+from cache.errors import CacheError, Fenced, StoreError
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
@@ -78,7 +78,7 @@ class Torn(Store):
         super().__init__(urls, TIMEOUT)
         self._phase, self._left, self._reached = phase, count, reached
 
-    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
         marker = Marker.parse(writes[0].marker) if writes else None
         if marker is not None and ("data" if marker.parity == marker.data else "parity") == self._phase:
             self._left -= 1

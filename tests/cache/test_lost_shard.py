@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
+import redis
 from lane_program import LAYOUTS, SEED, make_program
 from test_parity import plan, run_lane
 from test_traffic import arriving, ending
 from tls import KINDS, TlsServer, tls_server_or_skip
 
+from cache import frames
 from cache.batch_log import FileLog
-from cache.errors import RowError, RowsLost, StoreUnavailable
+from cache.channel import Channel
+from cache.errors import CacheError, RowError, RowsLost, ShardsRefuse, StoreError, StoreUnavailable
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
@@ -253,7 +257,7 @@ def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_do
     """As if the write had come between: all that was under way has been done, and no one heard of it."""
     attempt = Store.attempt
 
-    def unheard(self: Store, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
+    def unheard(self: Store, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
         if not any(Marker.parse(write.marker) == Marker(12, 12) for write in writes):
             return attempt(self, reads, writes)
         empty(stores, 1)()
@@ -303,6 +307,107 @@ def test_a_row_that_is_missing_on_one_shard_too_many_is_decoded_alone_if_its_str
                     traffic.take(0, 1)
             assert other.command(0, "HGET", stored.key(0, 1), name) == (row if covered else None)
         traffic.abort()
+
+
+def asked(stores: LocalStores, shard: int, *words: object) -> Callable[[], None]:
+    """Has a server do something, as its administrator would."""
+
+    def ask() -> None:
+        with Store(stores.urls[shard : shard + 1], timedelta(seconds=5)) as other:
+            other.command(0, *words)  # type: ignore[arg-type]
+
+    return ask
+
+
+def busy(stores: LocalStores, shard: int, until: threading.Event) -> Callable[[], None]:
+    """Has a server run a script until an event, and say so to everyone else."""
+
+    def loop() -> None:
+        with contextlib.suppress(CacheError), Store(stores.urls[shard : shard + 1], timedelta(seconds=60)) as other:
+            other.command(0, "EVAL", "while true do end", 0)
+
+    def begin() -> None:
+        asked(stores, shard, "CONFIG", "SET", "lua-time-limit", 5)()
+        thread = threading.Thread(target=loop)
+        thread.start()
+
+        def end() -> None:
+            until.wait(60)
+            with redis.Redis(unix_socket_path=str(stores.urls[shard]).removeprefix("unix://")) as other:
+                other.script_kill()
+            thread.join()
+
+        threading.Thread(target=end).start()
+
+    return begin
+
+
+REFUSALS = {
+    "READONLY": (("REPLICAOF", "127.0.0.1", 1), ("REPLICAOF", "NO", "ONE")),
+    "OOM": (("CONFIG", "SET", "maxmemory", 1), ("CONFIG", "SET", "maxmemory", 0)),
+    "NOPERM": (("ACL", "SETUSER", "default", "-hset"), ("ACL", "SETUSER", "default", "+hset")),
+}
+
+
+@pytest.mark.parametrize("refusal", [*REFUSALS, "BUSY"])
+def test_a_server_that_refuses_is_lost_until_it_no_longer_does(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], refusal: str
+) -> None:
+    until = threading.Event()
+    if refusal == "BUSY":
+        events = {("batch logged", 9): busy(stores, 1, until), ("batch logged", 14): until.set}
+    else:
+        refuse, comply = REFUSALS[refusal]
+        events = {("batch logged", 9): asked(stores, 1, *refuse), ("batch logged", 14): asked(stores, 1, *comply)}
+    disturber = Disturber(events)
+    found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE, timeout=0.5)
+    assert lost == []
+    assert disturber.states == [(1, "lost"), (1, "rebuilding"), (1, "ok")]
+    assert found == undisturbed(3, 2, 1)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_server_that_goes_on_refusing_is_never_adopted(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], refusal: str
+) -> None:
+    disturber = Disturber({("batch logged", 9): asked(stores, 1, *REFUSALS[refusal][0])})
+    found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=timedelta(seconds=1))
+    assert lost == [1]
+    assert disturber.states == [(1, "lost")]
+    for lane, expected in undisturbed(3, 2, 1).items():
+        assert [found[lane][shard] for shard in (0, 2)] == [expected[shard] for shard in (0, 2)]
+
+
+def test_where_more_servers_refuse_than_parity_covers_the_reason_is_told_and_not_that_rows_are_gone(
+    stores: LocalStores, tmp_path: Path
+) -> None:
+    def refuse() -> None:
+        for shard in range(3):
+            asked(stores, shard, "CONFIG", "SET", "maxmemory", 1)()
+
+    message = r"store shards 0, 1 take no part any more, and parity covers 1: store unix://\S*: is full .*The rows that they had stay there"
+    with pytest.raises(ShardsRefuse, match=message):
+        run(stores, tmp_path / "logs", 2, 1, Disturber({("batch logged", 9): refuse}))
+
+
+def test_a_server_that_answers_nonsense_is_lost(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, nonsense = Channel.begin, [False]
+
+    def garbled(self: Channel, table: np.ndarray, first: int, requests: list[Any]) -> None:
+        begin(self, table, first, requests)
+        if nonsense[0] and str(self.url) == stores.urls[1]:
+            nonsense[0] = False
+            self._data[:9] = np.frombuffer(b"HTTP/1.1\n", np.uint8)
+            self._state[frames.IN_END] = 9
+
+    monkeypatch.setattr(Channel, "begin", garbled)
+    disturber = Disturber({("batch logged", 9): lambda: nonsense.__setitem__(0, True)})
+    found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+    assert lost == []
+    assert disturber.states == [(1, "lost"), (1, "rebuilding"), (1, "ok")]
+    assert found == undisturbed(3, 2, 1)
 
 
 def test_the_rebuilt_shard_is_lost_again_during_its_rebuild(

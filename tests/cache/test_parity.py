@@ -12,7 +12,7 @@ import pytest
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, make_program, train_slots, values
 
 from cache.batch_log import FileLog, LoggedBatch
-from cache.errors import CacheError, StoreUnavailable
+from cache.errors import CacheError, StoreError
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
@@ -51,7 +51,7 @@ class Recording(Store):
         super().__init__(urls, timedelta(seconds=10))  # type: ignore[arg-type]
         self.exchanges: list[tuple[list[Read], list[Write]]] = []
 
-    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
         self.exchanges.append((list(reads), list(writes)))
         return super().attempt(reads, writes)
 

@@ -13,7 +13,7 @@ from lane_program import LAYOUTS, SEED, make_program
 from test_parity import contents, plan, run_lane
 
 from cache.batch_log import FileLog
-from cache.errors import StoreUnavailable
+from cache.errors import StoreError
 from cache.lanes import LanePlan
 from cache.local import LocalStores
 from cache.marker import Marker
@@ -47,7 +47,7 @@ class Mortal(Store):
         super().__init__(urls, timedelta(seconds=10))  # type: ignore[arg-type]
         self._left, self._reached = last, reached
 
-    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreUnavailable]:
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
         self._left -= bool(writes)
         if writes and not self._left:
             super().attempt(reads, [write for write in writes if write.shard in self._reached])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.decoding import Survivors
-from cache.errors import StoreAuth, StoreFull
+from cache.errors import StoreAuth, StoreError, StoreFull
 from cache.fence import fence_all, read_epochs
 from cache.marker import Marker
 from cache.namespace import is_of
@@ -47,17 +47,30 @@ def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, in
                 raise
             there = False
             stored.store.give_up(shard, str(error))
+        if not there and not stored.placement.r:
+            raise StoreError(
+                f"store {stored.store.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
+            )
         if not there:
             stored.lost.add(shard)
             continue
         for lane, found in fenced.items():
             stored.epochs[lane, shard] = found.epoch
+            if not batches[lane] and (found.marked or found.rows):
+                # What an earlier owner wrote between the removal of its rows and the fence.
+                stored.store.command(shard, "UNLINK", stored.key(lane, shard))
+                continue
             if found.marked:
                 stored.held[lane, shard] = int(expected[lane][shard])
             if found.marker != Marker(batches[lane], batches[lane]):
                 stored.lost.add(shard)
             elif found.rows != expected[lane][shard]:
                 doubtful[shard] = None
+            if not stored.placement.r and (shard in stored.lost or shard in doubtful):
+                raise StoreError(
+                    f"store {stored.store.urls[shard]}: lost rows of lane {lane}: has {found.rows} of {expected[lane][shard]}, up to write-back "
+                    f"batch {found.marker} of {batches[lane]}; restore it and --resume, or start again with --overwrite"
+                )
     check_covered(stored)
     for shard in doubtful:
         # One that is too many is kept: the rows that it lacks are decoded when they are asked for.
@@ -65,13 +78,18 @@ def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, in
 
 
 def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:
-    """The same for a reader: find each lane's fence epoch on every store shard, and note in stored.lost the shards that lack rows."""
+    """The same for a reader: find each lane's fence epoch on every store shard, and note in stored.lost the shards that lack rows.
+
+    Without parity these are noticed when they are read.
+    """
     for shard in range(stored.placement.shard_count):
         if shard in stored.store.down:
             stored.lost.add(shard)
             continue
         for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(batches))):
             stored.epochs[lane, shard] = int(epoch)
+            if not stored.placement.r:
+                continue
             found = stored.store.command(shard, "HGET", stored.key(lane, shard), MARKER)
             assert found is None or isinstance(found, bytes)
             if Marker.parse(found) != Marker(batches[lane], batches[lane]):

@@ -18,8 +18,6 @@ from cache.channel import RETRIED, Channel, now_ns, pauses, reply_error
 from cache.errors import CommandRefused, Fenced, RowError, StoreAuth, StoreError, StoreSilent, StoreUnavailable
 from cache.resp import HmgetReply, NumberReply, PlainReply, Request, hmget, hset, lay_out, plain
 from cache.url import NEVER_EVICTS, StoreUrl, parse_url
-from cache.resp import HmgetReply, NumberReply, PlainReply, Request, hmget, hset, lay_out, plain
-from cache.url import NEVER_EVICTS, StoreUrl, parse_url
 
 COMMAND_ROWS = 2048
 NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone

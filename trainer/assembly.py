@@ -82,12 +82,14 @@ def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[i
             yield event.index, schedule.arrivals(event, lane)
 
 
-def _written_stripes(placement: Placement, ordinals: np.ndarray) -> Callable[[int], LaneStripes]:
+def _written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -> Callable[[int], LaneStripes]:
     """The stripes of each lane when so many ordinals were given, int64 [lanes, tables], and all rows were written back."""
+
+    known = cache(ordinals)
 
     @cache
     def of(lane: int) -> LaneStripes:
-        return placement.stripes(lane, ordinals[lane])
+        return placement.stripes(lane, known()[lane])
 
     return of
 
@@ -97,10 +99,8 @@ def stored_rows_at(
 ) -> StoredRows:
     """The rows of a run that rests after a step, found on the store shards that have them. Raises StoreError and RowsLost."""
     stored = StoredRows(store, placement, rows, namespace)
-    if placement.r:
-        find_rows(stored, at.batches)
-        if stored.lost:
-            stored.stripes = _written_stripes(placement, ordinals_after(schedule, at.step))
+    stored.stripes = _written_stripes(placement, lambda: ordinals_after(schedule, at.step))
+    find_rows(stored, at.batches)
     return stored
 
 
@@ -159,9 +159,9 @@ def assemble(
         lane: Partition(schedule.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device, placement.r > 0)
         for lane in hosted
     }
-    if placement.r:
-        stored.stripes = _written_stripes(placement, np.array([lane.ordinals for lane in position.lanes], np.int64))
-        take_over(stored, ownership, {lane: start.batches[lane] for lane in hosted})
+    given = np.array([lane.ordinals for lane in position.lanes], np.int64)
+    stored.stripes = _written_stripes(placement, lambda: given)
+    take_over(stored, ownership, {lane: start.batches[lane] for lane in hosted})
     for lane, partition in partitions.items():
         _enter(partition, position, lane, stored)
     traffic = Traffic(

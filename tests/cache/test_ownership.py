@@ -1,0 +1,134 @@
+"""Who takes lanes over, with parity and without: what an earlier owner still writes is refused, and what it left is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lane_program import LAYOUTS, SEED
+from test_traffic import ending
+
+from cache.batch_log import FileLog
+from cache.errors import Fenced, StoreError
+from cache.lanes import LanePlan
+from cache.local import LocalStores
+from cache.namespace import claim, lane_key
+from cache.ownership import ALONE, find_rows, take_over
+from cache.placement import Placement
+from cache.reading import Expected, StoredRows, read_rows
+from cache.resp import MARKER
+from cache.staging import EndedRows
+from cache.store import Store
+from cache.traffic import Traffic
+
+CODES = pytest.mark.parametrize(("k", "r"), [(1, 0), (2, 1)], ids=["without parity", "2+1"])
+COUNT = 60
+
+
+def rows(tag: int, value: float, before: EndedRows | None = None) -> EndedRows:
+    """Rows 0 .. COUNT - 1 of a table as they end, with what the store has of them."""
+    ended = ending(COUNT, tag, value=value, stored=0 if before is None else int(before.tag[0]))
+    if before is None:
+        return replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
+    return replace(ended, base_weights=before.weights, base_state=before.state)
+
+
+def owner(store: Store, k: int, r: int, log: Path, batches: int = 0) -> tuple[StoredRows, Traffic]:
+    """One that takes lane 0 over, COUNT rows of which were written if there were any batches."""
+    stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
+    written = np.array([0, COUNT if batches else 0, 0, 0])
+    stored.stripes = lambda lane: stored.placement.stripes(lane, written)
+    take_over(stored, ALONE, {0: batches})
+    plan = LanePlan(0, iter([]), batches, written=written)
+    return stored, Traffic(stored, [plan], SEED, log=FileLog(log))
+
+
+def found(stored: StoredRows, store: Store, batches: int, tag: int) -> np.ndarray:
+    """The first weight of every row, as one who reads the run finds it."""
+    reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
+    find_rows(reader, [batches])
+    ordinal = np.arange(COUNT)
+    expected = Expected(0, np.ones(COUNT, np.int16), ordinal, ordinal + 1000, np.full(COUNT, tag, np.int32))
+    return read_rows(reader, expected, batches).weights[:, 0]
+
+
+@CODES
+def test_who_wakes_up_after_its_run_was_removed_is_refused_and_the_next_ones_rows_are_right(
+    servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
+) -> None:
+    claim(store, "t", {"run": "first"}, "new")
+    with Store(servers.urls, timedelta(seconds=10)) as mine:
+        _, asleep = owner(mine, k, r, tmp_path / "first")
+        first = rows(5, 1.0)
+        asleep.write_back(0, 1, first)
+        asleep.flush()
+        claim(store, "t", {"run": "second"}, "overwrite")
+        stored, awake = owner(store, k, r, tmp_path / "second")
+        awake.write_back(0, 1, rows(6, 2.0))
+        awake.flush()
+        asleep.write_back(0, 2, rows(9, 3.0, first))
+        with pytest.raises(Fenced, match="another owner has taken the lane over"):
+            asleep.flush()
+        asleep.abort()
+        awake.close()
+        with Store(servers.urls, timedelta(seconds=10)) as reading:
+            assert (found(stored, reading, 1, 6) == 2.0).all()
+
+
+@CODES
+def test_what_an_earlier_owner_writes_just_before_the_fence_is_not_taken_for_the_next_ones(
+    servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
+) -> None:
+    claim(store, "t", {"run": "first"}, "new")
+    with Store(servers.urls, timedelta(seconds=10)) as mine:
+        before, _ = owner(mine, k, r, tmp_path / "first")
+        claim(store, "t", {"run": "second"}, "overwrite")
+        for shard in range(3):
+            mine.command(shard, "HSET", before.key(0, shard), MARKER, bytes(8), b"somerow1", b"x")
+    stored, awake = owner(store, k, r, tmp_path / "second")
+    awake.write_back(0, 1, rows(6, 2.0))
+    awake.close()
+    with Store(servers.urls, timedelta(seconds=10)) as reading:
+        assert (found(stored, reading, 1, 6) == 2.0).all()
+    assert not stored.lost
+
+
+@CODES
+def test_a_run_written_before_there_was_a_fence_goes_on(
+    servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
+) -> None:
+    stored, first = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t"), rows(5, 1.0)
+    with Traffic(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path / "first")) as traffic:
+        traffic.write_back(0, 1, first)
+    assert [store.command(shard, "TYPE", lane_key("t", 0, 0)) for shard in range(3)] == ["hash"] * 3
+    stored.stripes = lambda lane: stored.placement.stripes(lane, np.array([0, COUNT, 0, 0]))
+    with Store(servers.urls, timedelta(seconds=10)) as reading:
+        assert (found(stored, reading, 1, 5) == 1.0).all()
+        taken, traffic = owner(reading, k, r, tmp_path / "second", batches=1)
+        with traffic:
+            traffic.write_back(0, 2, rows(6, 2.0, first))
+        assert set(taken.epochs.values()) == {1}
+        assert (found(taken, store, 2, 6) == 2.0).all()
+
+
+@CODES
+def test_a_shard_that_lost_rows_while_the_run_rested_is_noticed_when_it_goes_on(
+    servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
+) -> None:
+    _, traffic = owner(store, k, r, tmp_path / "first")
+    with traffic:
+        traffic.write_back(0, 1, rows(5, 1.0))
+    names = store.command(1, "HKEYS", lane_key("t", 0, 1))
+    assert isinstance(names, list)
+    store.command(1, "HDEL", lane_key("t", 0, 1), next(name for name in names if name != MARKER))
+    with Store(servers.urls, timedelta(seconds=10)) as other:
+        if r:
+            stored, traffic = owner(other, k, r, tmp_path / "second", batches=1)
+            traffic.abort()
+            assert stored.lost == {1}
+        else:
+            with pytest.raises(StoreError, match=r"shard-1.sock: lost rows of lane 0: has \d+ of \d+"):
+                owner(other, k, r, tmp_path / "second", batches=1)

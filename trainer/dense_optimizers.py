@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,12 @@ _REFUSED = {"lbfgs": "evaluates the model several times a step", "sparseadam": "
 _OWN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
 
-def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a module's parameters, its loop over single tensors chosen.
+def check_dense_optimizer(
+    name: str, lr: float, options: Mapping[str, object]
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class that an optimizer's name stands for, and its arguments. Raises JobError.
 
     name: as in torch.optim, in upper or lower case; options: its other arguments, as strings or values ("betas" as "0.9,0.99").
-    Raises JobError.
     """
     found = DENSE_OPTIMIZERS.get(name.lower())
     if found is None:
@@ -31,10 +33,10 @@ def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], m
         raise JobError(f"dense-optimizer: must be one of {', '.join(_ALLOWED)}; got {name!r}{why}")
     if not (math.isfinite(lr) and lr >= 0):
         raise JobError(f"dense-lr: must be a finite number, not negative; got {lr!r}")
-    kind = getattr(torch.optim, found)
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, found)
     parameters = inspect.signature(kind).parameters
     known = {key: p.default for key, p in parameters.items() if key not in ("params", "lr", *_OWN)}
-    arguments = {}
+    arguments: dict[str, Any] = {"lr": lr}
     for key, value in options.items():
         if key not in known:
             raise JobError(f"dense-options: {found} has no option {key}; it has {', '.join(known)}")
@@ -44,11 +46,31 @@ def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], m
         except ModelError as error:
             raise JobError(str(error)) from error
     arguments |= {key: value for key, value in _OWN.items() if key in parameters}
+    return kind, arguments
+
+
+def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a module's parameters, its loop over single tensors chosen; arguments as `check_dense_optimizer` has them. Raises JobError."""
+    kind, arguments = check_dense_optimizer(name, lr, options)
+    _leave_the_compiler_out()
     try:
-        optimizer: torch.optim.Optimizer = kind([p for p in module.parameters() if p.requires_grad], lr=lr, **arguments)
+        return kind([p for p in module.parameters() if p.requires_grad], **arguments)
     except (TypeError, ValueError) as error:
-        raise JobError(f"dense-options: {found}: {error}") from error
-    return optimizer
+        raise JobError(f"dense-options: {kind.__name__}: {error}") from error
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without what torch wraps around it, for which it imports its compiler: two seconds, at the first step."""
+    update: Callable[[torch.optim.Optimizer], None] = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        update(optimizer)
+
+
+def _leave_the_compiler_out() -> None:
+    # Methods that are not to be compiled import the compiler to say so, unless it was said before.
+    for method in vars(torch.optim.Optimizer).values():
+        if hasattr(method, "__wrapped__"):
+            method.__wrapped__.__dynamo_disable = method.__wrapped__
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

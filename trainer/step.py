@@ -17,6 +17,7 @@ from cache.traffic import Traffic
 from pipelines.mixing import key
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Event, LaneEvent
+from trainer import dense_optimizers
 from trainer.errors import LossNotFinite
 from trainer.exchange import Exchange, Lists
 from trainer.flat import FlatGradients
@@ -237,7 +238,7 @@ class Trainer:
         clock.lap("exchange")
         for parameter, gradient in zip(self._parameters, dense, strict=True):
             parameter.grad = gradient
-        part.optimizer.step()
+        dense_optimizers.step(part.optimizer)
         clock.lap("compute")
         mine = [lanes[lane] for lane in self.lanes]
         on_step(

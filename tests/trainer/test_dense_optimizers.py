@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
+from command_line import ROOT
 from torch import nn
 
 from trainer.dense_optimizers import DENSE_OPTIMIZERS, build_dense_optimizer, load_optimizer_state, optimizer_state
+from trainer.dense_optimizers import step as step_of
 from trainer.errors import JobError, RunError
 
 
-def steps(module: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+def steps(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    last: int,
+    update: Callable[[torch.optim.Optimizer], object] = step_of,
+) -> None:
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         for parameter in module.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
+        update(optimizer)
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(5, 3)
+
+
+@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+def test_a_step_has_the_bits_of_torchs_own(name: str) -> None:
+    mine, theirs = network(), network()
+    steps(mine, build_dense_optimizer(name, 0.01, {}, mine), 0, 5)
+    steps(theirs, build_dense_optimizer(name, 0.01, {}, theirs), 0, 5, lambda optimizer: optimizer.step())
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
+
+
+def test_torchs_compiler_is_not_imported() -> None:
+    program = (
+        "import sys, torch; from trainer.dense_optimizers import *; one = torch.nn.Linear(2, 2); "
+        "found = build_dense_optimizer('adagrad', 0.1, {}, one); one(torch.ones(1, 2)).sum().backward(); step(found); "
+        "load_optimizer_state(one, found, optimizer_state(one, found)); print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
@@ -43,7 +73,7 @@ def test_options_are_torchs() -> None:
     mine = build_dense_optimizer("adamw", 0.1, {"betas": "0.8,0.9", "weight_decay": "0.5", "amsgrad": "true"}, module)
     other = torch.optim.AdamW(reference.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, amsgrad=True)
     steps(module, mine, 0, 3)
-    steps(reference, other, 0, 3)
+    steps(reference, other, 0, 3, lambda optimizer: optimizer.step())
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True))
     assert sorted(optimizer_state(module, mine)) == [
         f"{name}/{key}" for name in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")

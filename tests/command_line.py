@@ -31,7 +31,8 @@ MARK = "FORELOAD_TEST_COMMAND"
 
 # What commands say on stderr besides errors.
 _PROGRESS = re.compile(
-    r"prepare: .*|train: .*|\d+ lanes x .*|epoch \d+: log loss .*|foreload: stopped|stopped after step \d+; go on with: .*|resumed .*|"
+    r"prepare: .*|train: .*|store .*: does not answer yet; .*|"
+    r"\d+ lanes x .*|epoch \d+: log loss .*|foreload: stopped|stopped after step \d+; go on with: .*|resumed .*|"
 )
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, Command, done, error_of, free_port, reached, refused, refused_apart
+from command_line import SMALL, Clicks, Command, done, error_of, free_port, reached, refused, refused_apart, run_here
 from tls import TlsServer
 
 from cache.local import LocalStores
 from cache.store import Store
 from cache.url import PASSWORD_VARIABLE
+from trainer import reach
 
 PASSWORD = "s3cret,not@shown"
 IN_URL = "s3cret%2Cnot%40shown"
@@ -70,6 +73,20 @@ def test_a_store_that_is_down(clicks: Clicks, tmp_path: Path) -> None:
         line = refused(*train(clicks, run, store))
         assert words in line
         assert not any(part in line for part in ("s3cret", "shown")), line
+
+
+def test_a_store_that_does_not_answer_is_said_to_be_waited_for(
+    clicks: Clicks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "SAID_AFTER", timedelta())
+    monkeypatch.setattr(reach, "CONNECT", timedelta(seconds=0.2))
+    run = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        status, _, err = run_here(*train(clicks, run, url, "--store-timeout", 0.1))
+    assert f"store {url}: does not answer yet; it is waited for, 0 s more at most\n" in err
+    assert f"store {url}: cannot be reached" in error_of(status, err)
+    assert not run.exists()
 
 
 def test_a_store_that_dies_while_training(clicks: Clicks, tmp_path: Path, server: Server) -> None:

@@ -120,6 +120,13 @@ def test_a_file_for_the_result_is_looked_for_before_the_work(
         assert f"foreload: error: --json: cannot write {tmp_path / place}: {why}" in capsys.readouterr().err
 
 
+def test_a_folder_for_an_export_is_looked_for_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    # There is no such run either.
+    assert main(["export", "r", "--out", str(tmp_path / "file" / "x" / "y")]) == 2
+    assert f"--out: cannot write {tmp_path}/file/x/y: {tmp_path}/file is no folder" in capsys.readouterr().err
+
+
 def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
     before: dict[str, Any] = {"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2", "lr": 0.25, "model": "dcn"}
     job = TrainJob.of(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +26,9 @@ def run(path: str, store: str | None, out: str) -> dict[str, Any]:
     target = Path(out)
     if target.exists():
         raise RunError(f"--out: {out} exists already; choose a new folder")
+    there = next(folder for folder in target.absolute().parents if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise RunError(f"--out: cannot write {out}: {there} is no folder that may be written to; choose another folder")
     with open_resting(path, store) as resting:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

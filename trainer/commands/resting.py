@@ -20,6 +20,7 @@ from trainer.job import TrainJob
 from trainer.kept import schedule_of
 from trainer.layout import layouts
 from trainer.models import load_model
+from trainer.reach import reach
 from trainer.run import DENSE, Manifest, Run, Status, open_stores
 from trainer.trained import TrainedRows, trained_rows
 
@@ -85,6 +86,8 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
         spared = run.placement.r
+        if not spared and local is None:
+            reach(urls, manifest.training_job.store_silence)
         opened = stack.enter_context(Store.sparing(urls, manifest.training_job.store_silence, spared))
         # Another run may have taken the name since, with rows that look the same.
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)

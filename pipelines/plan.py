@@ -16,6 +16,7 @@ from pipelines.features import FeatureSpec
 from pipelines.files import write_json
 from pipelines.options import Options, feature_spec
 from pipelines.schedule import Schedule
+from pipelines.schedule_format import WORK
 from pipelines.sizing import (
     DEFAULT_DIMENSION,
     columns_of,
@@ -28,7 +29,6 @@ from pipelines.sizing import (
 from pipelines.sources import PIECE_ROWS, Source, Split, plan_splits
 from pipelines.sources.splits import Format
 
-WORK = ".work"
 FAILURES, ORDERS, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
 FOLDERS = (FAILURES, ORDERS, PIECES, REJECTS)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from pipelines import encoding_state
+from pipelines.at_work import at_work
 from pipelines.data_summary import data_lines, data_summary
 from pipelines.disk import Shape, check_disk, estimate_bytes, estimate_rows
 from pipelines.errors import DiskError, PipelineError, ScheduleError
@@ -23,14 +23,13 @@ from pipelines.features import FeatureSpec
 from pipelines.files import write_json
 from pipelines.interrupts import Interrupts
 from pipelines.options import Options, parser, quiet_import, read
-from pipelines.plan import FOLDERS, PROGRESS, RESERVE, RESERVE_BYTES, WORK, make_plan
+from pipelines.plan import FOLDERS, PROGRESS, RESERVE, RESERVE_BYTES, make_plan
 from pipelines.progress import Progress
 from pipelines.schedule import Schedule
-from pipelines.schedule_format import FAILED, HEADER, MANIFEST, PROVENANCE
+from pipelines.schedule_format import FAILED, HEADER, LOCK, MANIFEST, PROVENANCE, WORK
 
 __all__ = ["main", "parser", "run"]
 
-_LOCK = "lock"
 if TYPE_CHECKING:
     from pipelines.beam_stages import Wrap
 
@@ -49,7 +48,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
         options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute(options.eval_sources))
     parent = None if options.after is None else Schedule(options.after)
     plan, tasks = make_plan(options, parent)
-    with _output(options) as lock:
+    with _output(options) as held:
         try:
             rows = estimate_rows([task.split for task in tasks])
             shape = Shape(rows, options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None)
@@ -75,7 +74,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
             _note_failure(options.out, error)
             raise error
         finally:
-            lock.close()
+            held.close()
             shutil.rmtree(plan.work, ignore_errors=True)
     summary = _summary(options.out, plan.spec, found, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
@@ -108,8 +107,8 @@ def _absolute(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _output(options: Options) -> Iterator[IO[str]]:
-    """Make or clear the folder, with an empty work folder in it, and hold its lock: one prepare at a time."""
+def _output(options: Options) -> Iterator[ExitStack]:
+    """Make or clear the folder, with an empty work folder in it, and hold its lock until the end or `close`: one prepare at a time."""
     out = options.out
     if out.exists() and not out.is_dir():
         raise ScheduleError(f"--out {out}: is a file; name a folder")
@@ -119,24 +118,22 @@ def _output(options: Options) -> Iterator[IO[str]]:
             raise ScheduleError(f"--out {out}: is a folder with other things in it; name one that is empty or not there yet")
         if (out / MANIFEST).exists() and not options.overwrite:
             raise ScheduleError(f"--out {out}: holds a schedule already; add --overwrite to replace it, or choose another folder")
-    try:
-        (out / WORK).mkdir(parents=True, exist_ok=True)
-        lock = (out / WORK / _LOCK).open("w", encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
-    with lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            (out / WORK).mkdir(parents=True, exist_ok=True)
+            held.enter_context(at_work(out / WORK / LOCK))
+        except BlockingIOError:
             raise ScheduleError(f"--out {out}: another `foreload prepare` is writing there; wait for it, or stop it") from None
+        except OSError as error:
+            raise ScheduleError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
         (out / MANIFEST).unlink(missing_ok=True)  # first, so that what is left is never taken for whole
         for path in sorted(out.iterdir()):
             if path.name == WORK:
-                for entry in [p for p in path.iterdir() if p.name != _LOCK]:
+                for entry in [p for p in path.iterdir() if p.name != LOCK]:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             else:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield lock
+        yield held
 
 
 def _note_failure(out: Path, error: BaseException) -> None:

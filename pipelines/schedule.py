@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +23,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipelines.at_work import Watch
 from pipelines.errors import ScheduleError
 from pipelines.files import read_sealed
 from pipelines.schedule_format import (
     FAILED,
     HEADER,
+    LOCK,
     MANIFEST,
     PROVENANCE,
     ROW_TABLE,
+    WORK,
     Arrivals,
     Event,
     Header,
@@ -97,8 +100,13 @@ def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
 class Schedule:
     """A schedule on disk, read by memory map.
 
-    With follow=True it may still be growing: `events` waits for segments as they are published. Otherwise one that is unfinished, has
-    failed, or whose manifests do not match their checksums is refused with ScheduleError.
+    With follow=True it may still be growing: `events` waits for segments as they are published, for as long as `foreload prepare` is at work on
+    them. Otherwise one that is unfinished, has failed, or whose manifests do not match their checksums is refused with ScheduleError.
+
+    What was read once stays: a schedule that is removed, or prepared anew, is told from the one that was opened, and nothing of it is used. If it
+    comes out the same, byte for byte, it is the same.
+
+    identity: SHA-256 of header.json, known from the start, the same when complete.
 
     slots: per lane, those that a trainer needs: the header's, or, of a schedule that was complete when it was opened, those that a row ever
     sat in. Evaluation slots, which follow the header's in the files, follow these in what `lane` and `arrivals` return.
@@ -111,12 +119,15 @@ class Schedule:
         self.follow = follow
         self._files: dict[tuple[int, int], tuple[MappedLists, MappedLists]] = {}
         self._segments: list[Segment] = []
+        self._checksums: list[str] = []  # of the segments' manifests
+        self._complete = False
+        self._watch = Watch(self.path / WORK / LOCK)
         self._lock = threading.Lock()  # a trainer's threads read one schedule at different places
         if not self.path.is_dir():
             raise ScheduleError(f"schedule {self.path}: is not a folder: give what `foreload prepare --out` wrote")
         if follow:
             while not (self.path / HEADER).exists():
-                self._refuse_failed()
+                self._check_at_work((self.path / HEADER).exists)
                 time.sleep(self.POLL.total_seconds())
         elif not (self.path / MANIFEST).exists():
             self._refuse_failed()
@@ -124,9 +135,10 @@ class Schedule:
             raise ScheduleError(
                 f"schedule {self.path}: is {state} (no {MANIFEST}): wait for `foreload prepare`, or train with --follow"
             )
-        header, header_sum = _load_json(self.path / HEADER, "schedule header")
+        header, self.identity = _load_json(self.path / HEADER, "schedule header")
         self.header = Header.from_dict(header)
-        if self.complete and self.manifest["header"] != header_sum:
+        self._header_file = self._stat(HEADER)
+        if self.complete and self.manifest["header"] != self.identity:
             raise ScheduleError(
                 f"schedule header {self.path / HEADER}: its checksum is not the manifest's: prepare the schedule again"
             )
@@ -141,10 +153,32 @@ class Schedule:
                 reason = f"{FAILED} is damaged, which would say why"
             raise ScheduleError(f"schedule {self.path}: preparing it failed: {reason}")
 
+    def check_growing(self, index: int) -> None:
+        """Raise ScheduleError where segment `index` is not published yet and nobody is at work on it."""
+        self._check_at_work(lambda: self.published(index))
+
+    def _check_at_work(self, there: Callable[[], bool]) -> None:
+        self._refuse_failed()
+        # In this order: what is published before it left is there.
+        if self._watch.gone() and not there():
+            self._refuse_failed()
+            raise ScheduleError(
+                f"schedule {self.path}: is not complete, and no `foreload prepare` is at work on it: prepare it again, then go on with --resume"
+            )
+
+    def _stat(self, name: str) -> tuple[int, int] | None:
+        try:
+            found = (self.path / name).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
     @property
     def complete(self) -> bool:
-        """Whether schedule.json is there."""
-        return (self.path / MANIFEST).exists()
+        """Whether schedule.json is there, or was."""
+        if not self._complete:
+            self._complete = (self.path / MANIFEST).exists()
+        return self._complete
 
     @cached_property
     def _manifest(self) -> tuple[dict[str, Any], str]:
@@ -160,10 +194,11 @@ class Schedule:
         """SHA-256 of schedule.json: the identity of a complete schedule."""
         return self._manifest[1]
 
-    @property
-    def identity(self) -> str:
-        """SHA-256 of header.json: known from the start, the same when complete."""
-        return hashlib.sha256((self.path / HEADER).read_bytes()).hexdigest()
+    def prefix(self, segments: int) -> str:
+        """SHA-256 of the manifests of the first segments, which are waited for: what was trained from them is told by this. Raises ScheduleError."""
+        if segments:
+            self.segment(segments - 1)
+        return hashlib.sha256("".join(self._checksums[:segments]).encode()).hexdigest()
 
     def made_with(self, option: str) -> Any:
         """What `foreload prepare` was given for an option, by name; None where that is not known, since it is no part of the schedule."""
@@ -182,21 +217,34 @@ class Schedule:
     def _wait_for(self, index: int) -> Segment | None:
         while len(self._segments) <= index:
             k = len(self._segments)
+            if not self.published(k):
+                self.check_growing(k)
+                time.sleep(self.POLL.total_seconds())
+                continue
+            self._check_same()
             if self.complete and k >= len(self.manifest["segments"]):
                 return None
             path = self.path / segment_name(k)
-            # In this order: a failure is noted after every segment, and all readers must come to the same end.
-            failed = (self.path / FAILED).exists()
-            if not path.exists() and not self.complete:
-                if failed:
-                    self._refuse_failed()
-                time.sleep(self.POLL.total_seconds())
-                continue
             value, checksum = _load_json(path, "segment manifest")
             if self.complete and self.manifest["segments"][k] != checksum:
                 raise ScheduleError(f"segment manifest {path}: its checksum is not the manifest's: prepare the schedule again")
             self._segments.append(Segment.from_dict(value))
+            self._checksums.append(checksum)
         return self._segments[index]
+
+    def _check_same(self) -> None:
+        """Raise ScheduleError if the schedule was prepared anew since it was opened, and is another one; only a growing one needs to be looked at."""
+        if not self.follow or self._stat(HEADER) == self._header_file:
+            return
+        now = self._stat(HEADER)
+        found = [_load_json(self.path / HEADER, "schedule header")[1]]
+        found += [_load_json(self.path / segment_name(k), "segment manifest")[1] for k in range(len(self._checksums))]
+        if found != [self.identity, *self._checksums]:
+            raise ScheduleError(
+                f"schedule {self.path}: was prepared anew, from other data or with other options, while it was read: prepare it as it was, and "
+                "go on with --resume"
+            )
+        self._header_file = now
 
     def segments(self) -> Iterator[Segment]:
         """All segments in order."""
@@ -214,7 +262,7 @@ class Schedule:
         place = sum(len(segment.samples) for segment, _ in zip(self.segments(), range(first_segment), strict=False))
         k = first_segment
         while True:
-            while not wait and not self._published(k):
+            while not wait and not self.published(k):
                 yield None
             segment = self.segment(k)
             if segment is None:
@@ -224,14 +272,15 @@ class Schedule:
                 place += 1
             k += 1
 
-    def _published(self, index: int) -> bool:
-        """Whether it is known what segment `index` is, or that there is none, or that preparing failed."""
-        return (
-            index < len(self._segments)
-            or (self.path / segment_name(index)).exists()
-            or self.complete
-            or (self.path / FAILED).exists()
-        )
+    def published(self, index: int) -> bool:
+        """Whether it is known what segment `index` is, or that there is none."""
+        return index < len(self._segments) or (self.path / segment_name(index)).exists() or self.complete
+
+    def open(self, segment: int) -> None:
+        """Map the files of a segment that is published, if there is one, in which its events are. Raises ScheduleError."""
+        if self.segment(segment) is not None:
+            for lane in range(self.header.lanes):
+                self._open(segment, lane)
 
     def _open(self, segment: int, lane: int) -> tuple[MappedLists, MappedLists]:
         found = self._files.get((segment, lane))

@@ -16,6 +16,7 @@ from pipelines.files import replacing
 
 FORMAT_VERSION = 1
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
+WORK, LOCK = ".work", "lock"  # the folder in a schedule's where `prepare` works, and in it the file that says so
 
 PROVENANCE = "provenance.json"
 """How the schedule came to be: the one file of it that is not a function of the data and the settings."""

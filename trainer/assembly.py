@@ -23,6 +23,7 @@ from cache.staging import Staged
 from cache.store import Store
 from cache.stripes import LaneStripes
 from cache.traffic import Traffic
+from pipelines.errors import ScheduleError
 from pipelines.kept import ordinals_after
 from pipelines.replay import Position, state_after
 from pipelines.schedule import Schedule
@@ -72,14 +73,22 @@ class DensePart:
 
 
 def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
-    """A lane's arrivals from a position on."""
+    """A lane's arrivals from a position on; None, too, for what cannot be read: the trainer says so when it comes to that segment."""
     if position.next_event is None:
         return
-    for event in schedule.known_events(position.segment):
-        if event is None:
+    following = position.next_event.index
+    while True:
+        try:
+            for event in schedule.known_events(position.segment):
+                if event is None:
+                    yield None
+                elif event.index >= following:
+                    arrivals = schedule.arrivals(event, lane)
+                    following = event.index + 1
+                    yield event.index, arrivals
+            return
+        except ScheduleError:
             yield None
-        elif event.index >= position.next_event.index:
-            yield event.index, schedule.arrivals(event, lane)
 
 
 def _written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -> Callable[[int], LaneStripes]:

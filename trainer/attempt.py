@@ -19,13 +19,13 @@ from typing import Any
 from cache.errors import RowsLost
 from pipelines.interrupts import Interrupts
 from pipelines.schedule import Schedule
-from trainer.coordinator import Board, ControlSocket, Inbox, contiguous_lanes, host_store
+from trainer.coordinator import STOP_WANTED, Board, ControlSocket, Inbox, contiguous_lanes, host_store
 from trainer.errands import Errands
 from trainer.errors import FingerprintError, ShardsLost, TrainerError
 from trainer.faults import Witness
 from trainer.job import TrainJob
 from trainer.report import RunReport, Totals
-from trainer.run import Manifest, Run, Status
+from trainer.run import Manifest, Run, Stage, Status
 from trainer.store_shards import StoreShards
 from trainer.worker import JOIN_TIMEOUT, RENDEZVOUS, TERM, TRAINER, Call
 from trainer.worker import STORES as STORES_VARIABLE
@@ -45,7 +45,7 @@ class Ending:
 
 
 class Attempt:
-    """The trainers of one call, from the coordinator's side. status, failure: what stands when they have left."""
+    """The trainers of one call, from the coordinator's side. status, stage, failure: what stands when they have left."""
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class Attempt:
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
+        self.stage = manifest.stages[-1]
         self._lane_map = contiguous_lanes(schedule.header.lanes, job.trainers)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ready: dict[int, dict[str, str]] = {}
@@ -152,11 +153,11 @@ class Attempt:
             for order in self._errands.take():
                 self._tell_all(board, order)
             report.tick()
-            if len(self._interrupts.received) > 1:
-                raise KeyboardInterrupt
+            if len(self._interrupts.received) > 1 or (self._interrupts.received and len(self._ready) < self._job.trainers):
+                raise KeyboardInterrupt  # before all are ready nothing of the run has changed
             if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
                 self._stop_told = True
-                board.publish("stop/wanted", True)
+                board.publish(STOP_WANTED, True)
             time.sleep(POLL.total_seconds())
         for process in self._processes.values():
             # All is done; one that takes longer to leave is ended with the rest.
@@ -223,6 +224,7 @@ class Attempt:
         first = self._ended[0]
         batches = {lane: number for mail in ended for lane, number in mail["batches"].items()}
         self.failure = first["failure"]
+        self.stage = replace(Stage.of(self._schedule), segments=first["segments"], prefix=first["prefix"])
         stopped = bool(first["stopped"])
         lost = sorted({shard for mail in ended for shard in mail["lost"]})
         if lost:

@@ -26,6 +26,7 @@ from trainer.errors import PeerLost
 from trainer.run import CONTROL
 
 FLUSH_SECONDS = 0.1
+STOP_WANTED = "stop/wanted"
 _SOCKET_PATH_BYTES = 100
 
 
@@ -103,7 +104,7 @@ class StopAgreement:
         if self._after is None:
             if not self._leads:
                 self._after = self._board.poll("stop/after")
-            elif self._board.poll("stop/wanted"):
+            elif self._board.poll(STOP_WANTED):
                 self._after = step + 1
                 self._board.publish("stop/after", step + 1)
         return self._after is not None and step >= self._after
@@ -123,6 +124,11 @@ class Mail:
         """Report something; steps may be held back for a moment, all else goes at once."""
         self._held.append({"kind": kind, "trainer": self._trainer, **content})
         if kind != "step" or time.monotonic() - self._sent_at > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is held back."""
+        if self._held:
             self._board.publish(f"mail/{self._trainer}/{self._sent}", self._held)
             self._sent += 1
             self._held = []

@@ -38,13 +38,13 @@ from trainer.job import TrainJob, local_shards
 from trainer.kept import keep_schedule, open_schedule
 from trainer.launch import under_scheduler
 from trainer.layout import model_spec
-from trainer.models import build_model, ignored_inputs, load_model
+from trainer.models import ignored_inputs
+from trainer.reach import reach
 from trainer.run import (
     STORES,
     SUMMARY,
     Manifest,
     Run,
-    Stage,
     Status,
     check_free,
     check_trainable,
@@ -120,24 +120,17 @@ class Launch:
         manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
         if not count:
             # Known to be there before anything is deleted.
-            Store(urls, self._job.store_silence).close()
+            reach(urls, self._job.store_silence)
             self._check_spares(manifest, urls, placement)
         run = Run.create(path, manifest, placement, self._job.overwrite)
         start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
         return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
 
     def _check_model(self, schedule: Schedule) -> None:
-        """Raise what is wrong with the model before anything is started, and with its optimizer, too, before a run is deleted.
-
-        Says what of the data the model ignores.
-        """
-        job, spec = self._job, model_spec(schedule.header.features, self._job.dim)
-        if job.overwrite:
-            module = DensePart.build(replace(job, device="cpu"), schedule).module
-        else:
-            # Without the optimizer, for which torch imports its compiler: two seconds.
-            module = build_model(load_model(job.model, job.model_folder), spec, job.model_options, job.seed)
-        if ignored := ignored_inputs(module, spec):
+        """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
+        job = self._job
+        module = DensePart.build(replace(job, device="cpu"), schedule).module
+        if ignored := ignored_inputs(module, model_spec(schedule.header.features, job.dim)):
             sys.stderr.write(
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"
             )
@@ -152,7 +145,10 @@ class Launch:
             )
         start = replace(run.resting(), state="training", step=step)
         if not manifest.local_stores:
-            self._check_spares(manifest, parse_urls(self._job.store), run.placement)
+            urls = parse_urls(self._job.store)
+            if not run.placement.r:  # else one that is gone is not waited for
+                reach(urls, self._job.store_silence)
+            self._check_spares(manifest, urls, run.placement)
         return self._with_stores(run, manifest, start, schedule, open_stores(run))
 
     def _check_spares(self, manifest: Manifest, urls: Sequence[StoreUrl], placement: Placement) -> None:
@@ -193,7 +189,7 @@ class Launch:
                 self._interrupts.gentle = True
                 if local is not None:
                     local.stop(save=True, lost=attempt.status.lost)
-                run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], Stage.of(schedule))))
+                run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], attempt.stage)))
                 run.write_status(attempt.status)
                 keep_schedule(run, schedule, attempt.status.step)
         except ShardsLost as error:

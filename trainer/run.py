@@ -56,7 +56,8 @@ NUMERICS_SETTINGS = ("threads", "cpu_capability", "device")
 class Stage:
     """A schedule that the run trained or trains on.
 
-    identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last.
+    identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last. segments:
+    how many were begun; prefix: what these are told by (Schedule.prefix).
     """
 
     path: str
@@ -64,6 +65,8 @@ class Stage:
     checksum: str | None
     first_step: int
     end_step: int
+    segments: int = 0
+    prefix: str = ""
 
     @classmethod
     def of(cls, schedule: Schedule) -> Stage:
@@ -333,6 +336,9 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
                 f"run {run.path}: is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, "
                 "and give that schedule"
             )
+        if schedule.complete:  # else trainers find out, who wait for it
+            check_same(last, schedule)
+        stage = replace(stage, segments=last.segments, prefix=last.prefix)
         return replace(manifest, stages=(*manifest.stages[:-1], stage)), status.step
     if stage.path == last.path:
         raise RunError(
@@ -348,6 +354,15 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
             f"run {run.path}: stopped after step {status.step}, before the end of {last.path}; --resume with that one first"
         )
     return replace(manifest, stages=(*manifest.stages, stage)), stage.first_step - 1
+
+
+def check_same(stage: Stage, schedule: Schedule) -> None:
+    """Raise RunError if a run was trained on other segments of a schedule than there are now, or will be; those are waited for."""
+    if stage.identity == schedule.identity and stage.segments and schedule.prefix(stage.segments) != stage.prefix:
+        raise RunError(
+            f"schedule {schedule.path}: was prepared anew, and its first {stage.segments} segments are not those that the run was trained on; "
+            "prepare it from the same data, with the same options"
+        )
 
 
 def open_stores(run: Run) -> LocalStores | None:

@@ -28,7 +28,7 @@ from cache.placement import Placement
 from cache.rejoining import ShardChange
 from cache.store import Store
 from cache.traffic import Traffic
-from pipelines.errors import PipelineError, ScheduleError
+from pipelines.errors import PipelineError
 from pipelines.schedule import Schedule
 from trainer import numerics
 from trainer.assembly import DensePart, Start, assemble
@@ -38,8 +38,9 @@ from trainer.errands import TrainerErrands
 from trainer.errors import LossNotFinite, PeerLost, TrainerError
 from trainer.faults import Fault
 from trainer.job import TrainJob
-from trainer.run import DENSE, LOG, PLACEMENT, Run
+from trainer.run import DENSE, LOG, PLACEMENT, Run, check_same
 from trainer.run import STORES as STORES_FOLDER
+from trainer.segment_gate import SegmentGate, StoppedAtSegment
 from trainer.step import EvaluationReport, StepReport, Trainer
 from trainer.transport import GlooTransport, NcclTransport, Transport
 
@@ -122,6 +123,8 @@ class TrainerProcess:
         numerics.set_up(job.threads, job.device, job.cpu_capability)
         self._check_fingerprint()
         schedule = Schedule(job.schedule, follow=job.follow)
+        if call.resumes:
+            check_same(Run.open(self._run).manifest.stages[-1], schedule)
         dense = DensePart.build(job, schedule)
         if call.resumes:
             load_dense(self._run / DENSE, dense.module, dense.optimizer, call.start_step)
@@ -137,12 +140,13 @@ class TrainerProcess:
                 job, schedule, dense, start, lane_map, transport, store, placement, log,
                 ownership=owner, on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
             )  # fmt: skip
+            gate = SegmentGate(self._board, schedule, events, self._trainer, call.trainers, lane_map[0])
             self._errands = TrainerErrands(self._mail, self._run, part.traffic, list(part.partitions), dense.layouts)
             with part.traffic, self._rows_lost_first(part.traffic):
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 self._board.read("go")
                 trainer = Trainer(part)
-                stopped, failure = self._train(trainer, events)
+                stopped, failure = self._train(trainer, gate)
                 flushed = trainer.write_everything_back(self._last_step + 1, beyond=stopped)
                 lost = self._mend(part.traffic)
                 self._errands.finish()
@@ -155,11 +159,12 @@ class TrainerProcess:
                 save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
             self._mail.send(
                 "ended", step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, batches=batches, traffic=counters, lost=lost,
+                segments=gate.begun, prefix=schedule.prefix(gate.begun),
             )  # fmt: skip
             transport.barrier()
 
-    def _train(self, trainer: Trainer, events: Iterator[Any]) -> tuple[bool, str | None]:
-        """Run the events; returns whether training stopped early, and what went wrong if that is why."""
+    def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None]:
+        """Run the program; returns whether training stopped early, and what went wrong if that is why."""
         agreement = StopAgreement(self._board, leads=self._board.lane_map(TERM)[0] == self._trainer)
 
         def on_step(report: StepReport) -> None:
@@ -171,13 +176,18 @@ class TrainerProcess:
         def on_evaluation(report: EvaluationReport) -> None:
             self._mail.send("evaluation", report=asdict(report))
 
+        def while_waiting() -> None:
+            self._mail.flush()
+            self._see_to_shards(trainer.part.traffic)
+
+        events = gate.events(while_waiting)
         try:
             return trainer.run(events, agreement.stop_after, on_step, on_evaluation) is not None, None
-        except ScheduleError as error:
-            # What was published before is valid, and all trainers come to the same end of it.
-            if not self._job.follow:
-                raise
-            return True, f"{error} (training stopped after step {self._last_step}, the last that was published)"
+        except StoppedAtSegment as stop:
+            # Every trainer is here, after the same step.
+            if stop.failure is None:
+                return True, None
+            return True, f"{stop.failure} (training stopped after step {self._last_step}, with everything saved)"
         except LossNotFinite as error:
             return True, (
                 f"{error}; training stopped as after step {self._last_step}, with everything saved; train anew with a lower --lr or "

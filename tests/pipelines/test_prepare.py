@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
+import os
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import reference_data as reference
 
 from pipelines import options, prepare
+from pipelines.at_work import SILENCE, Watch, at_work
 from pipelines.beam_order import source_of
 from pipelines.beam_pipeline import Compile
 from pipelines.disk import estimate_rows
@@ -309,11 +311,35 @@ def test_only_a_schedule_is_replaced_and_only_when_asked(features: Path, tmp_pat
 def test_two_at_once_do_not_write_the_same_schedule(features: Path, tmp_path: Path) -> None:
     file, out = write_csv(tmp_path / "a.csv", 100, 1), tmp_path / "schedule"
     (out / ".work").mkdir(parents=True)
-    with (out / ".work" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    watch = Watch(out / ".work" / "lock")
+    with at_work(out / ".work" / "lock"):
+        assert not watch.gone()
         with pytest.raises(ScheduleError, match="another `foreload prepare` is writing there"):
             run(tmp_path, file, "--features", features)
+        assert not watch.gone()
+    assert watch.gone()
     run(tmp_path, file, "--features", features)
+
+
+def test_a_prepare_on_another_host_is_gone_when_it_gives_no_sign_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lock = tmp_path / "lock"
+    lock.write_text("another host")
+    watch = Watch(lock)
+    for sign in (1, 2, 3):
+        os.utime(lock, (sign, sign))
+        assert not watch.gone()
+        now += SILENCE.total_seconds() - 1
+        assert not watch.gone()
+    now += 1
+    assert watch.gone()
+    os.utime(lock, (4, 4))
+    assert not watch.gone()
+    lock.unlink()
+    assert watch.gone()
 
 
 def test_a_job_file_gives_options_and_flags_win(features: Path, tmp_path: Path) -> None:

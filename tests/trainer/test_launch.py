@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import pty
-import shutil
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,9 +17,9 @@ import torch
 from command_line import Command, free_port, reached
 from small_job import arguments, summary
 
+from cache.local import LocalStores
 from pipelines import prepare
-from pipelines.files import write_json
-from pipelines.schedule_format import FAILED, MANIFEST
+from trainer import reach
 from trainer.cli import main
 from trainer.numerics import ENVIRONMENTS, fingerprint
 from trainer.run import Run
@@ -224,49 +224,6 @@ def test_a_trainer_whose_arithmetic_differs_may_not_join(
     )
 
 
-def growing(schedule: Path, path: Path, segments: int) -> Path:
-    """The folder of a schedule as `prepare` leaves it while it works: only the first segments are published."""
-    shutil.copytree(schedule, path)
-    (path / MANIFEST).unlink()
-    for published in sorted(path.glob("segment-*.json"))[segments:]:
-        published.unlink()
-    return path
-
-
-def publish_rest(schedule: Path, path: Path) -> None:
-    """What `prepare` publishes from there on, in its order."""
-    for name in [*sorted(one.name for one in schedule.glob("segment-*.json")), MANIFEST]:
-        shutil.copy(schedule / name, path / name)
-
-
-def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
-) -> None:
-    # The first epoch and its evaluation; the follower cannot know of anything beyond.
-    followed = growing(schedule, tmp_path / "growing", 2)
-    run = tmp_path / "run"
-    job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow", "--digest"))
-    job.until(reached(run, 20))
-    publish_rest(schedule, followed)
-    status, _, err = job.end()
-    assert status == 0, err
-    assert summary(run)["digest"] == summary(undisturbed)["digest"]
-
-
-def test_a_follower_stops_cleanly_where_preparing_failed(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
-) -> None:
-    followed = growing(schedule, tmp_path / "growing", 2)
-    run = tmp_path / "run"
-    job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow"))
-    job.until(reached(run, 20))
-    write_json(followed / FAILED, {"error": "clicks.csv, line 7: label: must be 0 or 1"})
-    status, _, err = job.end()
-    assert status == 2
-    assert "clicks.csv, line 7: label: must be 0 or 1 (training stopped after step 39" in err
-    assert Run.open(run).resting().step == 39
-
-
 @pytest.mark.parametrize(
     ("further", "message"),
     [
@@ -275,11 +232,22 @@ def test_a_follower_stops_cleanly_where_preparing_failed(
         (["--store", "local:1", "--model", "absent:Model"], "model: cannot import absent:Model"),
         (["--store", "local:1", "--memory", "1KB"], "--memory: 500 slots of this model take"),
         (["--store", "local:1", "--dense-optimizer", "LBFGS"], "dense-optimizer: must be one of"),
+        (
+            ["--store", "local:1", "--dense-optimizer", "SGD", "--dense-options", "momentum=-1"],
+            "dense-options: SGD: Invalid momentum",
+        ),
     ],
 )
-def test_a_call_that_cannot_work_says_why_and_leaves_the_folder_free(
-    schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], further: list[str], message: str
+def test_a_call_that_cannot_work_says_why_before_it_starts_anything_and_leaves_the_folder_free(
+    schedule: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    further: list[str],
+    message: str,
 ) -> None:
+    monkeypatch.setattr(LocalStores, "start", lambda stores: pytest.fail("a server is started"))
+    monkeypatch.setattr(reach, "CONNECT", timedelta(seconds=0.2))
     for _ in range(2):
         assert main(arguments(schedule, tmp_path / "run", *further)) == 2
         err = capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""`foreload train` while its schedule is still prepared, is removed, or is prepared anew: the same model, or a stop that --resume continues."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from command_line import Command, error_of, reached
+from small_job import arguments, summary
+
+from pipelines import prepare
+from pipelines.at_work import at_work
+from pipelines.files import write_json
+from pipelines.schedule import Schedule
+from pipelines.schedule_format import FAILED, LOCK, MANIFEST, WORK
+from trainer.cli import main
+from trainer.coordinator import ask
+from trainer.run import Run
+
+OPTIONS = (
+    "--format synthetic --rows 4224 --eval-fraction 0.1 --batch-size 128 --lanes 2 --slots 900 --epochs 2 --segment-bytes 300KB"
+)
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of 30 steps in two lanes, each in several segments, with evaluation after each."""
+    out = tmp_path_factory.mktemp("schedule") / "clicks"
+    prepare.run([*OPTIONS.split(), "--out", str(out)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The digest of a training that nothing happened to."""
+    run = tmp_path_factory.mktemp("run") / "undisturbed"
+    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    return summary(run)["digest"]
+
+
+def manifests(schedule: Path) -> list[Path]:
+    """Those of the segments, in order."""
+    return sorted(schedule.glob("segment-*.json"))
+
+
+@contextmanager
+def growing(schedule: Path, path: Path, segments: int) -> Iterator[Path]:
+    """The folder of a schedule while `prepare` works on it: only the first segments are published. It is gone when the context ends."""
+    shutil.copytree(schedule, path)
+    (path / MANIFEST).unlink()
+    for published in manifests(path)[segments:]:
+        published.unlink()
+    (path / WORK).mkdir()
+    with at_work(path / WORK / LOCK):
+        yield path
+
+
+def publish_rest(schedule: Path, path: Path) -> None:
+    """What `prepare` publishes from there on, in its order."""
+    for published in [*manifests(schedule), schedule / MANIFEST]:
+        shutil.copy(published, path / published.name)
+
+
+def put_back(schedule: Path, path: Path) -> None:
+    """The whole schedule, as another `prepare` makes it."""
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(schedule, path)
+
+
+def going_on(path: Path, run: Path, undisturbed: object) -> None:
+    """--resume ends with the same model."""
+    assert main(arguments(path, run, "--resume", "--digest")) == 0
+    assert summary(run)["digest"] == undisturbed
+
+
+def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
+    schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    with growing(schedule, tmp_path / "growing", 2) as followed:
+        job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow", "--digest"))
+        job.until(reached(run, 5))
+        publish_rest(schedule, followed)
+        status, _, err = job.end()
+    assert status == 0, err
+    assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.parametrize("trainers", ["1", "2"])
+def test_a_follower_that_waits_heeds_ctrl_c_and_goes_on_later(
+    schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], trainers: str
+) -> None:
+    run = tmp_path / "run"
+    with growing(schedule, tmp_path / "growing", 2) as followed:
+        last = last_step(schedule, 2)
+        job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", trainers, "--follow"))
+        job.interrupt(reached(run, last))
+        status, _, err = job.end()
+    assert status == 130, err
+    assert f"stopped after step {last}; go on with: " in err
+    assert Run.open(run).resting().step == last
+    put_back(schedule, followed)
+    going_on(followed, run, undisturbed)
+
+
+def last_step(schedule: Path, segments: int) -> int:
+    """The last training step of the first segments, which are of the first epoch."""
+    found = Schedule(schedule).segment(segments - 1)
+    assert found is not None
+    assert found.kind == "train"
+    return found.first + len(found.samples) - 1
+
+
+@pytest.mark.parametrize("how", ["killed", "failed", pytest.param("removed", marks=pytest.mark.full)])
+def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_prepared_again(
+    schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], how: str
+) -> None:
+    run = tmp_path / "run"
+    last = last_step(schedule, 2)
+    with growing(schedule, tmp_path / "growing", 2) as followed:
+        job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow"))
+        job.until(reached(run, last))
+        if how == "failed":
+            write_json(followed / FAILED, {"error": "clicks.csv, line 7: label: must be 0 or 1"})
+        elif how == "removed":
+            shutil.rmtree(followed)
+    status, _, err = job.end()
+    why = "clicks.csv, line 7" if how == "failed" else "is not complete, and no `foreload prepare` is at work on it"
+    assert why in error_of(status, err)
+    assert f"training stopped after step {last}" in err
+    assert Run.open(run).resting().step == last
+    # Now nothing is there to wait for, from the beginning on.
+    if how == "killed":
+        assert main(arguments(followed, run, "--resume", "--follow")) == 2
+        assert Run.open(run).resting().step == last
+    put_back(schedule, followed)
+    going_on(followed, run, undisturbed)
+
+
+@pytest.mark.parametrize("how", ["removed", "prepared anew", "prepared from other data"])
+def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more(
+    schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], how: str
+) -> None:
+    run, used = tmp_path / "run", tmp_path / "used"
+    shutil.copytree(schedule, used)
+    job = launched(*arguments(used, run, "--store", "local:1", "--trainers", "2", "--digest"))
+    job.until(lambda: (ask(run, {"do": "status"}) or {}).get("state") == "training")
+    for trainer in job.workers:
+        trainer.suspend()
+    if how == "removed":
+        shutil.rmtree(used)
+    else:
+        seed = "1" if how == "prepared from other data" else "0"
+        prepare.run([*OPTIONS.split(), "--seed", seed, "--out", str(used), "--overwrite"])
+    for trainer in job.workers:
+        trainer.resume()
+    status, _, err = job.end()
+    if how == "prepared anew":
+        assert status == 0, err
+        assert summary(run)["digest"] == undisturbed
+        return
+    # What the run keeps of its schedule cannot be brought up to date, which is told, too.
+    told = [line for line in err.splitlines() if not line.startswith("the run cannot keep what its model is read by")]
+    assert f"{used}" in error_of(status, "\n".join(told))
+    assert "training stopped after step " in err
+    stopped = Run.open(run).resting().step
+    assert stopped < 59
+    assert main(arguments(used, run, "--resume")) == 2
+    assert Run.open(run).resting().step == stopped
+    put_back(schedule, used)
+    going_on(used, run, undisturbed)

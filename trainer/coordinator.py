@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.errors import PeerLost
+from trainer.errors import PeerLost, RunError
 from trainer.run import CONTROL
 
 FLUSH_SECONDS = 0.1
@@ -203,7 +203,7 @@ class ControlSocket:
 
 
 def ask(run: Path, request: Mapping[str, Any], timeout: timedelta = timedelta(seconds=5)) -> dict[str, Any] | None:
-    """Ask a training run through its control socket; None if nothing trains there."""
+    """Ask a training run through its control socket; None if nothing trains there, or no more. Raises RunError if it does not answer in time."""
     # A link leads to the socket where the run's own path is too long for one.
     path = os.path.realpath(run / CONTROL)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -212,9 +212,19 @@ def ask(run: Path, request: Mapping[str, Any], timeout: timedelta = timedelta(se
             connection.connect(path)
         except OSError:
             return None
-        connection.sendall(json.dumps(dict(request)).encode() + b"\n")
-        with connection.makefile("r", encoding="utf-8") as answers:
-            found: dict[str, Any] = json.loads(answers.readline())
+        try:
+            connection.sendall(json.dumps(dict(request)).encode() + b"\n")
+            with connection.makefile("r", encoding="utf-8") as answers:
+                answer = answers.readline()
+        except TimeoutError as error:
+            raise RunError(
+                f"run {run}: is being trained, but its launcher does not answer for {timeout.total_seconds():g} s; is that process stopped?"
+            ) from error
+        except OSError:
+            return None
+    if not answer:  # it ended meanwhile
+        return None
+    found: dict[str, Any] = json.loads(answer)
     return found
 
 

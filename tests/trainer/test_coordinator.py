@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trainer.coordinator import Board, ControlSocket, Inbox, Mail, StopAgreement, ask, contiguous_lanes, host_store, join_store
-from trainer.errors import PeerLost
+from trainer.errors import PeerLost, RunError
 from trainer.transport import LocalHub, Transport
 
 TIMEOUT = timedelta(seconds=20)
@@ -130,3 +130,23 @@ def test_the_control_socket_survives_rubbish(tmp_path: Path) -> None:
         assert ask(tmp_path, {"do": "status"}) == {"step": 7}
     finally:
         control.close()
+
+
+def test_a_launcher_that_ends_while_it_is_asked_trains_no_more(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "control.sock"))
+        listening.listen()
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(ask, tmp_path, {"do": "status"})
+            asked, _ = listening.accept()
+            assert asked.recv(100)
+            asked.close()
+            assert told.result() is None
+
+
+def test_a_launcher_that_was_stopped_is_told_of(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "control.sock"))
+        listening.listen()
+        with pytest.raises(RunError, match="its launcher does not answer"):
+            ask(tmp_path, {"do": "status"}, timedelta(seconds=0.2))

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from cache.errors import CacheError
+from pipelines.files import persist
 
 _MAGIC = 0x31474F4C4C46  # FLLOG1
 _HEADER_BYTES = 64
@@ -105,9 +106,9 @@ class FileLog:
         self._directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Room beforehand: a full disk is told here, by an error, and not later, by a signal.
+            # Room beforehand: a full disk is told here, and waited for, and not later, by a signal.
             size = max(2 * size, os.fstat(descriptor).st_size)
-            os.posix_fallocate(descriptor, 0, size)
+            persist(path, lambda: os.posix_fallocate(descriptor, 0, size))
             self._maps[path] = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)

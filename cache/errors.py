@@ -31,7 +31,7 @@ class RowsLost(CacheError):
         gone = "rows" if rows is None else counted or "rows to come"
         super().__init__(
             f"store shards {', '.join(map(str, shards))} are lost{f' ({why})' if why else ''}, and parity covers {covered}: {gone} cannot be had; "
-            "what the other shards hold stays there; train again with --overwrite"
+            "what the other shards hold stays there; bring the servers back with their rows, and --resume goes on if it can, or says what is missing"
         )
         self.shards, self.covered, self.rows = list(shards), covered, rows
 

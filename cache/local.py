@@ -115,33 +115,37 @@ class _Server:
         finally:
             connection.disconnect()
 
-    def shut_down(self, save: bool) -> None:
-        """Ask the server to exit. Raises StoreFull if it cannot save; a server that does not answer is left to the caller."""
+    def shut_down(self, save: bool) -> str | None:
+        """Ask the server to exit. Returns why it cannot save, if so; a server that does not answer is left to the caller."""
         connection = self.url.connection(_READY_TIMEOUT if save else _ANSWER_TIMEOUT)
         try:
             connection.connect()
             connection.send_command("SHUTDOWN", "SAVE" if save else "NOSAVE")
             connection.read_response()
         except redis.ResponseError as error:
-            raise StoreFull(
-                f"store local: shard {self.shard} could not save its rows to {self.directory} ({error}) and is still running; "
-                f"free disk space there and stop it again; its log is {self.log}"
-            ) from error
+            return str(error)
         except (redis.RedisError, OSError):
-            return
+            pass
         finally:
             connection.disconnect()
+        return None
 
 
 class LocalStores:
     """N redis-servers in one private directory.
 
     They outlive the process that starts them: `stop` ends them, here or, by way of `LocalStores.find`, in a later command. `start` loads
-    what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name.
+    what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name. adopt: servers that run in the directory already are
+    used as they are (they could not be saved, or whoever started them was killed), and only the others are started; `left` are their shards.
     """
 
     def __init__(
-        self, count: int, directory: Path, executable: str | None = None, settings: Mapping[str, str] | None = None
+        self,
+        count: int,
+        directory: Path,
+        executable: str | None = None,
+        settings: Mapping[str, str] | None = None,
+        adopt: bool = False,
     ) -> None:
         if count < 1:
             raise StoreError(f"store local: needs at least one store shard; got local:{count}")
@@ -149,7 +153,9 @@ class LocalStores:
         self.count = count
         self._executable = executable
         self._settings = dict(settings or {})
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._adopt = adopt
+        self.left: frozenset[int] = frozenset()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._servers: list[_Server] = []
 
     @classmethod
@@ -180,40 +186,56 @@ class LocalStores:
     def start(self) -> LocalStores:
         """Start the servers and wait until they answer and have loaded their rows.
 
-        Raises StoreError if servers run there already or a server does not start; then none is left running.
+        Raises StoreError if servers run there already (but see adopt), nothing can be written there, or a server does not start; then
+        none is running that was not before.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.directory.chmod(0o700)
         before = LocalStores.find(self.directory)
-        if before is not None and any(before.pids):
-            running = ", ".join(str(pid) for pid in before.pids if pid)
-            raise StoreError(f"store local: servers run in {self.directory} already (process {running}); stop their run first")
-        sockets = self.directory
-        if len(os.fsencode(self.directory / f"shard-{self.count}.sock")) > _SOCKET_PATH_BYTES:
-            sockets = Path(tempfile.mkdtemp(prefix="foreload-"))
-        self._servers = [_Server(self.directory, shard, sockets / f"shard-{shard}.sock") for shard in range(self.count)]
+        running = {shard: pid for shard, pid in enumerate(before.pids) if pid} if before is not None else {}
+        if running and not self._adopt:
+            named = ", ".join(map(str, running.values()))
+            raise StoreError(f"store local: servers run in {self.directory} already (process {named}); stop their run first")
+        self.left = frozenset(running)
+        if before is not None and running:
+            self._servers = before._servers
+        else:
+            self._lay_out()
         executable = self._executable or find_executable([server.saved for server in self._servers])
-        self._record()
         try:
             for server in self._servers:
-                self._processes.append(self._launch(server, executable))
-            for server, process in zip(self._servers, self._processes, strict=True):
-                self._await_ready(server, process, executable)
+                if server.shard not in self.left:
+                    self._processes[server.shard] = self._launch(server, executable)
+            for server in self._servers:
+                self._await_ready(server, self._processes.get(server.shard), executable)
         except BaseException:
-            for process in self._processes:
+            for process in self._processes.values():
                 process.kill()
                 process.wait()
             raise
         return self
+
+    def _lay_out(self) -> None:
+        """Choose the servers' files, and note them."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.chmod(0o700)
+            sockets = self.directory
+            if len(os.fsencode(self.directory / f"shard-{self.count}.sock")) > _SOCKET_PATH_BYTES:
+                sockets = Path(tempfile.mkdtemp(prefix="foreload-"))
+            self._servers = [_Server(self.directory, shard, sockets / f"shard-{shard}.sock") for shard in range(self.count)]
+            with replacing(self.directory / _SERVERS) as temporary:
+                temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
+        except OSError as error:
+            raise StoreError(
+                f"store local: cannot write to {self.directory} ({error.strerror}); free the disk there, or make it writable"
+            ) from error
 
     def restart(self, shard: int) -> bool:
         """Start the server of a shard again if its process is gone, empty; it answers a moment later. Whether that was so.
 
         Raises StoreError if it cannot be started.
         """
-        server = self._servers[shard]
-        process = self._processes[shard]
-        if process.poll() is None or server.pid() is not None:
+        server, process = self._servers[shard], self._processes.get(shard)
+        if (process is not None and process.poll() is None) or server.pid() is not None:
             return False
         server.saved.unlink(missing_ok=True)
         self._processes[shard] = self._launch(server, self._executable or find_executable())
@@ -231,21 +253,27 @@ class LocalStores:
             silent = {server: pid for server, pid in alive.items() if server.shard in lost and not server.answers()}
             self._kill(silent)
             alive = {server: pid for server, pid in alive.items() if server not in silent}
-        failures: list[StoreError] = []
         # All at once: saving takes as long as the largest shard does, not their sum.
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:
-            for task in [pool.submit(server.shut_down, save) for server in alive]:
-                if isinstance(error := task.exception(), StoreError):
-                    failures.append(error)
+            told = zip(alive, pool.map(lambda server: server.shut_down(save), alive), strict=True)
+            failures = {server: why for server, why in told if why is not None}
+        for shard, process in list(self._processes.items()):
+            if failures and self._servers[shard] not in failures:
+                process.wait()
         if failures:
-            raise failures[0]
+            server, why = next(iter(failures.items()))
+            named = ", ".join(f"{other.shard} (process {alive[other]})" for other in failures)
+            raise StoreFull(
+                f"store local: shard {named} could not save its rows to {self.directory} and still runs, with all of them ({why}; see "
+                f"{server.log}): free disk space there; then the next command that reads or resumes the run uses them as they are, and saves them"
+            )
         for server, pid in self._await_exit(alive, _READY_TIMEOUT if save else _KILL_AFTER).items():
             if save:
                 raise StoreUnavailable(
                     f"store local: shard {server.shard} (process {pid}) does not exit, and its rows are nowhere else; see {server.log}"
                 )
             self._kill({server: pid})
-        for process in self._processes:
+        for process in self._processes.values():
             process.wait()
         self._processes.clear()
         for server in self._servers:
@@ -256,15 +284,28 @@ class LocalStores:
                     server.socket.parent.rmdir()
         (self.directory / _SERVERS).unlink(missing_ok=True)
 
+    def leave(self, changed: bool) -> None:
+        """End the servers, of which those that were found running have rows that are nowhere else.
+
+        changed: so have the others. Raises StoreFull and StoreUnavailable as `stop` does, for servers that are then left running.
+        """
+        self.stop(save=changed or bool(self.left))
+
+    def discard(self) -> None:
+        """End the servers that were started here, unsaved; those that were found running are left so."""
+        if not self.left:
+            self.stop(save=False)
+            return
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
     def __enter__(self) -> LocalStores:
         return self.start() if not self._servers else self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop(save=False)
-
-    def _record(self) -> None:
-        with replacing(self.directory / _SERVERS) as temporary:
-            temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
 
     def _launch(self, server: _Server, executable: str) -> subprocess.Popen[bytes]:
         server.socket.unlink(missing_ok=True)
@@ -289,9 +330,9 @@ class LocalStores:
             os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19))
         return process
 
-    def _await_ready(self, server: _Server, process: subprocess.Popen[bytes], executable: str) -> None:
+    def _await_ready(self, server: _Server, process: subprocess.Popen[bytes] | None, executable: str) -> None:
         attempts = pauses(_READY_TIMEOUT)
-        while process.poll() is None:
+        while process.poll() is None if process is not None else server.pid() is not None:
             if server.socket.exists() and server.answers():
                 return
             if next(attempts, self) is self:

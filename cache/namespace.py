@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -54,8 +55,8 @@ def claim(
 ) -> None:
     """Make the namespace this run's, on all store shards or on none.
 
-    identity: what must be the same for the run to go on (run id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
-    has the namespace. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
+    identity: what must be the same for the run to go on ("run", its id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
+    has it for another run. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
     if another run has it, RowsLost if more than `spared` shards have lost it or are down.
     """
     check_name(namespace)
@@ -74,7 +75,15 @@ def claim(
     claimed: list[int] = []
     for shard in range(store.shards):
         note = {"format": FORMAT, "shard": shard, "shards": store.shards, "identity": dict(identity)}
-        if store.command(shard, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX") is None:
+        text = json.dumps(note, sort_keys=True)
+        if store.command(shard, "SET", run_key(namespace), text, "NX") is None:
+            found = None
+            with contextlib.suppress(StoreError):
+                found = owner(store, namespace, shard)
+            if found is not None and "run" in identity and found["identity"].get("run") == identity["run"]:
+                # Claimed by the same run before, which then was killed.
+                store.command(shard, "SET", run_key(namespace), text)
+                continue
             for earlier in claimed:
                 store.command(earlier, "UNLINK", run_key(namespace))
             raise NamespaceInUse(

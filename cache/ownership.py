@@ -10,7 +10,7 @@ from cache.decoding import Survivors
 from cache.errors import StoreAuth, StoreError, StoreFull
 from cache.fence import fence_all, read_epochs
 from cache.marker import Marker
-from cache.namespace import is_of
+from cache.namespace import is_of, lane_key
 from cache.reading import StoredRows
 from cache.resp import MARKER
 from cache.store import Store
@@ -101,3 +101,18 @@ def check_covered(stored: StoredRows) -> None:
     """Raise RowsLost where more shards of a stripe are lost than parity covers."""
     if stored.lost:
         Survivors.of(stored.placement, stored.placement.mask(stored.lost))
+
+
+def stale_shards(store: Store, namespace: str, batches: Sequence[int]) -> list[int]:
+    """The store shards that cannot be reached, or whose marker of a lane is not that of the lane's write-back batch `batches[lane]`."""
+    stale = []
+    for shard in range(store.shards):
+        if shard not in store.down:
+            epochs = read_epochs(store, shard, namespace, len(batches))
+            keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
+            found = [store.command(shard, "HGET", key, MARKER) for key in keys]
+            markers = [Marker.parse(value if isinstance(value, bytes) else None) for value in found]
+            if markers == [Marker(number, number) for number in batches]:
+                continue
+        stale.append(shard)
+    return stale

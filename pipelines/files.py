@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SEAL = "sha256"
+_FULL_PAUSE_SECONDS = 0.5
 
 
 @contextmanager
@@ -54,6 +58,30 @@ def write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
     """Write a file whole, or not at all."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error says that a disk, or a quota, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def persist(path: Path, write: Callable[[], object]) -> None:
+    """Write to a path what is nowhere else: while the disk is full, that is said once, and tried again until there is room."""
+    said = False
+    while True:
+        try:
+            write()
+            return
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not said:
+                said = True
+                with suppress(OSError):
+                    sys.stderr.write(
+                        f"foreload: {path}: cannot be written, the disk is full; free space there: it is tried again until there is some\n"
+                    )
+            time.sleep(_FULL_PAUSE_SECONDS)
 
 
 def _canonical(value: object) -> bytes:

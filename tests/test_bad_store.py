@@ -98,8 +98,8 @@ def test_a_store_that_dies_while_training(clicks: Clicks, tmp_path: Path, server
     assert f"store {server.url}: " in error_of(status, err)
     # Its rows are gone, and the run is taken for what it is.
     for further in (("digest", run), ("evaluate", run), ("export", run, "--out", tmp_path / "export")):
-        assert "did not stop cleanly" in refused(*further)
-    assert "did not stop cleanly" in refused("train", clicks.schedule, "--run", run, "--resume")
+        assert "never stopped cleanly" in refused(*further)
+    assert "cannot be reached" in refused("train", clicks.schedule, "--run", run, "--resume")
     assert not (tmp_path / "export").exists()
 
 
@@ -127,8 +127,11 @@ def test_a_store_that_gets_full_while_training(clicks: Clicks, tmp_path: Path, s
     assert "raise its maxmemory" in line
     # It stopped at a step, not before the first.
     assert len((run / "metrics.jsonl").read_text().splitlines()) > 3
-    assert "did not stop cleanly" in refused("digest", run)
     server.command("CONFIG", "SET", "maxmemory", 0)
+    # Nothing is deleted, and what is missing is said.
+    line = refused("train", clicks.schedule, "--run", run, "--resume")
+    assert "its dense part is of no step, for it never stopped cleanly, but rows on store shard 0 are of later steps" in line
+    assert "the rows stay where they are, in namespace run" in line
     assert "--overwrite" in refused(*wide)
     done(*wide, "--overwrite")
 
@@ -217,7 +220,7 @@ def test_a_namespace_that_is_another_runs(clicks: Clicks, tmp_path: Path, server
     assert sorted(str(key) for key in server.keys) == keys
     # The refused run took no folder, and the first one's rows are as they were.
     line = refused("digest", second)
-    assert "did not stop cleanly" in line
+    assert "never began to train" in line
     done("digest", first)
 
     done(*train(clicks, second, server.url, "--overwrite", *named))

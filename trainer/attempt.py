@@ -13,21 +13,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from cache.errors import RowsLost
 from pipelines.interrupts import Interrupts
 from pipelines.schedule import Schedule
-from trainer.coordinator import STOP_WANTED, Board, ControlSocket, Inbox, contiguous_lanes, host_store
+from trainer.coordinator import Board, ControlSocket, Inbox, contiguous_lanes
+from trainer.ending import stage_of, status_of
 from trainer.errands import Errands
 from trainer.errors import FingerprintError, ShardsLost, TrainerError
 from trainer.faults import Witness
 from trainer.job import TrainJob
+from trainer.keeper import GO, STOP_WANTED, Keeper, program_path
+from trainer.kept import keep_schedule
 from trainer.report import RunReport, Totals
-from trainer.run import Manifest, Run, Stage, Status
+from trainer.run import Manifest, Run, Status
 from trainer.store_shards import StoreShards
-from trainer.worker import JOIN_TIMEOUT, RENDEZVOUS, TERM, TRAINER, Call
+from trainer.worker import RENDEZVOUS, RESTED, TERM, TRAINER, Call
 from trainer.worker import STORES as STORES_VARIABLE
 
 POLL = timedelta(milliseconds=30)
@@ -45,7 +47,7 @@ class Ending:
 
 
 class Attempt:
-    """The trainers of one call, from the coordinator's side. status, stage, failure: what stands when they have left."""
+    """The trainers of one call, from the coordinator's side. status, failure: what stands when they have left."""
 
     def __init__(
         self,
@@ -65,7 +67,6 @@ class Attempt:
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
-        self.stage = manifest.stages[-1]
         self._lane_map = contiguous_lanes(schedule.header.lanes, job.trainers)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ready: dict[int, dict[str, str]] = {}
@@ -78,8 +79,6 @@ class Attempt:
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
         job = self._job
-        store = rendezvous if rendezvous is not None else host_store(job.address, JOIN_TIMEOUT)
-        board = Board(store)
         call = Call(
             job=asdict(job),
             trainers=job.trainers,
@@ -87,10 +86,30 @@ class Attempt:
             batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
             stores=self._shards.plain_urls,
             fingerprint=None if job.accept_numerics else self.manifest.fingerprint,
-            resumes=job.resume,
+            resumes=self._start.step >= self.manifest.stages[0].first_step,
             servers_return=self._shards.servers_return,
             faults=tuple(asdict(fault) for fault in self._witness.faults),
+            totals=self._start.totals,
         )
+        self._interrupts.gentle = True
+        with contextlib.ExitStack() as stack:
+            keeper: Keeper | None = None
+            if rendezvous is None:
+                keeper = Keeper(job.address)
+                stack.callback(keeper.close)
+            stack.callback(self._end)
+            # Trainers start while the keeper does.
+            self._spawn(
+                spawned, _scheduler_address() if keeper is None else keeper.address, () if keeper is None else (keeper.held,)
+            )
+            return self._lead(Board(rendezvous if keeper is None else keeper.join()), call)
+
+    def _end(self) -> None:
+        self._kill()
+        self._interrupts.gentle = False
+
+    def _lead(self, board: Board, call: Call) -> Ending:
+        job = self._job
         board.publish_lane_map(TERM, self._lane_map)
         # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
         board.publish("call", asdict(replace(call, job=call.job | {"store": self.manifest.job["store"], "spare": None})))
@@ -108,31 +127,35 @@ class Attempt:
                 "census": self._errands.census,
             },
         )
-        self._interrupts.gentle = True
         try:
-            self._spawn(spawned, store)
             self._follow(board, report)
-            return self._finish(report)
+            ending = self._finish(report)
+            # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
+            stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
+            self._run.come_to_rest(replace(self.manifest, stages=stages), self.status)
+            keep_schedule(self._run, self._schedule, self.status.step)
+            board.publish(RESTED, True)
+            self._await_exit()
+            return ending
         finally:
             self._kill()
             control.close()
             report.close()
-            self._interrupts.gentle = False
 
-    def _spawn(self, spawned: Sequence[int], store: Any) -> None:
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    def _spawn(self, spawned: Sequence[int], address: str, held: Sequence[int]) -> None:
+        # A trainer that outlives this process holds the run on.
+        held = (*held, *(() if self._run.lock is None else (self._run.lock,)))
         for trainer in spawned:
             environment = os.environ | {
-                "PYTHONPATH": path,
-                RENDEZVOUS: f"{store.host}:{store.port}" if hasattr(store, "host") else _scheduler_address(),
+                "PYTHONPATH": program_path(),
+                RENDEZVOUS: address,
                 TRAINER: str(trainer),
                 STORES_VARIABLE: json.dumps(self._shards.urls),
             }
             # A session of its own: Ctrl-C in the terminal is for the launcher, which stops trainers after the same step.
             command = [sys.executable, "-P", "-m", "trainer.worker"]
             self._processes[trainer] = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+                command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=held
             )
 
     def _follow(self, board: Board, report: RunReport) -> None:
@@ -159,6 +182,8 @@ class Attempt:
                 self._stop_told = True
                 board.publish(STOP_WANTED, True)
             time.sleep(POLL.total_seconds())
+
+    def _await_exit(self) -> None:
         for process in self._processes.values():
             # All is done; one that takes longer to leave is ended with the rest.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,9 +215,9 @@ class Attempt:
                 self._run.write_manifest(self.manifest)
                 # From the first step on rows change on the store, while the dense part at rest does not.
                 self._run.write_status(self._start)
-                board.publish("go", True)
+                board.publish(GO, True)
         elif kind == "ended":
-            self._ended[trainer] = mail
+            self._ended[trainer] = board.read(f"ended/{trainer}")
         elif kind == "shard":
             self._shards.changed(trainer, mail)
         elif kind == "errand":
@@ -215,30 +240,22 @@ class Attempt:
                 hosted = ", ".join(str(lane) for lane, host in enumerate(self._lane_map) if host == trainer)
                 how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
                 return TrainerError(
-                    f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped; train again with --overwrite"
+                    f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped, and the dense part since the last clean stop is lost; "
+                    "--resume goes on from that stop if its rows are still there, or says what is missing"
                 )
         return TrainerError(self._errors[0]["message"])
 
     def _finish(self, report: RunReport) -> Ending:
         ended = self._ended.values()
         first = self._ended[0]
-        batches = {lane: number for mail in ended for lane, number in mail["batches"].items()}
         self.failure = first["failure"]
-        self.stage = replace(Stage.of(self._schedule), segments=first["segments"], prefix=first["prefix"])
         stopped = bool(first["stopped"])
-        lost = sorted({shard for mail in ended for shard in mail["lost"]})
-        if lost:
+        self.status = status_of(self._ended, report.totals)
+        if self.status.lost:
             sys.stderr.write(
-                f"foreload: warning: store shard {', '.join(map(str, lost))} is lost, and its rows come from parity; "
+                f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
                 "the next --resume, with a server there, rebuilds it\n"
             )
-        written = sum(mail["flushed"] for mail in ended)
-        if stopped:
-            report.totals.rows_flushed += written
-        else:
-            # The end of a schedule ends every residency.
-            report.totals.rows_written_back += written
-        self.status = Status("stopped" if stopped else "ended", first["step"], batches, asdict(report.totals), lost)
         traffic = {name: sum(mail["traffic"][name] for mail in ended) for name in first["traffic"]}
         summary = report.summary(
             state=self.status.state,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from cache.errors import CacheError, RowsLost
 from pipelines.errors import PipelineError
-from pipelines.files import unwritable
+from pipelines.files import is_full, unwritable
 from pipelines.interrupts import Interrupts
 from trainer import numerics
 from trainer.errors import JobError, ShardsLost, TrainerError
@@ -88,9 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
+            print("foreload: error: the disk is full: free space where this command writes, and start it again", file=sys.stderr)
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            print(
+                f"foreload: error: {error.filename}: {error.strerror}; give a place that can be read and written", file=sys.stderr
+            )
+        else:
             raise
-        print("foreload: error: the disk is full: free space where this command writes, and start it again", file=sys.stderr)
         return 2
 
 

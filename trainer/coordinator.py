@@ -1,6 +1,7 @@
 """What the coordinator and the trainers of a job tell each other, through the rendezvous store that the coordinator holds.
 
-The coordinator lives in the launcher, or in rank 0 of a job that a scheduler started. It alone says who hosts which lane in which term. A stop
+The coordinator lives in the launcher, or in rank 0 of a job that a scheduler started; its store in a process beside it (`keeper`). It alone says who
+hosts which lane in which term. A stop
 is agreed so that all trainers end after the same step: the trainer that hosts lane 0, asked after step t, names t + 1; nobody finishes step
 t + 1 without its part of it, so everybody has read the name by then.
 """
@@ -23,16 +24,20 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.errors import PeerLost, RunError
+from trainer.keeper import STOP_WANTED
 from trainer.run import CONTROL
 
 FLUSH_SECONDS = 0.1
-STOP_WANTED = "stop/wanted"
 _SOCKET_PATH_BYTES = 100
 
 
-def host_store(address: str, timeout: timedelta) -> Any:
-    """The rendezvous store of a job, on a free port of `address`; it lives as long as the object."""
-    return dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
+def host_store(address: str, timeout: timedelta, listening: int | None = None) -> Any:
+    """The rendezvous store of a job, which lives as long as the object. listening: a socket's descriptor, else a free port is taken."""
+    if listening is None:
+        return dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
+    with socket.socket(fileno=listening) as bound:
+        port = bound.getsockname()[1]
+        return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=bound.detach())
 
 
 def join_store(address: str, port: int, timeout: timedelta) -> Any:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from pipelines.files import replacing
+from pipelines.files import persist, replacing
 from trainer.dense_optimizers import load_optimizer_state, optimizer_state
 from trainer.errors import RunError
 
@@ -17,14 +17,22 @@ _PARAMETER, _STATE, _STEP = "parameter/", "state/", "step"
 
 
 def save_dense(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write parameters and optimizer state after training step `step`, by temporary file and rename. Raises RunError."""
+    """Write parameters and optimizer state after training step `step`, by temporary file and rename, however long the disk is full.
+
+    Raises RunError where it cannot be written for another reason.
+    """
     tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
     tensors |= {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
-    try:
+    data = save(tensors, metadata={_STEP: str(step)})
+
+    def write() -> None:
         with replacing(path, durable=True) as temporary:
-            save_file(tensors, temporary, metadata={_STEP: str(step)})
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path}: cannot be written ({error}); free the disk and train again") from error
+            temporary.write_bytes(data)
+
+    try:
+        persist(path, write)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); make the folder writable") from error
 
 
 def read_dense(path: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

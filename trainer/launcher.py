@@ -7,6 +7,7 @@ only its own trainer is a child of it.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +31,6 @@ from trainer.assembly import DensePart
 from trainer.attempt import Attempt, Ending
 from trainer.commands.digest import model_digest
 from trainer.commands.resting import rest
-from trainer.coordinator import ask
 from trainer.errors import JobError, RunError, ShardsLost, TrainerError
 from trainer.faults import Witness
 from trainer.fit import check_fit
@@ -41,6 +41,7 @@ from trainer.layout import model_spec
 from trainer.models import ignored_inputs
 from trainer.reach import reach
 from trainer.run import (
+    LOG,
     STORES,
     SUMMARY,
     Manifest,
@@ -48,6 +49,7 @@ from trainer.run import (
     Status,
     check_free,
     check_trainable,
+    locked,
     new_manifest,
     open_stores,
     resumed,
@@ -109,10 +111,9 @@ class Launch:
         self._check_model(schedule)
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
-        if ask(path, {"do": "status"}) is not None:
-            raise RunError(f"--run: {path} is being trained right now; stop that with Ctrl-C first, or choose another folder")
         if self._job.resume:
-            return self._resume(schedule)
+            with locked(Run.open(path).path) as lock:
+                return self._resume(schedule, lock)
         check_free(path, self._job.overwrite)
         count = local_shards(self._job.store)
         urls = () if count else parse_urls(self._job.store)
@@ -122,9 +123,10 @@ class Launch:
             # Known to be there before anything is deleted.
             reach(urls, self._job.store_silence)
             self._check_spares(manifest, urls, placement)
-        run = Run.create(path, manifest, placement, self._job.overwrite)
-        start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
-        return self._with_stores(run, manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
+        with locked(path) as lock:
+            run = Run.create(path, manifest, placement, self._job.overwrite, lock)
+            start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
+            return self._with_stores(run, run.manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
 
     def _check_model(self, schedule: Schedule) -> None:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
@@ -135,8 +137,8 @@ class Launch:
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"
             )
 
-    def _resume(self, schedule: Schedule) -> Ending:
-        run = Run.open(self._job.run)
+    def _resume(self, schedule: Schedule, lock: int | None) -> Ending:
+        run = Run.open(self._job.run, lock)
         manifest, step = resumed(run, self._job, schedule)
         self._job = replace(self._job, namespace=manifest.namespace)
         if (local_shards(self._job.store) or None) != manifest.local_stores:
@@ -149,7 +151,7 @@ class Launch:
             if not run.placement.r:  # else one that is gone is not waited for
                 reach(urls, self._job.store_silence)
             self._check_spares(manifest, urls, run.placement)
-        return self._with_stores(run, manifest, start, schedule, open_stores(run))
+        return self._with_stores(run, manifest, start, schedule, open_stores(run, start))
 
     def _check_spares(self, manifest: Manifest, urls: Sequence[StoreUrl], placement: Placement) -> None:
         """Raise what is wrong with the servers of --spare before anything is started or deleted."""
@@ -170,49 +172,59 @@ class Launch:
     def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
         if local is not None:
             local.start()
-        trained = False
         try:
             urls = list(local.urls) if local is not None else self._job.store.split(",")
-            with self._claimed(run, manifest, urls):
+            with self._claimed(run, manifest, start, urls):
                 keep_schedule(run, schedule)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._witness, self._spare_check(manifest))
                 attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, shards, self._witness)
                 ending = attempt.train(self._rendezvous, self._spawned)
-            trained = True
-            try:
-                if self._job.digest and attempt.failure is None:
-                    with Store.sparing(shards.urls, self._job.store_silence, run.placement.r) as store:
-                        ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
-                    write_json(run.path / SUMMARY, ending.summary)
-            finally:
-                # What was trained is whole, whatever became of its digest; nothing interrupts its saving.
-                self._interrupts.gentle = True
-                if local is not None:
-                    local.stop(save=True, lost=attempt.status.lost)
-                run.write_manifest(replace(attempt.manifest, stages=(*manifest.stages[:-1], attempt.stage)))
-                run.write_status(attempt.status)
-                keep_schedule(run, schedule, attempt.status.step)
         except ShardsLost as error:
             if local is not None:
-                # What is left can still be looked at.
-                local.stop(save=True, lost=error.shards)
-                local = None
+                if any(start.batches.values()):
+                    # What was saved before is what --resume goes on from.
+                    local.discard()
+                else:
+                    # What is left can still be looked at.
+                    local.stop(save=True, lost=error.shards)
             raise
+        except BaseException:
+            if local is not None:
+                local.discard()
+            raise
+        try:
+            if self._job.digest and attempt.failure is None:
+                with Store.sparing(shards.urls, self._job.store_silence, run.placement.r) as store:
+                    ending.summary["digest"] = model_digest(rest(run, store, attempt.status))
+                write_json(run.path / SUMMARY, ending.summary)
         finally:
-            if local is not None and not trained:
-                local.stop(save=False)
+            # Nothing interrupts the saving, whatever became of the digest.
+            self._interrupts.gentle = True
+            if local is not None:
+                local.stop(save=True, lost=attempt.status.lost)
         if attempt.failure is not None:
             raise TrainerError(attempt.failure)
         return ending
 
     @contextlib.contextmanager
-    def _claimed(self, run: Run, manifest: Manifest, urls: Sequence[str]) -> Iterator[None]:
+    def _claimed(self, run: Run, manifest: Manifest, start: Status, urls: Sequence[str]) -> Iterator[None]:
         job = self._job
         # A run that goes on may do so without the shards whose rows parity has.
-        spared = run.placement.r if job.resume else 0
+        goes_on = job.resume and any(start.batches.values())
+        spared = run.placement.r if goes_on else 0
         with Store.sparing(urls, job.store_silence, spared) as store:
-            mode: Literal["new", "resume", "overwrite"] = "resume" if job.resume else "overwrite" if job.overwrite else "new"
+            mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
             claim(store, manifest.namespace, manifest.identity, mode, spared)
+            if job.resume:
+                before = run.resting()
+                run.check_rows(store, before)
+                if before.state == "training":
+                    # Of later batches than the rows.
+                    shutil.rmtree(run.path / LOG, ignore_errors=True)
+                    where = "from the beginning" if before.step < manifest.stages[0].first_step else f"after step {before.step}"
+                    sys.stderr.write(
+                        f"resumed {where}: the run was broken off since, and the rows are those of its last clean stop\n"
+                    )
         try:
             yield
         except BaseException:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from pipelines.files import write_json
+from pipelines.files import is_full, write_json
 from pipelines.progress import Display
 from trainer.run import METRICS, SUMMARY, TENSORBOARD
 
@@ -163,6 +164,7 @@ class RunReport:
         self._recent, self._recent_since = _Sums(), clock()  # for the display
         self._display = Display(self._line, LINE_SECONDS, clock=clock)
         self._first_step = first_step
+        self._full = False
         self.last_step = first_step - 1
 
     def step(self, report: Mapping[str, Any]) -> None:
@@ -173,7 +175,6 @@ class RunReport:
             return
         del self._waiting[report["step"]]
         line = merged(reports)
-        self._write(line)
         totals = self.totals
         totals.steps += 1
         totals.samples += line["samples"]
@@ -185,9 +186,11 @@ class RunReport:
         self.last_step = line["step"]
         self._recent.add(line)
         self._interval.add(line)
-        # By the step's number, so that intervals do not depend on where a run stopped.
-        if (line["step"] + 1) % TENSORBOARD_STEPS == 0:
-            self._write_interval()
+        with self._room():
+            self._write(line)
+            # By the step's number, so that intervals do not depend on where a run stopped.
+            if (line["step"] + 1) % TENSORBOARD_STEPS == 0:
+                self._write_interval()
         self.tick()
 
     def tick(self) -> None:
@@ -196,15 +199,17 @@ class RunReport:
         now = self._clock()
         if now - self._flushed_at >= _FLUSH_SECONDS:
             self._flushed_at = now
-            self._metrics.flush()
+            with self._room():
+                self._metrics.flush()
 
     def evaluation(self, report: Mapping[str, Any]) -> None:
         """The metrics of an evaluation pass."""
         line = {"kind": "evaluation", **report}
         self.evaluations.append(line)
-        self._write(line)
-        for name in ("log_loss", "auc", "normalized_entropy"):
-            self._board.add_scalar(f"evaluation/{name}", report[name], report["step"])
+        with self._room():
+            self._write(line)
+            for name in ("log_loss", "auc", "normalized_entropy"):
+                self._board.add_scalar(f"evaluation/{name}", report[name], report["step"])
         self._display.write(
             f"epoch {report['epoch'] + 1}: log loss {report['log_loss']:.5f}, AUC {report['auc']:.4f}, "
             f"normalised entropy {report['normalized_entropy']:.4f} on {report['samples']:,} samples"
@@ -228,15 +233,30 @@ class RunReport:
             **further,
         }
         found = _finite(found)
-        write_json(self._run / SUMMARY, found)
+        with self._room():
+            write_json(self._run / SUMMARY, found)
         return found
 
     def close(self) -> None:
         """Write what is buffered."""
         self._display.close()
-        self._metrics.close()
-        self._write_interval()
-        self._board.close()
+        with self._room():
+            self._metrics.close()
+        with self._room():
+            self._write_interval()
+            self._board.close()
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """What is told of a training is not worth its end: where the disk is full, it goes on without."""
+        try:
+            yield
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._full:
+                self._full = True
+                self._display.write(f"foreload: warning: {self._run}: the disk is full, so metrics are missing")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps(_finite(line)) + "\n")

@@ -1,26 +1,37 @@
 """The folder of a run: what was trained, how far it got, and the dense part of the model.
 
-manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part are where it says), dense.safetensors,
-placement.json, metrics.jsonl, summary.json, tensorboard/, stores/ (rows of local stores), write-back/ (with parity, each
-lane's last write-back batch), kept/ (what its model is read by, of the schedule), drill.png (of `foreload drill`), control.sock while it
-trains, scrub/ while that is scrubbed.
+lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
+are where it says), dense.safetensors, placement.json, metrics.jsonl, summary.json, tensorboard/, stores/ (rows of local stores), write-back/ (with
+parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), drill.png (of `foreload drill`),
+control.sock while it trains, scrub/ while that is scrubbed.
+
+A folder with a lock or a manifest is a run's, one without a status is a run that never began to train: so whatever part of it was made, or deleted,
+when its maker was killed, a new run may take its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from cache.errors import CacheError
 from cache.local import LocalStores
+from cache.ownership import stale_shards
 from cache.placement import Placement
-from pipelines.files import write_json
+from cache.store import Store
+from pipelines.files import persist, write_json
 from pipelines.schedule import Schedule
 from trainer.errors import RunError
 from trainer.job import TrainJob, settings
@@ -28,8 +39,11 @@ from trainer.job import TrainJob, settings
 VERSION = 1
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
-LOG, DRILL, SCRUB, KEPT = "write-back", "drill.png", "scrub", "kept"
-_FILES = (KEPT, MANIFEST, STATUS, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL, SCRUB)
+LOG, DRILL, SCRUB, KEPT, LOCK = "write-back", "drill.png", "scrub", "kept", "lock"
+# In the order in which they are deleted: what has no status never began.
+_FILES = (STATUS, KEPT, MANIFEST, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL, SCRUB, LOCK)
+
+_TAIL_BYTES = 1 << 16
 
 State = Literal["training", "stopped", "ended"]
 
@@ -121,8 +135,8 @@ class Manifest:
 class Status:
     """How far a run is: step, the last one trained (first_step - 1: none); batches: per lane, the number of its last write-back batch.
 
-    totals: what the metrics so far add up to. While state is "training" the others say where this call began. lost: store shards whose rows only
-    their stripes give.
+    totals: what the metrics so far add up to. While state is "training", and where trainers died in it, the others say where this call began: at
+    the last clean stop, of which the dense part is. lost: store shards whose rows only their stripes give.
     """
 
     state: State
@@ -132,31 +146,78 @@ class Status:
     lost: list[int] = field(default_factory=list)
 
 
-class Run:
-    """A run's folder."""
+@contextlib.contextmanager
+def locked(path: Path, alone: bool = True) -> Iterator[int | None]:
+    """Hold the run in a folder, which is made if it is not there; gives the lock's descriptor, which child processes may hold on to.
 
-    def __init__(self, path: Path | str) -> None:
+    alone: nobody else may hold it; otherwise others may read the run, too, and one that cannot be written to is read without a lock (None), as
+    is one on a file system that has none. Raises RunError where somebody else holds it, and where the folder cannot be written to.
+    """
+    descriptor: int | None = None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        assert descriptor is not None
+        os.close(descriptor)
+        raise RunError(
+            f"run {path}: is being trained or read right now, or its trainers are still about to stop; stop that with Ctrl-C first, or "
+            "choose another folder"
+        ) from error
+    except OSError as error:
+        if descriptor is None and alone:
+            raise _cannot_write(path, error) from error
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EROFS, errno.EACCES):
+            raise
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _cannot_write(path: Path | str, error: OSError) -> RunError:
+    return RunError(f"--run: cannot write to {path}: {error.strerror}; free the disk, make it writable, or choose another folder")
+
+
+def _is_temporary(name: str) -> bool:
+    """Whether a file is what `replacing` began to write for a run, and was killed in."""
+    found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", name)
+    return found is not None and found[1] in _FILES
+
+
+class Run:
+    """A run's folder. lock: the descriptor of its lock, where this process holds it."""
+
+    def __init__(self, path: Path | str, lock: int | None = None) -> None:
         self.path = Path(path)
+        self.lock = lock
 
     @classmethod
-    def create(cls, path: Path | str, manifest: Manifest, placement: Placement, overwrite: bool) -> Run:
-        """Make the folder of a new run. Raises RunError if it holds anything already, unless overwrite and it is a run's."""
-        run = cls(path)
+    def create(cls, path: Path | str, manifest: Manifest, placement: Placement, overwrite: bool, lock: int | None = None) -> Run:
+        """Make the folder of a new run, whose lock is held. Raises RunError if it holds anything already, unless overwrite and it is a run's.
+
+        Where a run was made before and never began to train, the new one has its id, for so it may have claimed its namespace.
+        """
+        run = cls(path, lock)
         check_free(run.path, overwrite)
-        if run.path.exists():
-            run._empty()
-        run.path.mkdir(parents=True, exist_ok=True)
         try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            if (run.path / MANIFEST).exists() and not (run.path / STATUS).exists():
+                with contextlib.suppress(RunError):
+                    manifest = replace(manifest, run_id=run.manifest.run_id)
+            run._empty()
             placement.save(run.path / PLACEMENT)
             run.write_manifest(manifest)
         except OSError as error:
-            raise RunError(f"--run: cannot write to {path}: {error.strerror}; free the disk or choose another folder") from error
+            raise _cannot_write(path, error) from error
         return run
 
     @classmethod
-    def open(cls, path: Path | str) -> Run:
+    def open(cls, path: Path | str, lock: int | None = None) -> Run:
         """The run in an existing folder. Raises RunError if there is none."""
-        run = cls(path)
+        run = cls(path, lock)
         if not (run.path / MANIFEST).exists():
             raise RunError(f"run {path}: has no {MANIFEST}, so it is no run; give the folder that `foreload train --run` wrote")
         return run
@@ -165,9 +226,12 @@ class Run:
         stores = LocalStores.find(self.path / STORES)
         if stores is not None:
             stores.stop(save=False)
-        # The manifest first: what is half deleted is no run.
-        for name in _FILES:
+        left = [item.name for item in self.path.iterdir() if _is_temporary(item.name)]
+        for name in (*_FILES, *left):
             target = self.path / name
+            # Whoever comes next waits at the same file.
+            if name == LOCK:
+                continue
             if target.is_dir():
                 shutil.rmtree(target)
             else:
@@ -193,7 +257,7 @@ class Run:
             return Manifest(**{**stored, **listed, "stages": stages})
         except (TypeError, KeyError) as error:
             raise RunError(
-                f"run {self.path}: {MANIFEST} is damaged ({error}); restore the folder or train anew with --overwrite"
+                f"run {self.path}: {MANIFEST} is damaged ({error}); restore the folder from a copy, or delete the run with --overwrite and train anew"
             ) from error
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -209,22 +273,74 @@ class Run:
             return Status(**self._read(STATUS))
         except TypeError as error:
             raise RunError(
-                f"run {self.path}: {STATUS} is damaged ({error}); restore the folder or train anew with --overwrite"
+                f"run {self.path}: {STATUS} is damaged ({error}); restore the folder from a copy, or delete the run with --overwrite and train anew"
             ) from error
 
     def write_status(self, status: Status) -> None:
         """Publish how far the run is: to be called when the rows and the dense part are there."""
         write_json(self.path / STATUS, asdict(status))
 
+    def come_to_rest(self, manifest: Manifest, status: Status) -> None:
+        """Publish how far the run is, and what it is by now, however long the disk is full."""
+        persist(self.path / MANIFEST, lambda: self.write_manifest(manifest))
+        persist(self.path / STATUS, lambda: self.write_status(status))
+
     def resting(self) -> Status:
-        """The status of a run that was stopped or has ended. Raises RunError for one that trains or was broken off."""
+        """The status of the run's last clean stop. Raises RunError where it never began to train.
+
+        Its state is "training" where trainers died since: whether the rows are still of that stop, `check_rows` knows.
+        """
         status = self.status
-        if status is None or status.state == "training":
-            raise RunError(
-                f"run {self.path}: did not stop cleanly, or still trains, so its rows and its dense part are of different steps; "
-                "stop it with Ctrl-C, or train it anew with --overwrite"
-            )
+        if status is None:
+            raise RunError(f"run {self.path}: never began to train, so there is no model; train it, without --resume")
         return status
+
+    def check_rows(self, store: Store, status: Status) -> None:
+        """Raise RunError unless the rows on an open store are those of the last clean stop, wherever trainers died since.
+
+        They are where no trainer wrote any back, and where local stores were started again from what they saved then.
+        """
+        if status.state != "training":
+            return
+        manifest, placement = self.manifest, self.placement
+        batches = [int(status.batches[str(lane)]) for lane in range(manifest.lanes)]
+        stale = stale_shards(store, manifest.namespace, batches)
+        gone = np.isin(placement.members, stale).sum(axis=1).max(initial=0) if stale else 0
+        if gone > placement.r:
+            raise RunError(self._broken_off(store, status, stale))
+
+    def _broken_off(self, store: Store, status: Status, stale: Sequence[int]) -> str:
+        first = self.manifest.stages[0].first_step
+        anew = status.step < first
+        of = "of no step, for it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"
+        reported = self.reported_step()
+        to = "" if reported is None else f" (steps up to {reported} were reported)"
+        told = (
+            f"run {self.path}: was broken off: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
+            "and the dense part of those is nowhere; "
+        )
+        local = LocalStores.find(self.path / STORES)
+        running = [str(pid) for pid in local.pids if pid] if local is not None else []
+        if not running:
+            return (
+                told
+                + f"the rows stay where they are, in namespace {self.manifest.namespace}; --overwrite would delete them and train anew"
+            )
+        then = "begins again" if anew else f"goes on from step {status.step}, of which the rows are saved"
+        return told + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"
+
+    def reported_step(self) -> int | None:
+        """The last training step that metrics.jsonl tells of; None if there is none."""
+        try:
+            with open(self.path / METRICS, "rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+                lines = file.read().split(b"\n")
+        except OSError:
+            return None
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["step"])
+        return None
 
     @property
     def placement(self) -> Placement:
@@ -236,10 +352,12 @@ class Run:
             value = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(
-                f"run {self.path}: cannot read {name} ({error}); restore the folder or train anew with --overwrite"
+                f"run {self.path}: cannot read {name} ({error}); restore the folder from a copy, or delete the run with --overwrite and train anew"
             ) from error
         if not isinstance(value, dict):
-            raise RunError(f"run {self.path}: {name} is damaged; restore the folder or train anew with --overwrite")
+            raise RunError(
+                f"run {self.path}: {name} is damaged; restore the folder from a copy, or delete the run with --overwrite and train anew"
+            )
         return value
 
 
@@ -249,9 +367,9 @@ def check_free(path: Path, overwrite: bool) -> None:
         return
     if not path.is_dir():
         raise RunError(f"--run: {path} is a file; choose a folder")
-    held = {item.name for item in path.iterdir()}
+    held = {item.name for item in path.iterdir() if not _is_temporary(item.name)}
     foreign = sorted(held - set(_FILES))
-    if foreign and MANIFEST not in held:
+    if foreign and not held & {MANIFEST, LOCK}:
         raise RunError(f"--run: {path} holds other files, such as {foreign[0]}; choose a new folder")
     # Without a status it never began to train, and there is nothing to lose.
     if STATUS in held and not overwrite:
@@ -365,16 +483,22 @@ def check_same(stage: Stage, schedule: Schedule) -> None:
         )
 
 
-def open_stores(run: Run) -> LocalStores | None:
-    """The local stores of a run, to be entered by a command that reads its rows; None if it has none. Raises RunError if they run."""
+def open_stores(run: Run, status: Status) -> LocalStores | None:
+    """The local stores of a run that rests at a status, to be started; None if it has none. Raises CacheError where rows are missing.
+
+    Servers that still run, since they could not save or whoever started them was killed, are used as they are.
+    """
     count = run.manifest.local_stores
     if count is None:
         return None
-    stores = LocalStores(count, run.path / STORES)
-    missing = [shard for shard in range(count) if not (stores.directory / f"shard-{shard}.rdb").exists()]
-    # A shard of which parity has the rows begins empty, and is noticed by that.
-    if len(missing) > run.placement.r:
+    stores = LocalStores(count, run.path / STORES, adopt=True)
+    found = LocalStores.find(stores.directory)
+    running = found.pids if found is not None else (None,) * count
+    missing = [shard for shard in range(count) if not running[shard] and not (stores.directory / f"shard-{shard}.rdb").exists()]
+    # A shard of which parity has the rows begins empty, and is noticed by that; so do all where none was ever written.
+    if len(missing) > run.placement.r and any(status.batches.values()):
         raise CacheError(
-            f"run {run.path}: the rows of local store shard {missing[0]} are not in {stores.directory}; train it anew"
+            f"run {run.path}: the rows of local store shard {', '.join(map(str, missing))} after step {status.step} are nowhere: neither saved in "
+            f"{stores.directory} nor in a server that runs; put the files back, or delete the run with --overwrite and train it anew"
         )
     return stores

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pipelines.errors import ScheduleError
 from pipelines.schedule import Schedule
 from pipelines.schedule_format import Event
-from trainer.coordinator import STOP_WANTED, Board
+from trainer.coordinator import Board
+from trainer.keeper import STOP_WANTED
 
 _PAUSE_SECONDS = 0.02
 

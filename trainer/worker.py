@@ -6,15 +6,14 @@ Started by the launcher as `python -m trainer.worker`; what it is told comes ove
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,18 @@ from cache.rejoining import ShardChange
 from cache.store import Store
 from cache.traffic import Traffic
 from pipelines.errors import PipelineError
+from pipelines.files import is_full
 from pipelines.schedule import Schedule
 from trainer import numerics
 from trainer.assembly import DensePart, Start, assemble
 from trainer.coordinator import Board, Mail, StopAgreement, join_store
 from trainer.dense_file import load_dense, save_dense
+from trainer.ending import ADDED, SHARED, end_alone
 from trainer.errands import TrainerErrands
 from trainer.errors import LossNotFinite, PeerLost, TrainerError
 from trainer.faults import Fault
 from trainer.job import TrainJob
+from trainer.keeper import GO, ORPHANED
 from trainer.run import DENSE, LOG, PLACEMENT, Run, check_same
 from trainer.run import STORES as STORES_FOLDER
 from trainer.segment_gate import SegmentGate, StoppedAtSegment
@@ -50,6 +52,7 @@ RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place
 SHARDS_PAUSE = timedelta(milliseconds=250)
 BOARD_PAUSE = timedelta(milliseconds=10)
 TERM = 0
+RESTED = "rested"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Call:
     resumes: bool
     servers_return: bool = False  # servers of lost shards are started again, or others take their place
     faults: tuple[dict[str, int], ...] = ()  # trainer.faults.Fault
+    totals: dict[str, float] = field(default_factory=dict)  # of the run before this call
 
 
 def main() -> int:
@@ -91,7 +95,7 @@ def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
             mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=lost)
         return 2
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and is_full(error):
             with contextlib.suppress(PeerLost):
                 mail.send("error", message=f"trainer {trainer}: the disk is full: free space there", peer_lost=False)
             return 2
@@ -111,6 +115,7 @@ class TrainerProcess:
         self._job = TrainJob.of(call.job)
         self._run = Path(self._job.run)
         self._last_step = call.start_step
+        self._totals: Counter[str] = Counter()  # of this call's steps, as StepReport has them
         self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
         self._orders = 0
@@ -144,7 +149,7 @@ class TrainerProcess:
             self._errands = TrainerErrands(self._mail, self._run, part.traffic, list(part.partitions), dense.layouts)
             with part.traffic, self._rows_lost_first(part.traffic):
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
-                self._board.read("go")
+                self._board.read(GO)
                 trainer = Trainer(part)
                 stopped, failure = self._train(trainer, gate)
                 flushed = trainer.write_everything_back(self._last_step + 1, beyond=stopped)
@@ -155,13 +160,28 @@ class TrainerProcess:
                     name: value.total_seconds() if isinstance(value, timedelta) else int(value)
                     for name, value in asdict(part.traffic.counters()).items()
                 }
-            if self._trainer == lane_map[0]:
-                save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
-            self._mail.send(
-                "ended", step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, batches=batches, traffic=counters, lost=lost,
-                segments=gate.begun, prefix=schedule.prefix(gate.begun),
-            )  # fmt: skip
+            # From here on no lane is written any more, so that the dense part may take the place of the one that goes with the rows before.
             transport.barrier()
+            leads = self._trainer == lane_map[0]
+            if leads:
+                save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
+            self._board.publish(f"ended/{self._trainer}", {
+                "step": self._last_step, "stopped": stopped, "failure": failure, "flushed": flushed, "batches": batches, "traffic": counters,
+                "lost": lost, "segments": gate.begun, "prefix": schedule.prefix(gate.begun),
+                "totals": {name: self._totals[name] for name in (*ADDED, *SHARED)},
+            })  # fmt: skip
+            self._mail.send("ended")
+        if leads:
+            self._see_it_rest(schedule)
+
+    def _see_it_rest(self, schedule: Schedule) -> None:
+        """Wait until the launcher has published how far the run is; if it was killed, do that in its place, when all have ended."""
+        while not self._board.poll(RESTED):
+            if self._board.poll(ORPHANED):
+                ended = {trainer: self._board.read(f"ended/{trainer}") for trainer in range(self._call.trainers)}
+                end_alone(Run(self._run), schedule, ended, self._call.totals)
+                return
+            time.sleep(BOARD_PAUSE.total_seconds())
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None]:
         """Run the program; returns whether training stopped early, and what went wrong if that is why."""
@@ -169,7 +189,9 @@ class TrainerProcess:
 
         def on_step(report: StepReport) -> None:
             self._last_step = report.step
-            self._mail.send("step", report=asdict(report), at=time.monotonic())
+            told = asdict(report)
+            self._totals.update({"steps": 1} | {name: told[name] for name in (*ADDED, *SHARED) if name in told})
+            self._mail.send("step", report=told, at=time.monotonic())
             self._strike()
             self._see_to_shards(trainer.part.traffic)
 

@@ -83,3 +83,12 @@ def test_a_namespace_is_a_plain_name(store: Store) -> None:
     for name in ("", "a b", "a*", "a:b", "{a}", "x" * 101):
         with pytest.raises(StoreError, match="namespace: must be"):
             claim(store, name, IDENTITY, "new")
+
+
+def test_what_a_run_claimed_before_it_was_killed_is_still_its_own(store: Store) -> None:
+    claim(store, "killed", {"run": "a", "lanes": 2}, "new")
+    claim(store, "killed", {"run": "a", "lanes": 4}, "new")
+    assert owner(store, "killed", 2)["identity"] == {"run": "a", "lanes": 4}  # type: ignore[index]
+    with pytest.raises(NamespaceInUse):
+        claim(store, "killed", {"run": "b", "lanes": 4}, "new")
+    remove(store, "killed")

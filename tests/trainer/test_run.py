@@ -18,7 +18,7 @@ from trainer.errors import RunError
 from trainer.job import TrainJob
 from trainer.numerics import mixed_text
 from trainer.report import RunReport, Totals
-from trainer.run import METRICS, SUMMARY, Run, Status, check_free, new_manifest, resumed
+from trainer.run import METRICS, SUMMARY, Run, Status, check_free, locked, new_manifest, resumed
 
 
 def job(**changed: Any) -> TrainJob:
@@ -70,6 +70,43 @@ def test_a_folder_in_use_is_never_taken_silently(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="is a file"):
         check_free(tmp_path / "file", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        (), ("lock",), ("lock", ".placement.json.0123456789abcdef.tmp"), ("lock", "placement.json"),
+        ("lock", "placement.json", ".manifest.json.0123456789abcdef.tmp"), ("lock", "placement.json", "manifest.json"),
+    ],
+)  # fmt: skip
+def test_whatever_was_made_of_a_run_when_its_maker_was_killed_another_takes_its_place(
+    tmp_path: Path, left: tuple[str, ...]
+) -> None:
+    whole = make(tmp_path / "whole")
+    path = tmp_path / "run"
+    path.mkdir()
+    for name in left:
+        path.joinpath(name).write_bytes((whole.path / name).read_bytes() if (whole.path / name).exists() else b"{")
+    with locked(path) as lock, pytest.raises(RunError, match="is being trained or read right now"), locked(path):
+        pass
+    assert lock is not None
+    run = make(path)
+    assert sorted(item.name for item in path.iterdir()) == ["lock", "manifest.json", "placement.json"]
+    # Under the id of the run that never began: it may have claimed its namespace.
+    assert (run.manifest.run_id == whole.manifest.run_id) == ("manifest.json" in left)
+
+
+@pytest.mark.parametrize("deleted", range(4))
+def test_a_run_that_was_being_deleted_makes_room_for_another(tmp_path: Path, deleted: int) -> None:
+    with locked(tmp_path / "run"):
+        run = make(tmp_path / "run")
+    run.write_status(Status("ended", 9))
+    (run.path / "notes.txt").write_text("keep")
+    for name in ("status.json", "manifest.json", "placement.json")[:deleted]:
+        (run.path / name).unlink()
+    Run.create(run.path, new_manifest(job(), schedule(), (), 2), Placement.spread(2), overwrite=not deleted)
+    assert run.status is None
+    assert (run.path / "notes.txt").read_text() == "keep"
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
@@ -142,8 +179,7 @@ def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: 
 @pytest.mark.parametrize(
     ("status", "settings", "offered", "message"),
     [
-        (Status("training", -1), {}, schedule(), "did not stop cleanly"),
-        (None, {}, schedule(), "did not stop cleanly"),
+        (None, {}, schedule(), "never began to train"),
         (Status("ended", 9), {}, schedule(), "is at the end of"),
         (Status("ended", 9), {}, schedule("second", parent="sum of another"), "does not continue"),
         (Status("ended", 9), {}, schedule("second"), "does not continue"),

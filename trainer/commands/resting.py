@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cache.errors import StoreError
+from cache.local import LocalStores
 from cache.namespace import claim
 from cache.reading import StoredRows
 from cache.rows import RowLayout
@@ -16,12 +19,13 @@ from cache.store import Store
 from pipelines.schedule import Schedule
 from trainer.assembly import Start, stored_rows_at
 from trainer.dense_file import read_dense
+from trainer.errors import RunError
 from trainer.job import TrainJob
 from trainer.kept import schedule_of
 from trainer.layout import layouts
 from trainer.models import load_model
 from trainer.reach import reach
-from trainer.run import DENSE, Manifest, Run, Status, open_stores
+from trainer.run import DENSE, Manifest, Run, Status, locked, open_stores
 from trainer.trained import TrainedRows, trained_rows
 
 
@@ -67,6 +71,20 @@ def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
     return layouts(schedule.header.features, load_model(job.model, job.model_folder), job.dim, common, single)
 
 
+def _leave(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
+    if not of_the_stop:
+        # What servers that were found running have must not take the place of what was saved.
+        local.discard()
+        return
+    try:
+        local.leave(changed)
+    except StoreError as error:
+        if changed:
+            raise
+        # What was asked is known; and servers that still could not save are left as they were found.
+        sys.stderr.write(f"foreload: warning: {error}\n")
+
+
 @contextlib.contextmanager
 def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
     """The run in a folder, its local stores started for as long as the context lasts.
@@ -76,13 +94,20 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
     """
     torch.set_num_threads(1)
     run = Run.open(path)
-    manifest, status = run.manifest, run.resting()
-    local = open_stores(run)
     with contextlib.ExitStack() as stack:
+        # Its local stores are for one command at a time.
+        run.lock = stack.enter_context(locked(run.path, alone=run.manifest.local_stores is not None))
+        manifest, status = run.manifest, run.resting()
+        if status.step < manifest.stages[0].first_step:
+            raise RunError(
+                f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume begins again, or says what is missing"
+            )
+        local = open_stores(run, status)
         opened: Store | None = None
+        of_the_stop = False
         if local is not None:
             urls = list(local.start().urls)
-            stack.callback(lambda: local.stop(save=opened is not None and opened.rows_written > 0))
+            stack.callback(lambda: _leave(local, of_the_stop, changed=opened is not None and opened.rows_written > 0))
         else:
             urls = store.split(",") if store else list(manifest.store_urls)
         spared = run.placement.r
@@ -91,4 +116,6 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
         opened = stack.enter_context(Store.sparing(urls, manifest.training_job.store_silence, spared))
         # Another run may have taken the name since, with rows that look the same.
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)
+        run.check_rows(opened, status)
+        of_the_stop = True
         yield rest(run, opened, status)

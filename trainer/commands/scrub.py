@@ -27,7 +27,7 @@ from trainer.coordinator import ask
 from trainer.errors import RunError
 from trainer.kept import schedule_of
 from trainer.known_rows import given_ordinals, table_rows, write_known_rows
-from trainer.run import LOG, SCRUB, STORES, Manifest, Run
+from trainer.run import LOG, SCRUB, STORES, Run, locked
 
 POLL = timedelta(milliseconds=300)
 
@@ -47,19 +47,22 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     status = found.status
     if status is None:
         raise RunError(f"run {path}: never began to train, so it has no rows")
-    if status.state == "training":
-        with _broken_off(found, store) as (stored, schedule):
+    local = LocalStores.find(found.path / STORES)
+    # Where its local servers are gone, what they saved at the last clean stop is what is left.
+    if status.state == "training" and (found.manifest.local_stores is None or (local is not None and any(local.pids))):
+        with locked(found.path), _broken_off(found, local, store) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * found.manifest.lanes)
     with open_resting(path, store) as resting:
         return _scrub(resting.stored, resting.schedule, resting.status.step, list(resting.batches))
 
 
 @contextlib.contextmanager
-def _broken_off(found: Run, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
+def _broken_off(found: Run, local: LocalStores | None, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
     """The rows of a run whose trainers died, every lane's last batch finished."""
     manifest = found.manifest
     job, schedule = manifest.training_job, schedule_of(found)
-    with Store.sparing(_urls(found, manifest, urls), job.store_silence, found.placement.r) as store:
+    servers = list(local.urls) if local is not None else urls.split(",") if urls else list(manifest.store_urls)
+    with Store.sparing(servers, job.store_silence, found.placement.r) as store:
         stored = StoredRows(store, found.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(found.path / LOG)
         for lane in range(manifest.lanes):
@@ -70,15 +73,6 @@ def _broken_off(found: Run, urls: str | None) -> Iterator[tuple[StoredRows, Sche
                 "ever written is not known, so the stripes cannot be checked; a server that still has them can be started again"
             )
         yield stored, schedule
-
-
-def _urls(found: Run, manifest: Manifest, urls: str | None) -> list[str]:
-    if manifest.local_stores is None:
-        return urls.split(",") if urls else list(manifest.store_urls)
-    local = LocalStores.find(found.path / STORES)
-    if local is None:
-        raise RunError(f"run {found.path}: was broken off, and its local stores are gone with their rows; train it anew")
-    return list(local.urls)
 
 
 def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, batches: list[int | None]) -> dict[str, Any]:

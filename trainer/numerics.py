@@ -89,7 +89,9 @@ def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> N
 
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
-    torch.use_deterministic_algorithms(True)
+    # As torch.use_deterministic_algorithms(True) does, which imports torch's compiler, for two seconds, to tell it the same.
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    torch.set_deterministic_debug_mode("error")
     # Filling every new tensor would only cost time: nothing here reads what it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):

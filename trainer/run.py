@@ -238,8 +238,9 @@ class Run:
                 target.unlink(missing_ok=True)
 
     def delete(self) -> None:
-        """Delete everything of the run in the folder, which goes too if that was all, and end its local stores."""
+        """Delete everything of the run, whose lock is held, in the folder, which goes too if that was all, and end its local stores."""
         self._empty()
+        (self.path / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()
 

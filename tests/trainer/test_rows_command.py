@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import psutil
 from command_line import SMALL, Clicks, Command, done, reached, refused, run_here
 
 from cache.local import LocalStores
@@ -112,10 +113,12 @@ def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(click
     try:
         command.until(reached(run, 3))
         assert "is being trained; stop it with Ctrl-C first" in refused("delete", run)
-        for process in command.remains.processes():
-            if "trainer.cli" in process.cmdline() or "trainer.worker" in process.cmdline():
-                process.kill()
+        ours = command.remains.processes()
+        users = [one for one in ours if "trainer.cli" in one.cmdline() or "trainer.worker" in one.cmdline()]
+        for process in users:
+            process.kill()
         command.process.wait()
+        psutil.wait_procs(users, timeout=60)
         # Broken off: its servers are left, and alone have its rows.
         servers = LocalStores.find(run / STORES)
         assert servers is not None

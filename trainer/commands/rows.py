@@ -14,7 +14,7 @@ from cache.store import Store
 from cache.url import StoreUrl, parse_urls
 from trainer.coordinator import ask
 from trainer.errors import RunError
-from trainer.run import Run
+from trainer.run import Run, locked
 
 TIMEOUT = timedelta(seconds=30)  # a server may have many keys to go through
 _CONNECT = timedelta(seconds=1)
@@ -52,11 +52,12 @@ def run(path: str, urls: str | None) -> dict[str, Any]:
         raise RunError(f"run {path}: is being trained; stop it with Ctrl-C first")
     manifest = found.manifest
     shards = []
-    if manifest.local_stores is None:
-        shards = [
-            _delete(url, manifest.namespace, manifest.identity) for url in parse_urls(urls or ",".join(manifest.store_urls))
-        ]
-    found.delete()
+    with locked(found.path):
+        if manifest.local_stores is None:
+            shards = [
+                _delete(url, manifest.namespace, manifest.identity) for url in parse_urls(urls or ",".join(manifest.store_urls))
+            ]
+        found.delete()
     kept = sorted(item.name for item in Path(path).iterdir()) if Path(path).exists() else []
     return {
         "run": path,

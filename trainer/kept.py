@@ -17,7 +17,7 @@ from trainer.run import KEPT, Run
 def keep_schedule(run: Run, schedule: Schedule, step: int | None = None) -> None:
     """Keep in RUN what evaluate, export and digest need of a schedule, once it is complete. step: the last one trained, where the run rests.
 
-    What cannot be kept is told, and no reason to stop.
+    What cannot be kept is told, and no reason to stop. Raises ScheduleError where the schedule that is to be trained on is damaged.
     """
     if not schedule.complete:
         return
@@ -30,6 +30,8 @@ def keep_schedule(run: Run, schedule: Schedule, step: int | None = None) -> None
             for other in [path for path in folder.parent.iterdir() if path != folder]:
                 shutil.rmtree(other)
     except (OSError, ScheduleError) as error:
+        if step is None and isinstance(error, ScheduleError):
+            raise
         sys.stderr.write(f"the run cannot keep what its model is read by, so {schedule.path} must stay where it is: {error}\n")
 
 

@@ -89,7 +89,7 @@ def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
     assert summary(run)["digest"] == undisturbed
 
 
-@pytest.mark.parametrize("trainers", ["1", "2"])
+@pytest.mark.parametrize("trainers", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_follower_that_waits_heeds_ctrl_c_and_goes_on_later(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], trainers: str
 ) -> None:
@@ -114,7 +114,7 @@ def last_step(schedule: Path, segments: int) -> int:
     return found.first + len(found.samples) - 1
 
 
-@pytest.mark.parametrize("how", ["killed", "failed", pytest.param("removed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.full) for how in ("failed", "removed"))])
 def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_prepared_again(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], how: str
 ) -> None:
@@ -140,7 +140,9 @@ def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_
     going_on(followed, run, undisturbed)
 
 
-@pytest.mark.parametrize("how", ["removed", "prepared anew", "prepared from other data"])
+@pytest.mark.parametrize(
+    "how", ["removed", *(pytest.param(how, marks=pytest.mark.full) for how in ("prepared anew", "prepared from other data"))]
+)
 def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], how: str
 ) -> None:

@@ -29,7 +29,7 @@ from trainer.kept import keep_schedule
 from trainer.report import RunReport, Totals
 from trainer.run import Manifest, Run, Status
 from trainer.store_shards import StoreShards
-from trainer.worker import RENDEZVOUS, RESTED, TERM, TRAINER, Call
+from trainer.worker import LAUNCHER, RENDEZVOUS, RESTED, TERM, TRAINER, Call
 from trainer.worker import STORES as STORES_VARIABLE
 
 POLL = timedelta(milliseconds=30)
@@ -150,6 +150,7 @@ class Attempt:
                 "PYTHONPATH": program_path(),
                 RENDEZVOUS: address,
                 TRAINER: str(trainer),
+                LAUNCHER: str(os.getpid()),
                 STORES_VARIABLE: json.dumps(self._shards.urls),
             }
             # A session of its own: Ctrl-C in the terminal is for the launcher, which stops trainers after the same step.

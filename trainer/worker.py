@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -46,13 +47,16 @@ from trainer.segment_gate import SegmentGate, StoppedAtSegment
 from trainer.step import EvaluationReport, StepReport, Trainer
 from trainer.transport import GlooTransport, NcclTransport, Transport
 
-STORES, RENDEZVOUS, TRAINER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER"
+STORES, RENDEZVOUS, TRAINER, LAUNCHER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER", "FORELOAD_LAUNCHER"
 JOIN_TIMEOUT = timedelta(minutes=5)
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
 SHARDS_PAUSE = timedelta(milliseconds=250)
+LAUNCHER_PAUSE = timedelta(milliseconds=200)
 BOARD_PAUSE = timedelta(milliseconds=10)
 TERM = 0
 RESTED = "rested"
+
+_ready = threading.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,20 @@ class Call:
 def main() -> int:
     """The process that the launcher starts; returns its exit status."""
     host, _, port = os.environ[RENDEZVOUS].rpartition(":")
+    threading.Thread(target=_leave_with, args=(int(os.environ[LAUNCHER]),), name="launcher", daemon=True).start()
     try:
         store = join_store(host, int(port), JOIN_TIMEOUT)
         return work(store, int(os.environ[TRAINER]), json.loads(os.environ.get(STORES, "null")))
     except PeerLost as error:
         sys.stderr.write(f"foreload: error: {error}\n")
         return 2
+
+
+def _leave_with(launcher: int) -> None:
+    """End this process if the launcher dies before the trainer is ready: until then nothing is lost, whatever it waits for."""
+    while not _ready.wait(LAUNCHER_PAUSE.total_seconds()):
+        if os.getppid() != launcher:
+            os._exit(2)
 
 
 def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
@@ -149,6 +161,8 @@ class TrainerProcess:
             self._errands = TrainerErrands(self._mail, self._run, part.traffic, list(part.partitions), dense.layouts)
             with part.traffic, self._rows_lost_first(part.traffic):
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
+                # From here on it is the keeper that tells whether the launcher is there.
+                _ready.set()
                 self._board.read(GO)
                 trainer = Trainer(part)
                 stopped, failure = self._train(trainer, gate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,6 +154,7 @@ class RunReport:
         self._run = run
         self._trainers = trainers
         self._waiting: dict[int, list[Mapping[str, Any]]] = {}
+        self._excepthook, threading.excepthook = threading.excepthook, self._except_full
         self._board = SummaryWriter(str(run / TENSORBOARD))
         if settings:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
@@ -245,6 +247,12 @@ class RunReport:
         with self._room():
             self._write_interval()
             self._board.close()
+        threading.excepthook = self._excepthook
+
+    def _except_full(self, ended: threading.ExceptHookArgs) -> None:
+        """A full disk that TensorBoard's thread meets is raised here, too, at the next call: no traceback of the thread's."""
+        if not (isinstance(ended.exc_value, OSError) and is_full(ended.exc_value)):
+            self._excepthook(ended)
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:

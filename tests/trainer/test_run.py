@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,3 +299,27 @@ def test_on_a_terminal_one_line_is_written_over() -> None:
     display.write("stays")
     display.close()
     assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo\r\x1b[Kstays\n"
+
+
+def test_a_full_disk_that_tensorboards_thread_meets_is_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = threading.excepthook
+    report = RunReport(tmp_path, Totals(), 0, 1, trainers=1)
+
+    def full(data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = report._board._get_file_writer().event_writer._async_writer
+    writer._writer.write = full  # TensorBoard's record file
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report._board.add_scalar("train/loss", 1.0, 0)
+        writer._worker.join()
+        report.evaluation({"epoch": 0, "step": 0, "samples": 1, "log_loss": 0.5, "auc": 0.5, "normalized_entropy": 1.0})
+        report.close()
+    assert threading.excepthook is before
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "the disk is full, so metrics are missing" in said
+    assert "epoch 1: log loss 0.50000" in said

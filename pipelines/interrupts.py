@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _AGAIN_SECONDS = 0.005
+_RELAY_SECONDS = 1.0
 _COMPILERS = ("/numba/", "/llvmlite/")
 
 
@@ -23,11 +25,15 @@ class Interrupts:
     An exception that is raised within a finalizer, or within a callback from foreign code such as numba's compiler, is printed and
     lost. A signal that arrives there is heeded as soon as the main thread has left the place.
 
+    relayed: signals come twice, from the terminal and from what started this process (torchrun); the same one within a second is one.
+
     received: numbers of the signals, in the order of their arrival, those included that came while another Interrupts was entered within.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, relayed: bool = False) -> None:
         self.received: list[int] = []
+        self._relayed = relayed
+        self._received_at = 0.0
         self.gentle = False
         self._due = False
 
@@ -54,6 +60,10 @@ class Interrupts:
             if number in self.received:
                 # The shell sends one as its terminal closes, and the kernel another as the shell ends.
                 return
+        now = time.monotonic()
+        if self._relayed and number in self.received and now - self._received_at < _RELAY_SECONDS:
+            return
+        self._received_at = now
         self.received.append(number)
         if not self.gentle:
             self._due = True

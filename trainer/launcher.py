@@ -7,13 +7,17 @@ only its own trainer is a child of it.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 from cache.errors import StoreError
@@ -57,6 +61,8 @@ from trainer.run import (
 from trainer.store_shards import StoreShards
 from trainer.worker import JOIN_TIMEOUT, work
 
+_MEET_PAUSE, _MEET_SAID = timedelta(seconds=1), timedelta(minutes=1)
+
 
 def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
     """Train as the job says, in the environment that `trainer.launch` sets. Returns None in a process that is only one of a scheduler's trainers.
@@ -69,24 +75,53 @@ def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
     if not under_scheduler():
         with Interrupts() as interrupts:
             return Launch(job, interrupts, None, witness or Witness()).run()
-    store, rank, world = _scheduled_store()
-    if world != job.trainers:
-        job = replace(job, trainers=world)
-    if rank:
+    with Interrupts(relayed=True) as interrupts:
+        store, rank, world = _scheduled_store()
+        if world != job.trainers:
+            job = replace(job, trainers=world)
+        if not rank:
+            return Launch(job, interrupts, store, witness or Witness()).run()
         urls = None if local_shards(job.store) else job.store.split(",")
-        status = work(store, rank, urls)
+        status = work(store, rank, urls, interrupts)
         if status:
             raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
         return None
-    with Interrupts() as interrupts:
-        return Launch(job, interrupts, store, witness or Witness()).run()
 
 
 def _scheduled_store() -> tuple[Any, int, int]:
+    """The store at which a scheduler's trainers meet, this one's number, and how many they are. While others are waited for, that is said.
+
+    Raises JobError where they do not meet.
+    """
     import torch.distributed as dist
 
-    store, rank, world = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
-    return store, rank, world
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    met: Future[tuple[Any, int, int]] = Future()
+
+    def meet() -> None:
+        try:
+            met.set_result(next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+        except Exception as error:
+            met.set_exception(error)
+
+    # In a thread that nobody waits for, since torch heeds no signal meanwhile.
+    Thread(target=meet, name="rendezvous", daemon=True).start()
+    waited = 0.0
+    while True:
+        try:
+            return met.result(_MEET_PAUSE.total_seconds())
+        except FutureTimeout:
+            waited += _MEET_PAUSE.total_seconds()
+            if waited % _MEET_SAID.total_seconds() == _MEET_PAUSE.total_seconds():
+                sys.stderr.write(
+                    f"foreload: trainer {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waits at {place} until all have come, "
+                    f"{JOIN_TIMEOUT.total_seconds() - waited:.0f} s more at most\n"
+                )
+        except (RuntimeError, ValueError) as error:
+            raise JobError(
+                f"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: must let {os.environ['WORLD_SIZE']} trainers meet at a free port of rank 0's "
+                f"machine; got {place}: {str(error).strip().splitlines()[0]}; start all of them, with another port if that is taken"
+            ) from error
 
 
 class Launch:

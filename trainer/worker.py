@@ -30,6 +30,7 @@ from cache.store import Store
 from cache.traffic import Traffic
 from pipelines.errors import PipelineError
 from pipelines.files import is_full
+from pipelines.interrupts import Interrupts
 from pipelines.schedule import Schedule
 from trainer import numerics
 from trainer.assembly import DensePart, Start, assemble
@@ -40,7 +41,7 @@ from trainer.errands import TrainerErrands
 from trainer.errors import LossNotFinite, PeerLost, TrainerError
 from trainer.faults import Fault
 from trainer.job import TrainJob
-from trainer.keeper import GO, ORPHANED
+from trainer.keeper import GO, ORPHANED, STOP_WANTED
 from trainer.run import DENSE, LOG, PLACEMENT, Run, check_same
 from trainer.run import STORES as STORES_FOLDER
 from trainer.segment_gate import SegmentGate, StoppedAtSegment
@@ -94,13 +95,17 @@ def _leave_with(launcher: int) -> None:
             os._exit(2)
 
 
-def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
-    """Train as trainer number `trainer`; store_urls, with passwords, where they are not the coordinator's. Returns the exit status."""
+def work(store: Any, trainer: int, store_urls: list[str] | None, interrupts: Interrupts | None = None) -> int:
+    """Train as trainer number `trainer`; returns the exit status.
+
+    store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
+    begins, a signal asks for a clean stop of all trainers.
+    """
     board = Board(store)
     mail = Mail(board, trainer)
     try:
         call = Call(**board.read("call"))
-        TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores)).run()
+        TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores), interrupts).run()
     except (PipelineError, CacheError, TrainerError) as error:
         with contextlib.suppress(PeerLost):
             lost = {"shards": error.shards, "covered": error.covered, "rows": error.rows} if isinstance(error, RowsLost) else None
@@ -121,7 +126,10 @@ def work(store: Any, trainer: int, store_urls: list[str] | None) -> int:
 class TrainerProcess:
     """One trainer's part of a call, from joining to leaving."""
 
-    def __init__(self, store: Any, board: Board, mail: Mail, trainer: int, call: Call, store_urls: list[str]) -> None:
+    def __init__(
+        self, store: Any, board: Board, mail: Mail, trainer: int, call: Call, store_urls: list[str], interrupts: Interrupts | None
+    ) -> None:
+        self._interrupts, self._stop_asked = interrupts, False
         self._store, self._board, self._mail = store, board, mail
         self._trainer, self._call, self._store_urls = trainer, call, store_urls
         self._job = TrainJob.of(call.job)
@@ -163,6 +171,8 @@ class TrainerProcess:
                 self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 # From here on it is the keeper that tells whether the launcher is there.
                 _ready.set()
+                if self._interrupts is not None:
+                    self._interrupts.gentle = True
                 self._board.read(GO)
                 trainer = Trainer(part)
                 stopped, failure = self._train(trainer, gate)
@@ -256,6 +266,9 @@ class TrainerProcess:
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
+        if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
+            self._stop_asked = True
+            self._board.publish(STOP_WANTED, True)
         for shard, done in traffic.lost_or_rebuilding().items():
             if done:
                 self._mail.send("shard", shard=shard, what="rebuilding", done=done)

@@ -8,6 +8,7 @@ import os
 import pty
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command_line import DEADLINE_SECONDS, Command, free_port, reached
+from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused_apart
 from small_job import arguments, summary
 
 from cache.local import LocalStores
@@ -377,6 +378,48 @@ def test_torchrun_trains_with_the_vector_instructions_that_the_call_names(
     found = Run.open(tmp_path / "run").manifest.fingerprint
     assert found is not None
     assert (found["cpu_capability"], found["onednn_isa"]) == ("AVX512", "AVX512_CORE")
+
+
+def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
+    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "trainer.launch")
+    command = arguments(schedule, tmp_path / "run", "--store", "local:1")
+    job = launched(*torchrun, *command[1:], module="torch.distributed.run")
+    job.interrupt(reached(tmp_path / "run", 5))
+    _, _, err = job.end()
+    assert "go on with: foreload train" in err
+    assert Run.open(tmp_path / "run").resting().state == "stopped"
+    assert main(["train", str(schedule), "--run", str(tmp_path / "run"), "--resume", "--digest"]) == 0
+    assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_schedulers_trainer_that_waits_for_others_says_so_and_heeds_ctrl_c(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command], rank: str
+) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = launched(*arguments(schedule, tmp_path / "run", "--store", "local:1"), RANK=rank, **place)
+    assert job.process.stderr is not None
+    waits = f"foreload: trainer {rank} of 2 waits at 127.0.0.1:{place['MASTER_PORT']} until all have come"
+    while not (line := job.process.stderr.readline()).startswith(waits):
+        assert line, "it has ended"
+    job.interrupt(lambda: True)
+    status, _, err = job.end()
+    assert status == 130
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_taken_is_told_of(schedule: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        line = refused_apart(*arguments(schedule, tmp_path / "run", "--store", "local:1"), **place)
+    assert line.startswith(
+        f"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: must let 2 trainers meet at a free port of rank 0's machine; got 127.0.0.1:{port}"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_trainer_whose_arithmetic_differs_may_not_join(

@@ -1,0 +1,676 @@
+"""A randomised campaign from outside: trainings on which a bad day is inflicted, through the command line and the servers alone.
+
+    python tests/campaign.py --seed 1 --minutes 5 [--episode N] [--json FILE]
+
+An episode is a pure function of (seed, number): a kind of store, a code, trainers, and a list of faults, each at a step or a moment. After each
+call of `foreload train` it is looked at what is left, and the run is gone on with, until it ends with the digest of an undisturbed run, or a
+command refuses with one clear line where it may. What may not be: another digest, a traceback, a stop that the fault does not excuse,
+`--overwrite` as the only way on, a trainer left behind, a server left behind that is not the only one to hold rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from command_line import Remains, free_port  # noqa: E402
+from tls import KINDS, TlsServer, write_certificates  # noqa: E402
+
+from cache.errors import CacheError  # noqa: E402
+from cache.local import LocalStores  # noqa: E402
+from cache.store import Store  # noqa: E402
+from trainer.coordinator import ask  # noqa: E402
+from trainer.errors import TrainerError  # noqa: E402
+
+STEPS = 3000
+LANES = 2
+MOST_CALLS = 16
+DISK_BYTES = 128 << 20
+DEADLINE_SECONDS = 240
+PREPARE = f"--format synthetic --rows {STEPS * 64} --values 3000 --batch-size 64 --lanes {LANES} --slots 700"
+MODEL = "--dim 4 --lr 0.05 --model-options bottom=8-4 top=8-1"
+LOST = {"kill", "flush", "stop", "readonly", "oom", "busy", "sleep"}
+"""Faults after which a store shard may count as lost. (A connection that is cut is made again.)"""
+SERVER_FAULTS = (*sorted(LOST), "cut")
+DISK_FAULTS = ("disk",)
+TRAINER_FAULTS = ("kill_trainer", "stop_trainer")
+LAUNCHER_FAULTS = ("kill_launcher", "int", "term", "hup")
+LOOKS = ("status", "scrub", "second")
+"""What is no fault, but meets a run that trains: commands that look at it, and a second training of the same run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens: after `step` (counted over the run), or `seconds` after the start of a call where that is given."""
+
+    kind: str
+    step: int
+    seconds: float | None
+    target: int
+    lasts: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An episode."""
+
+    number: int
+    store: str
+    shards: int
+    parity: str
+    trainers: int
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def draw(cls, seed: int, number: int) -> Plan:
+        """The episode of a number: a pure function of both."""
+        dice = random.Random(f"{seed}/{number}")
+        store = dice.choice(("local", "local", "tcp", "tls"))
+        shards, parity = dice.choice(((1, "off"), (3, "2+1"), (3, "2+1"), (3, "off"), (4, "2+1"), (4, "2+2")))
+        # Without parity hardly any fault of a server can be survived: there it is mostly the processes that are tried.
+        kinds = (
+            (*LAUNCHER_FAULTS, "stop_trainer", "cut", "sleep", "flush", *LOOKS)
+            if parity == "off"
+            else (*3 * SERVER_FAULTS, *LAUNCHER_FAULTS, *TRAINER_FAULTS, *LOOKS)
+        )
+        kinds += DISK_FAULTS if store == "local" else ()
+        steps = sorted(dice.randrange(1, STEPS - 20) for _ in range(dice.randint(5, 14)))
+        faults = tuple(
+            Fault(
+                dice.choice(kinds),
+                step,
+                round(dice.uniform(0.0, 6.0), 2) if dice.random() < 0.1 else None,
+                dice.randrange(64),
+                round(dice.choice((0.2, 0.6, 1.5, 3.0)), 2),
+            )
+            for step in steps
+        )
+        return cls(number, store, shards, parity, dice.choice((1, 2)), faults)
+
+    @property
+    def losses_covered(self) -> int:
+        """How many store shards may be lost at once."""
+        return 0 if self.parity == "off" else int(self.parity.partition("+")[2])
+
+
+class Violation(Exception):
+    """Something that may not be."""
+
+
+@dataclass(slots=True)
+class Excuses:
+    """What may be refused, and why, by what happened so far."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of `foreload train`, and what it said."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+    began: float
+
+    @property
+    def said(self) -> str:
+        return self.err.read_text(errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        lines = [line for line in self.said.splitlines() if line.startswith("foreload: error: ")]
+        return lines[-1] if lines else ""
+
+
+class Servers:
+    """Servers of an episode that has them by URL; each in a folder of its own, so that one can be started again empty."""
+
+    def __init__(self, folder: Path, count: int, environment: dict[str, str], certificates: Path | None) -> None:
+        self._locals: list[LocalStores] = []
+        self._fronts: list[TlsServer] = []
+        self.urls: list[str] = []
+        before = dict(os.environ)
+        os.environ.update(environment)
+        try:
+            for shard in range(count):
+                place = folder / f"server-{shard}"
+                if certificates is not None:
+                    self._fronts.append(TlsServer(place, certificates, KINDS[1]))
+                    self._locals.append(self._fronts[-1].stores)
+                    self.urls.append(self._fronts[-1].url)
+                else:
+                    port = free_port()
+                    self._locals.append(LocalStores(1, place, settings={"port": str(port), "bind": "127.0.0.1"}).start())
+                    self.urls.append(f"redis://127.0.0.1:{port}")
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def direct(self, shard: int) -> str:
+        return self._locals[shard].urls[0]
+
+    def pid(self, shard: int) -> int | None:
+        return self._locals[shard].pids[0]
+
+    def restart(self, shard: int) -> None:
+        """Start a dead server again, empty."""
+        self._locals[shard].restart(0)
+
+    def close(self) -> None:
+        for front in self._fronts:
+            front.close()
+        for one in self._locals if not self._fronts else ():
+            one.stop(save=False)
+
+
+class Episode:
+    """Runs a plan. Raises Violation."""
+
+    def __init__(self, plan: Plan, schedule: Path, digest: str, folder: Path, certificates: Path) -> None:
+        self.plan, self._schedule, self._digest, self._folder = plan, schedule, digest, folder
+        self._run = folder / "run"
+        self._remains = Remains()
+        self._environment = os.environ | {"PYTHONPATH": str(ROOT)} | self._remains.environment
+        self.excuses = Excuses()
+        self.done: list[str] = []
+        self._undo: list[threading.Timer] = []
+        self._servers: Servers | None = None
+        self._certificates = certificates
+        self._log = (folder / "log").open("w")
+
+    def play(self) -> str:
+        """Returns how it ended: "digest", or the line of a refusal."""
+        try:
+            if self.plan.store != "local":
+                self._servers = Servers(
+                    self._folder,
+                    self.plan.shards,
+                    self._remains.environment,
+                    self._certificates if self.plan.store == "tls" else None,
+                )
+            if any(fault.kind in DISK_FAULTS for fault in self.plan.faults):
+                self._mount_small_disk()
+            return self._play()
+        finally:
+            for timer in self._undo:
+                timer.cancel()
+            self._remains.kill()
+            for pid in self._local_pids():
+                os.kill(pid, signal.SIGKILL)
+            if self._servers is not None:
+                self._servers.close()
+            self._remains.remove()
+            self._log.close()
+            if self._run.parent != self._folder:
+                subprocess.run(["umount", "--lazy", str(self._run.parent)], check=False)
+
+    def _play(self) -> str:
+        pending = list(self.plan.faults)
+        for number in range(MOST_CALLS):
+            begun, inflicted = (self._run / "status.json").exists(), len(self.done)
+            call = self._start("--resume") if begun else self._start()
+            pending = self._disturb(call, pending)
+            code = self._await(call)
+            self._settle()
+            self._look_at_what_is_left(call)
+            self._note(f"call {number}: {'resume' if begun else 'new'}, exit {code}: {call.last_line}")
+            if "Traceback" in call.said:
+                raise Violation(f"a traceback: {call.said[-2000:]}")
+            if code == 0:
+                return self._check_the_end()
+            stopped = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if code in (-signal.SIGKILL, *(128 + number for number in stopped)) or (-code in stopped and not begun):
+                # (A signal before the program has said what to do with signals ends it as it ends any.)
+                continue
+            if code not in (2, 3) or not call.last_line:
+                raise Violation(f"exit {code}, and said {call.said[-1500:]!r}")
+            if not self.excuses:
+                raise Violation(f"refused without an excuse: {call.last_line}")
+            if begun and len(self.done) == inflicted:
+                # Nothing was inflicted on this call: it would be refused again.
+                self._check_refusal(call.last_line)
+                return call.last_line
+        raise Violation(f"after {MOST_CALLS} calls the run has not ended")
+
+    # -- calls -------------------------------------------------------------------------------------------------------------------
+
+    def _start(self, *further: str) -> Call:
+        store = f"local:{self.plan.shards}" if self._servers is None else ",".join(self._servers.urls)
+        words = [
+            *f"train {self._schedule} --run {self._run} --store {store} --trainers {self.plan.trainers} {MODEL}".split(),
+            *further,
+        ]
+        if self.plan.shards >= 3 and not further:
+            words += ["--parity", self.plan.parity]
+        return self._command(*words)
+
+    def _command(self, *words: object) -> Call:
+        place = Path(tempfile.mkdtemp(dir=self._folder, prefix="call-"))
+        out, err = place / "out", place / "err"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.cli", *map(str, words)],
+            env=self._environment, stdin=subprocess.DEVNULL, stdout=out.open("wb"), stderr=err.open("wb"), start_new_session=True,
+        )  # fmt: skip
+        return Call(process, out, err, time.monotonic())
+
+    def _await(self, call: Call) -> int:
+        try:
+            return call.process.wait(DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Violation(f"hangs for {DEADLINE_SECONDS} s; it said {call.said[-1500:]!r}") from None
+
+    def _step(self) -> int | None:
+        """The last step that the run says it has trained, None while none does."""
+        with contextlib.suppress(TrainerError):
+            told = ask(self._run, {"do": "status"})
+            if told is not None and told["state"] == "training":
+                return int(told["step"])
+        return None
+
+    def _disturb(self, call: Call, pending: list[Fault]) -> list[Fault]:
+        """Inflict what is due while the call runs; returns what is left for the next one."""
+        left = list(pending)
+        while left and call.process.poll() is None and time.monotonic() - call.began < DEADLINE_SECONDS:
+            step = self._step()
+            elapsed = time.monotonic() - call.began
+            due = [
+                fault
+                for fault in left
+                if (elapsed >= fault.seconds if fault.seconds is not None else step is not None and step >= fault.step)
+            ]
+            for fault in due:
+                if call.process.poll() is None and not self._waits(fault):
+                    left.remove(fault)
+                    self._inflict(fault, call, step)
+            time.sleep(0.01)
+        return left
+
+    # -- faults ------------------------------------------------------------------------------------------------------------------
+
+    def _waits(self, fault: Fault) -> bool:
+        """Whether a fault is to wait until parity covers it. One in ten does not care."""
+        if fault.kind not in LOST or not self.plan.losses_covered or fault.target % 10 == 0:
+            return False
+        return len(self._not_whole() - {fault.target % self.plan.shards}) >= self.plan.losses_covered
+
+    def _inflict(self, fault: Fault, call: Call, step: int | None) -> None:
+        shard = fault.target % self.plan.shards
+        if fault.kind in SERVER_FAULTS:
+            pid = self._server_pid(shard)
+            if pid is None:
+                return
+            if step is None:
+                # A run that is not training yet may find that its servers are not there.
+                self.excuses.reasons.append(f"{fault.kind} while starting")
+            if fault.kind in LOST:
+                lost = self._not_whole() - {shard}
+                if len(lost) >= self.plan.losses_covered:
+                    self.excuses.reasons.append(f"{fault.kind} of shard {shard} beside {sorted(lost)}")
+            elif not self.plan.losses_covered:
+                self.excuses.reasons.append(f"{fault.kind} without parity")
+        try:
+            told = getattr(self, "_" + fault.kind)(fault, call, shard)
+        except (CacheError, psutil.Error, ProcessLookupError, OSError) as error:
+            told = f"not possible: {error}"
+        else:
+            self.done.append(fault.kind)
+        self._note(f"{fault} at step {step}: {told or ''}")
+
+    def _mount_small_disk(self) -> None:
+        """Have the run on a disk of its own, so small that a fault can fill it."""
+        disk = self._folder / "disk"
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
+        if subprocess.run(mount, check=False, capture_output=True).returncode == 0:
+            self._run = disk / "run"
+
+    def _disk(self, fault: Fault, call: Call, shard: int) -> str:
+        disk = self._run.parent
+        if disk == self._folder:
+            raise OSError("no small disk")
+        self.excuses.reasons.append("the disk is full")
+        filling = disk / "filling"
+        with contextlib.suppress(OSError), filling.open("wb") as file:
+            while True:
+                file.write(b"x" * 65536)
+                file.flush()
+        self._later(fault.lasts, lambda: filling.unlink(missing_ok=True))
+        return f"{shutil.disk_usage(disk).free} bytes left"
+
+    def _server_pid(self, shard: int) -> int | None:
+        if self._servers is not None:
+            return self._servers.pid(shard)
+        with contextlib.suppress(CacheError, OSError, IndexError):
+            local = LocalStores.find(self._run / "stores")
+            return local.pids[shard] if local is not None else None
+        return None
+
+    def _server_url(self, shard: int) -> str:
+        if self._servers is not None:
+            return self._servers.direct(shard)
+        local = LocalStores.find(self._run / "stores")
+        assert local is not None
+        return local.urls[shard]
+
+    def _not_whole(self) -> set[int]:
+        """The store shards that the run itself does not call ok."""
+        told = None
+        with contextlib.suppress(TrainerError):
+            told = ask(self._run, {"do": "status"})
+        return {int(shard) for shard, state in (told or {}).get("shards", {}).items() if state["state"] != "ok"}
+
+    @contextlib.contextmanager
+    def _connected(self, shard: int) -> Iterator[Store]:
+        from datetime import timedelta
+
+        with Store([self._server_url(shard)], timedelta(seconds=5), timedelta(seconds=1)) as store:
+            yield store
+
+    def _later(self, seconds: float, undo: Callable[[], object]) -> None:
+        def quietly() -> None:
+            with contextlib.suppress(CacheError, OSError, AssertionError, IndexError):
+                undo()
+
+        timer = threading.Timer(seconds, quietly)
+        timer.daemon = True
+        timer.start()
+        self._undo.append(timer)
+
+    def _settle(self) -> None:
+        """What was to be undone later is undone before the run is gone on with."""
+        for timer in self._undo:
+            timer.join()
+        self._undo.clear()
+
+    def _kill(self, fault: Fault, call: Call, shard: int) -> None:
+        pid = self._server_pid(shard)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        if self._servers is not None:
+            servers = self._servers
+            self._later(fault.lasts, lambda: servers.restart(shard))
+
+    def _stop(self, fault: Fault, call: Call, shard: int) -> None:
+        pid = self._server_pid(shard)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        self._later(fault.lasts, lambda: os.kill(pid, signal.SIGCONT))
+
+    def _flush(self, fault: Fault, call: Call, shard: int) -> None:
+        with self._connected(shard) as store:
+            store.command(0, "FLUSHALL")
+
+    def _cut(self, fault: Fault, call: Call, shard: int) -> None:
+        with self._connected(shard) as store:
+            store.command(0, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    def _readonly(self, fault: Fault, call: Call, shard: int) -> None:
+        with self._connected(shard) as store:
+            store.command(0, "REPLICAOF", "127.0.0.1", free_port())
+        self._later(fault.lasts, lambda: self._tell(shard, "REPLICAOF", "NO", "ONE"))
+
+    def _oom(self, fault: Fault, call: Call, shard: int) -> None:
+        with self._connected(shard) as store:
+            store.command(0, "CONFIG", "SET", "maxmemory", 1)
+        self._later(fault.lasts, lambda: self._tell(shard, "CONFIG", "SET", "maxmemory", 0))
+
+    def _busy(self, fault: Fault, call: Call, shard: int) -> None:
+        with self._connected(shard) as store:
+            store.command(0, "CONFIG", "SET", "lua-time-limit", 50)
+
+        def spin() -> None:
+            with contextlib.suppress(CacheError, OSError):
+                self._tell(shard, "EVAL", "while true do end", 0)
+
+        threading.Thread(target=spin, daemon=True).start()
+        self._later(fault.lasts, lambda: self._end_script(shard))
+
+    def _end_script(self, shard: int) -> None:
+        import redis
+
+        path = self._server_url(shard).removeprefix("unix://").partition("?")[0]
+        with contextlib.suppress(redis.RedisError, OSError):
+            redis.Redis(unix_socket_path=path, socket_timeout=5).execute_command("SCRIPT", "KILL")
+
+    def _sleep(self, fault: Fault, call: Call, shard: int) -> None:
+        def sleep() -> None:
+            with contextlib.suppress(CacheError, OSError):
+                self._tell(shard, "DEBUG", "SLEEP", str(fault.lasts))
+
+        threading.Thread(target=sleep, daemon=True).start()
+
+    def _tell(self, shard: int, *words: str | int) -> None:
+        with self._connected(shard) as store:
+            store.command(0, *words)
+
+    def _workers(self) -> list[psutil.Process]:
+        return [process for process in self._remains.processes() if "trainer.worker" in " ".join(_words(process))]
+
+    def _kill_trainer(self, fault: Fault, call: Call, shard: int) -> None:
+        found = self._workers()
+        if found:
+            self.excuses.reasons.append("a trainer was killed")
+            found[fault.target % len(found)].kill()
+
+    def _stop_trainer(self, fault: Fault, call: Call, shard: int) -> None:
+        found = self._workers()
+        if found:
+            process = found[fault.target % len(found)]
+            process.suspend()
+            self._later(fault.lasts, process.resume)
+
+    def _kill_launcher(self, fault: Fault, call: Call, shard: int) -> None:
+        call.process.kill()
+
+    def _int(self, fault: Fault, call: Call, shard: int) -> None:
+        os.killpg(call.process.pid, signal.SIGINT)
+
+    def _term(self, fault: Fault, call: Call, shard: int) -> None:
+        call.process.send_signal(signal.SIGTERM)
+
+    def _hup(self, fault: Fault, call: Call, shard: int) -> None:
+        os.killpg(call.process.pid, signal.SIGHUP)
+
+    def _status(self, fault: Fault, call: Call, shard: int) -> str:
+        return self._beside("stores", "status", self._run)
+
+    def _scrub(self, fault: Fault, call: Call, shard: int) -> str:
+        return self._beside("scrub", self._run) if self.plan.losses_covered else ""
+
+    def _second(self, fault: Fault, call: Call, shard: int) -> str:
+        """Another training of the same run, at once: it is refused, and touches nothing."""
+        other = self._start(*(("--resume",), ("--overwrite",), ())[fault.target % 3])
+        code = self._await(other)
+        if code == 0 and call.process.poll() is None:
+            raise Violation("two trainings of one run at once, and both went on")
+        if "Traceback" in other.said:
+            raise Violation(f"a traceback of the second training: {other.said[-1500:]}")
+        return other.last_line
+
+    def _beside(self, *words: object) -> str:
+        other = self._command(*words)
+        code = self._await(other)
+        if "Traceback" in other.said or code not in (0, 2, 3):
+            raise Violation(f"{words[0]} {words[1]}: exit {code}: {other.said[-1500:]}")
+        return f"exit {code} {other.last_line}"
+
+    # -- what must hold ------------------------------------------------------------------------------------------------------------
+
+    def _look_at_what_is_left(self, call: Call) -> None:
+        """No trainer is left; a server only where it alone holds rows."""
+        deadline = time.monotonic() + 60
+        while (left := self._strangers()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if left:
+            raise Violation(f"left behind: {left}; the call said {call.said[-1000:]!r}")
+        status = _json(self._run / "status.json")
+        if self._servers is None and status and status["state"] != "training" and self._local_pids() and not self._unsaved():
+            raise Violation(f"servers are left, though the run rests and its rows are saved: {self._local_pids()}")
+
+    def _local_pids(self) -> list[int]:
+        """The servers of the run's own that are alive. (Their environment cannot be seen, so no mark.)"""
+        with contextlib.suppress(CacheError, OSError):
+            local = LocalStores.find(self._run / "stores")
+            return [pid for pid in local.pids if pid] if local is not None else []
+        return []
+
+    def _unsaved(self) -> bool:
+        stores = self._run / "stores"
+        return any(not (stores / f"shard-{shard}.rdb").exists() for shard in range(self.plan.shards))
+
+    def _strangers(self) -> list[str]:
+        """Processes of the episode that are no servers."""
+        words = [" ".join(_words(process)) for process in self._remains.processes()]
+        return [text for text in words if text and "redis-server" not in text and "valkey-server" not in text]
+
+    def _check_refusal(self, line: str) -> None:
+        """One line, that does not send the user away with nothing."""
+        rest = line.partition("--overwrite")
+        if rest[1] and not re.search(r"--resume|scrub|are still|stay|hold|digest|evaluate", line):
+            raise Violation(f"--overwrite as the only way on: {line}")
+        if not (self._run / "manifest.json").exists():
+            raise Violation(f"refused, and the run's folder is gone: {line}")
+
+    def _check_the_end(self) -> str:
+        call = self._command("digest", self._run)
+        code = self._await(call)
+        found = call.out.read_text().strip()
+        if code != 0:
+            raise Violation(f"digest of a run that ended: exit {code}: {call.said[-1000:]}")
+        if not found.startswith(self._digest):
+            raise Violation(f"another model: {found}, undisturbed {self._digest}")
+        return "digest"
+
+    def _note(self, text: str) -> None:
+        self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._log.flush()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+@dataclass(slots=True)
+class Result:
+    """What a campaign found."""
+
+    episodes: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+    violations: list[dict[str, Any]] = field(default_factory=list)
+
+
+def campaign(seed: int, minutes: float, only: int | None = None, say: Callable[[str], object] = print) -> Result:
+    """Play episodes for so long (or one), one after the other; their folders stay where something may not be."""
+    folder = Path(tempfile.mkdtemp(prefix="flc"))
+    result = Result()
+    deadline = time.monotonic() + 60 * minutes
+    schedule, digest, certificates = _undisturbed(folder)
+    number = only if only is not None else 0
+    while True:
+        plan = Plan.draw(seed, number)
+        place = folder / str(number)
+        place.mkdir()
+        episode = Episode(plan, schedule, digest, place, certificates)
+        try:
+            ending = episode.play()
+        except Violation as error:
+            ending = "VIOLATION"
+            result.violations.append({"seed": seed, "episode": number, "what": str(error), "log": str(place / "log")})
+            say(f"VIOLATION: {error}")
+        result.episodes += 1
+        result.faults.update(episode.done)
+        result.endings[ending if ending in ("digest", "VIOLATION") else "refused: " + _without_figures(ending)] += 1
+        say(
+            f"{number}: {plan.store} {plan.shards} shards, parity {plan.parity}, {plan.trainers} trainers; {', '.join(episode.done)} "
+            f"-> {ending}{f' (excused: {episode.excuses.reasons})' if ending != 'digest' else ''}"
+        )
+        if ending != "VIOLATION":
+            shutil.rmtree(place, ignore_errors=True)
+        number += 1
+        if only is not None or time.monotonic() >= deadline:
+            break
+    if not result.violations:
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _undisturbed(folder: Path) -> tuple[Path, str, Path]:
+    """The schedule, the digest of a run to which nothing happened, and certificates for TLS."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    schedule = folder / "clicks"
+    command = [sys.executable, "-m", "trainer.cli"]
+    subprocess.run(
+        [*command, "prepare", *PREPARE.split(), "--out", str(schedule)], check=True, env=environment, capture_output=True
+    )
+    words = f"train {schedule} --run {folder / 'undisturbed'} --store local:1 --digest {MODEL}".split()
+    subprocess.run([*command, *words], check=True, env=environment, capture_output=True)
+    digest = json.loads((folder / "undisturbed" / "summary.json").read_text())["digest"]
+    certificates = folder / "tls"
+    certificates.mkdir()
+    write_certificates(certificates)
+    return schedule, str(digest), certificates
+
+
+def _without_figures(line: str) -> str:
+    return re.sub(r"(unix|rediss?)://\S+|/\S+|[0-9]+", "N", line.removeprefix("foreload: error: "))[:160]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0 if nothing was that may not be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--episode", type=int, help="play this one only")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(argv)
+    result = campaign(given.seed, given.minutes, given.episode, lambda text: print(text, flush=True))
+    found = {
+        "episodes": result.episodes, "faults": dict(result.faults),
+        "faults_in_all": sum(count for kind, count in result.faults.items() if kind not in LOOKS),
+        "endings": dict(result.endings), "violations": result.violations,
+    }  # fmt: skip
+    print(json.dumps(found, indent=1))
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if result.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ _PROBE_MILLISECONDS = 1000  # after which a probe is gone, whatever became of wh
 
 def check_spare(
     url: StoreUrl,
-    in_use: Sequence[StoreUrl],
+    in_use: Iterable[tuple[int, StoreUrl]],
     namespace: str,
     lanes: int,
     timeout: timedelta,
@@ -26,11 +26,12 @@ def check_spare(
 ) -> None:
     """Raise StoreError unless a server can take the place of one in use: another one, which answers, takes writes, and has no run of that name.
 
-    Trainers reach it with the password of the environment, and so does this. Other runs may have rows there. timeout: for its silence. identity: of
+    Trainers reach it with the password of the environment, and so does this. Other runs may have rows there. in_use: with
+    the numbers of their shards. timeout: for its silence. identity: of
     a run that may have been there before.
     """
     url = parse_url(url.plain)
-    for shard, used in enumerate(in_use):
+    for shard, used in in_use:
         if used.place == url.place:
             raise StoreError(f"store {url}: is the server of store shard {shard} already; name another one")
     try:

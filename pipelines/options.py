@@ -229,6 +229,10 @@ def read(arguments: Sequence[str]) -> tuple[Options, list[str]]:
         checked["memory_bytes"] = checked.pop("slots")[1]
     given_names = set(checked)
     if "after" in checked:
+        if "out" in checked and checked["after"].resolve() == checked["out"].resolve():
+            raise PipelineError(
+                f"--out: must not be the schedule that --after continues, {checked['out']}; choose another folder"
+            )
         checked = _inherited(Schedule(checked["after"])) | checked
     for name in ("format", "out", "batch_size"):
         if name not in checked:
@@ -307,8 +311,6 @@ def _check_together(options: Options, given: set[str]) -> None:
         raise PipelineError("--memory: cannot be given with --slots; choose one of them")
     if options.json is not None and (why := unwritable(options.json)):
         raise PipelineError(f"--json: cannot write {options.json}: {why}")
-    if options.after is not None and options.after.resolve() == options.out.resolve():
-        raise PipelineError(f"--out: must not be the schedule that --after continues, {options.out}; choose another folder")
 
 
 # -- Values --------------------------------------------------------------------------------------------------------------------

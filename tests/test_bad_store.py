@@ -107,7 +107,7 @@ def test_a_store_that_gets_full_while_training(clicks: Clicks, tmp_path: Path, s
     with Store(server.stores.urls) as store:
         used = int(store.info(0)["used_memory"])
     # Room to begin, and for some write-backs of rows of 128 columns, but not for all.
-    server.command("CONFIG", "SET", "maxmemory", used + 150_000)
+    server.command("CONFIG", "SET", "maxmemory", used + 400_000)
     run = tmp_path / "run"
     wide = (
         "train",

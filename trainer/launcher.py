@@ -197,7 +197,7 @@ class Launch:
         for url in parse_urls(self._job.spare):
             try:
                 # One that had a shard before may have it again.
-                self._spare_check(manifest)(url, urls, identity=manifest.identity)
+                self._spare_check(manifest)(url, enumerate(urls), identity=manifest.identity)
             except StoreError as error:
                 raise JobError(f"--spare: {error}") from error
 

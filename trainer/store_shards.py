@@ -31,7 +31,7 @@ class StoreShards:
     """The store shards of one call. Threads of the control socket call `want_replacement` and `states`, the launcher's own all else.
 
     urls: of their servers, in order, with passwords; those that trainers were told of. protected: whether there is parity. check: called with a
-    server that the user names to take a shard's place, and with those in use; raises StoreError where it cannot.
+    server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises StoreError where it cannot.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StoreShards:
         local: LocalStores | None,
         protected: bool,
         witness: Witness,
-        check: Callable[[StoreUrl, Sequence[StoreUrl]], None],
+        check: Callable[[StoreUrl, Sequence[tuple[int, StoreUrl]]], None],
     ) -> None:
         self.urls = list(urls)
         self.protected, self._witness, self._check = protected, witness, check
@@ -111,7 +111,8 @@ class StoreShards:
             return {"error": f"no store shard of the run is {old}; there are {', '.join(plain)}"}
         try:
             url = parse_url(new)
-            self._check(url, parse_urls([*self.urls, *(wanted for _, wanted in list(self._wanted))]))
+            in_use = [*enumerate(self.urls), *list(self._wanted)]
+            self._check(url, [(number, parse_url(used)) for number, used in in_use])
         except CacheError as error:
             return {"error": str(error)}
         self._wanted.append((shard, url.plain))

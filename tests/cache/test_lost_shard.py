@@ -171,7 +171,8 @@ def test_without_a_server_for_the_lost_shard_the_others_end_as_they_would_have(
     disturber = Disturber({moment: kill(stores, shard)})
     found, counters, lost = run(stores, tmp_path / "logs", 2, 1, disturber)
     assert lost == [shard]
-    assert disturber.states == [(shard, "lost")]
+    # Where this takes 5 s, as the first compilation may, it is told besides that no server is there.
+    assert [state for state in disturber.states if state[1] != "unreachable"] == [(shard, "lost")]
     assert counters.rows_decoded > 0
     for lane, expected in undisturbed(3, 2, 1).items():
         for other in {0, 1, 2} - {shard}:

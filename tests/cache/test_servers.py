@@ -131,7 +131,9 @@ def test_a_server_that_refuses_config_is_a_store_shard(tmp_path: Path, monkeypat
 
 
 def test_a_user_with_few_rights_is_enough(server: LocalStores) -> None:
-    rights = re.findall(r"\+\w+", "+info +get +set +hset +hmget +hget +rename +exists +watch +unwatch +multi +exec +scan +unlink")
+    rights = re.findall(
+        r"\+\w+", "+info +get +set +hset +hmget +hget +hlen +rename +exists +watch +unwatch +multi +exec +scan +unlink"
+    )
     with Store(server.urls, TIMEOUT) as store:
         store.command(0, "ACL", "SETUSER", "ann", "on", ">secret", "~{t:*", "~t:run", *rights)
     with Store([server.urls[0].replace("unix://", "unix://ann:secret@")], TIMEOUT) as store:

@@ -22,7 +22,7 @@ from tls import TlsServer
 
 from cache import frames
 from cache.channel import reply_error
-from cache.errors import CommandRefused, Fenced, StoreAuth, StoreError, StoreFull, StoreTls, StoreUnavailable
+from cache.errors import CommandRefused, Fenced, StoreAuth, StoreBusy, StoreError, StoreFull, StoreTls, StoreUnavailable
 from cache.local import LocalStores
 from cache.store import Read, Store, Write
 from cache.url import PASSWORD_VARIABLE, parse_url
@@ -250,7 +250,7 @@ def test_something_else_than_redis_is_noticed(tmp_path: Path) -> None:
         ("WRONGPASS invalid username-password pair or user is disabled.", StoreAuth),
         ("NOPERM this user has no permissions", StoreAuth),
         ("WRONGTYPE Operation against a key holding the wrong kind of value", Fenced),
-        ("LOADING Redis is loading the dataset in memory", StoreUnavailable),
+        ("LOADING Redis is loading the dataset in memory", StoreBusy),
         ("MOVED 866 10.0.0.1:6379", StoreError),
         ("ERR unknown\r\ncommand", CommandRefused),
     ],

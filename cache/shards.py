@@ -159,7 +159,7 @@ class Shards:
             reasons = "; ".join(self.lost[one] for one in sorted(self._kept))
             raise ShardsRefuse(
                 f"store shards {', '.join(map(str, error.shards))} take no part any more, and parity covers {error.covered}: {reasons}. "
-                "The rows that they had stay there"
+                "They still have their rows"
             ) from error
 
     def _unreadable(self, lane: int) -> set[int]:

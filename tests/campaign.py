@@ -56,16 +56,6 @@ class Violation(Exception):
 
 
 @dataclass(slots=True)
-class Excuses:
-    """What may be refused, and why, by what happened so far."""
-
-    reasons: list[str] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.reasons)
-
-
-@dataclass(slots=True)
 class Call:
     """One call of `foreload train`, and what it said."""
 
@@ -133,7 +123,8 @@ class Episode:
         self._run = folder / "run"
         self._remains = Remains()
         self._environment = os.environ | {"PYTHONPATH": str(ROOT)} | self._remains.environment
-        self.excuses = Excuses()
+        # What may be refused, and why, by what happened so far.
+        self.excuses: list[str] = []
         self.done: list[str] = []
         self._undo: list[threading.Timer] = []
         self._servers: Servers | None = None
@@ -263,13 +254,13 @@ class Episode:
                 return
             if step is None:
                 # A run that is not training yet may find that its servers are not there.
-                self.excuses.reasons.append(f"{fault.kind} while starting")
+                self.excuses.append(f"{fault.kind} while starting")
             if fault.kind in LOST:
                 lost = self._not_whole() - {shard}
                 if len(lost) >= self.plan.losses_covered:
-                    self.excuses.reasons.append(f"{fault.kind} of shard {shard} beside {sorted(lost)}")
+                    self.excuses.append(f"{fault.kind} of shard {shard} beside {sorted(lost)}")
             elif not self.plan.losses_covered:
-                self.excuses.reasons.append(f"{fault.kind} without parity")
+                self.excuses.append(f"{fault.kind} without parity")
         try:
             told = getattr(self, "_" + fault.kind)(fault, call, shard)
         except (CacheError, psutil.Error, ProcessLookupError, OSError) as error:
@@ -290,7 +281,7 @@ class Episode:
         disk = self._run.parent
         if disk == self._folder:
             raise OSError("no small disk")
-        self.excuses.reasons.append("the disk is full")
+        self.excuses.append("the disk is full")
         filling = disk / "filling"
         with contextlib.suppress(OSError), filling.open("wb") as file:
             while True:
@@ -411,7 +402,7 @@ class Episode:
     def _kill_trainer(self, fault: Fault, call: Call, shard: int) -> None:
         found = self._workers()
         if found:
-            self.excuses.reasons.append("a trainer was killed")
+            self.excuses.append("a trainer was killed")
             found[fault.target % len(found)].kill()
 
     def _stop_trainer(self, fault: Fault, call: Call, shard: int) -> None:
@@ -556,7 +547,7 @@ def campaign(seed: int, minutes: float, only: int | None = None, say: Callable[[
         result.endings[ending if ending in ("digest", "VIOLATION") else "refused: " + _without_figures(ending)] += 1
         say(
             f"{number}: {plan.store} {plan.shards} shards, parity {plan.parity}, {plan.trainers} trainers; {', '.join(episode.done)} "
-            f"-> {ending}{f' (excused: {episode.excuses.reasons})' if ending != 'digest' else ''}"
+            f"-> {ending}{f' (excused: {episode.excuses})' if ending != 'digest' else ''}"
         )
         if ending != "VIOLATION":
             shutil.rmtree(place, ignore_errors=True)

@@ -42,6 +42,8 @@ def test_more_data_needs_no_more_than_the_schedule_before(clicks: Clicks, traine
         assert line.endswith(f"continues run {trained}, which was trained on {clicks.schedule}; give --resume to go on with it")
     run = shutil.copytree(trained, tmp_path / "run")
     done("train", short, "--run", run, "--resume")
+    # What goes on, with no schedule named, is what was trained last.
+    assert f"is at the end of {short} already" in refused("train", "--run", run, "--resume")
 
 
 def test_a_schedule_of_which_is_not_known_how_it_was_made_is_continued_once_told_the_format(

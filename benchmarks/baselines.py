@@ -18,16 +18,21 @@ import redis
 import torch
 from torch import Tensor, nn
 
-from cache.initial import initial_weights
-from cache.namespace import lane_key
-from cache.placement import Placement, fields
-from cache.rows import decode_rows, encode_rows
-from cache.store import COMMAND_ROWS, Read, Store, Write
 from caches import LruCache
-from pipelines.memory import zeros_in_huge_pages
-from pipelines.schedule import Schedule
-from trainer.assembly import DensePart
-from trainer.models.spec import Embeddings
+from foreload.cache.client.store import (
+    COMMAND_ROWS,
+    Read,
+    Store,
+    Write,
+)
+from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.layout import decode_rows, encode_rows
+from foreload.pipelines.base.memory import zeros_in_huge_pages
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.models.spec import Embeddings
+from foreload.trainer.run.assembly import DensePart
 from workload import BATCH, DIM, LR, NAMESPACE, SEED, SHARDS, events_of
 
 EPSILON = 1e-8

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from comparison import Cell, Claim, Results, Series, Table, arguments, save, tell
-from pipelines.schedule import Schedule
-from trainer.assembly import DensePart
-from trainer.coordinator import contiguous_lanes
-from trainer.job import TrainJob
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.board import contiguous_lanes
+from foreload.trainer.run.assembly import DensePart
+from foreload.trainer.run.job import TrainJob
 from workload import BATCH, DIM, LR, MODELS, ROOT, SEED, SHARDS, SLOTS, events_of, job
 
 MODEL = "small"
@@ -108,7 +108,7 @@ class SocketBytes:
 
 def foreload(arguments: Sequence[str], sockets: SocketBytes | None = None) -> None:
     """Run a command of the command line to its end."""
-    command = [sys.executable, "-m", "trainer.cli", *arguments]
+    command = [sys.executable, "-m", "foreload.trainer.cli", *arguments]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         time.sleep(POLL_SECONDS)
@@ -148,7 +148,7 @@ def measure(folder: Path, trainers: int, lanes: int, steps: int) -> tuple[float,
         *options,
     ]
     tell(f"training with {trainers} trainers, {lanes} lanes")
-    sockets = SocketBytes("trainer.worker")
+    sockets = SocketBytes("foreload.trainer.cluster.worker")
     foreload(["train", str(path), *given], sockets)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "step"]

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from bench_torchrec import free_port
-from cache.local import LocalStores
 from comparison import Cell, Claim, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
-from pipelines.schedule import Schedule
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines.schedule.reader import Schedule
 from turns import Ranks
 from workload import BATCH, DIM, ROOT, SHARDS, SLOTS
 
@@ -36,7 +36,7 @@ def prepare(out: Path, table_rows: int, samples: int) -> float:
     given = ["--format", "synthetic", "--rows", str(samples), "--values", str(VALUES), "--table-rows", str(table_rows)]
     given += ["--batch-size", str(BATCH), "--epochs", "2", "--slots", str(SLOTS), "--out", str(out)]
     begun = time.monotonic()
-    command = [sys.executable, "-m", "pipelines.prepare", *given]
+    command = [sys.executable, "-m", "foreload.pipelines.prepare", *given]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
     return time.monotonic() - begun
 

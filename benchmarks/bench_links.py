@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cache.store import Store
 from comparison import Claim, Results, Series, Table, alternate, arguments, ratio, save, show, spread, tell
-from pipelines.schedule import Schedule
+from foreload.cache.client.store import Store
+from foreload.pipelines.schedule.reader import Schedule
 from sides import Order, Side
 from workload import BATCH, FULL, QUICK, SHARDS, SLOTS, Workload, describe, shares
 

@@ -22,14 +22,14 @@ from pathlib import Path
 import numpy as np
 
 from comparison import Claim, Ratio, Results, Table, alternate, arguments, ratio, save, spread, tell
-from pipelines import prepare
-from pipelines.features import FeatureSpec
-from pipelines.locality import assign_samples
-from pipelines.row_table import RowTable
-from pipelines.samples import Samples
-from pipelines.schedule import Schedule
-from pipelines.serial_pass import SerialPass
-from pipelines.sources.synthetic import Generator
+from foreload.pipelines import prepare
+from foreload.pipelines.compiler.locality import assign_samples
+from foreload.pipelines.compiler.row_table import RowTable
+from foreload.pipelines.compiler.serial_pass import SerialPass
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.sources.synthetic import Generator
 
 ROOT = Path(__file__).resolve().parent.parent
 LANES = (2, 4)

@@ -56,7 +56,7 @@ def _sample(pid: int, peak: Peak, command: str) -> None:
             if line.startswith("Rss:"):
                 size = int(line.split()[1]) * 1024
             elif line.startswith("VmFlags:"):  # the last line of a mapping
-                # Where it is memory of the process, the row table alone is left out of core dumps (pipelines/row_table.py).
+                # Where it is memory of the process, the row table alone is left out of core dumps (pipelines/compiler/row_table.py).
                 if of_row_table or "dd" in line.split():
                     row_table += size
                 else:
@@ -99,7 +99,9 @@ def prepare(folder: Path, rows: int, slots: str | None) -> Peak:
         str(folder / "schedule"),
         "--overwrite",
     ]
-    return measure(["pipelines.prepare", *given, *([] if slots is None else ["--slots", slots])], "pipelines.prepare")
+    return measure(
+        ["foreload.pipelines.prepare", *given, *([] if slots is None else ["--slots", slots])], "foreload.pipelines.prepare"
+    )
 
 
 def train(folder: Path, table_rows: int, rows: int) -> Peak:
@@ -119,9 +121,9 @@ def train(folder: Path, table_rows: int, rows: int) -> Peak:
         "--overwrite",
     ]
     given += ["--values", "100000", "--table-rows", str(table_rows)]
-    measure(["pipelines.prepare", *given], "pipelines.prepare")
+    measure(["foreload.pipelines.prepare", *given], "foreload.pipelines.prepare")
     options = ["--run", str(folder / f"run-{table_rows}"), "--store", "local:1", "--parity", "off", "--overwrite", "--dim", "32"]
-    return measure(["trainer.cli", "train", schedule, *options], "trainer.worker")
+    return measure(["foreload.trainer.cli", "train", schedule, *options], "foreload.trainer.cluster.worker")
 
 
 def compare(what: str, unit: str, peaks: dict[int, Peak], most: float) -> tuple[Claim, list[Cell]]:

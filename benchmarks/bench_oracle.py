@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from comparison import Claim, Results, Table, alternate, arguments, save, spread, tell
-from pipelines.features import KAGGLE_ROWS, Feature, FeatureSpec
-from pipelines.features import Table as FeatureTable
-from pipelines.lane_oracle import Oracle
-from pipelines.row_table import DIRECT_ROWS, RowTable
-from pipelines.samples import Samples
-from pipelines.schedule_format import mask_dtype
-from pipelines.serial_pass import SerialPass
-from pipelines.sources.synthetic import Generator
+from foreload.pipelines.compiler.lane_oracle import Oracle
+from foreload.pipelines.compiler.row_table import DIRECT_ROWS, RowTable
+from foreload.pipelines.compiler.serial_pass import SerialPass
+from foreload.pipelines.samples.features import KAGGLE_ROWS, Feature, FeatureSpec
+from foreload.pipelines.samples.features import Table as FeatureTable
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.format import mask_dtype
+from foreload.pipelines.sources.synthetic import Generator
 
 BATCH = 2048
 SLOTS = 200_000

@@ -15,13 +15,18 @@ from pathlib import Path
 
 from click_logs import write_criteo, write_features, write_parquet
 from comparison import Cell, Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
-from pipelines.compile import CompileSettings, compile_schedule
-from pipelines.encode import Encoder
-from pipelines.features import FeatureSpec
-from pipelines.ordering import PieceOrder, PieceSource
-from pipelines.samples import write_piece
-from pipelines.schedule_format import PROVENANCE
-from pipelines.sources import Format, Source, plan_splits, read_records
+from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.external_sort import PieceOrder, PieceSource
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.pieces import write_piece
+from foreload.pipelines.schedule.format import PROVENANCE
+from foreload.pipelines.sources import (
+    Format,
+    Source,
+    plan_splits,
+    read_records,
+)
 
 FOLDER = Path(__file__).resolve().parent
 BATCH, SLOTS = 2048, 200_000
@@ -58,7 +63,17 @@ class Sides:
 
     def prepare(self, source: Path, *flags: str) -> float:
         """`foreload prepare` from Parquet."""
-        command = ["-m", "trainer.cli", "prepare", str(source), "--format", "parquet", *self._settings(), "--out", str(self.mine)]
+        command = [
+            "-m",
+            "foreload.trainer.cli",
+            "prepare",
+            str(source),
+            "--format",
+            "parquet",
+            *self._settings(),
+            "--out",
+            str(self.mine),
+        ]
         return seconds([*command, *flags], self.mine)
 
     def by_hand(self, source: Path) -> float:
@@ -69,7 +84,9 @@ class Sides:
     def prepare_text(self, source: Path, *flags: str) -> float:
         """`foreload prepare` from a Criteo file."""
         settings = ["--slots", str(SLOTS), "--batch-size", str(BATCH), "--out", str(self.of_text)]
-        return seconds(["-m", "trainer.cli", "prepare", str(source), "--format", "criteo", *settings, *flags], self.of_text)
+        return seconds(
+            ["-m", "foreload.trainer.cli", "prepare", str(source), "--format", "criteo", *settings, *flags], self.of_text
+        )
 
     def parse(self, source: Path, threads: int) -> float:
         """PyArrow parsing a Criteo file, its strings hashed."""

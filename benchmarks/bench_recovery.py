@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench_step import DISCARDED, Contest, Plan, contest, step_table
-from cache.local import LocalStores
-from cache.store import Store
 from comparison import Budget, Cell, Claim, Results, Series, Table, arguments, ratio, save, spread, tell
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.timeline import Timeline
 from losses import Loss, Pulse, Strike, Striker, launched, resting_run, trained
 from moved import rows_moved
-from pipelines.schedule import Schedule
 from sides import PROTECTED
-from trainer.job import TrainJob
-from trainer.timeline import Timeline
 from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe
 
 TIMEOUT_SECONDS = 1.0  # --store-timeout's default with parity
@@ -111,7 +111,7 @@ def gap_schedule(folder: Path, quick: bool) -> Schedule:
         command = [
             sys.executable,
             "-m",
-            "pipelines.prepare",
+            "foreload.pipelines.prepare",
             "--format",
             "synthetic",
             "--batch-size",

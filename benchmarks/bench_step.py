@@ -19,11 +19,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from cache.local import LocalStores
-from cache.traffic import Traffic
 from caches import lru_arrivals, minimum_arrivals
 from comparison import Cell, Claim, Point, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
-from pipelines.schedule import Schedule
+from foreload.cache.client.local import LocalStores
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.schedule.reader import Schedule
 from sides import FORELOAD, PROTECTED, Answer, Order, Side
 from workload import BATCH, FULL, QUICK, SLOTS, Kind, Workload, describe, shares
 

@@ -23,10 +23,15 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from cache.local import LocalStores
-from cache.store import COMMAND_ROWS, Read, Store, Write
-from cache.url import parse_url
 from comparison import Claim, Ratio, Results, Table, alternate, arguments, ratio, save, tell
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import (
+    COMMAND_ROWS,
+    Read,
+    Store,
+    Write,
+)
+from foreload.cache.client.url import parse_url
 
 ROWS = 20_000
 ROW_BYTES = 144

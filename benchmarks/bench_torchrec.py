@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torchrec_environment
-from cache.local import LocalStores
 from comparison import Claim, Results, Table, alternate, arguments, cpu_capability, ratio, save, spread, tell
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.layouts import model_spec
+from foreload.trainer.compute.numerics import ENVIRONMENTS
 from lanes import LanesWorkload
-from pipelines.schedule import Schedule
 from torchrec_environment import NotToBeHad
-from trainer.layout import model_spec
-from trainer.numerics import ENVIRONMENTS
 from turns import Ranks
 from workload import BATCH, DIM, FULL, LR, MODELS, QUICK, ROOT, SEED, SLOTS, describe, shares
 

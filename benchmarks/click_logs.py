@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.features import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_ROWS
-from pipelines.mixing import mix
-from pipelines.sources.synthetic import Generator
+from foreload.pipelines.base.hashing import mix
+from foreload.pipelines.samples.features import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_ROWS
+from foreload.pipelines.sources.synthetic import Generator
 
 CHUNK_ROWS = 1 << 18  # also of a row group
 SEED = 0

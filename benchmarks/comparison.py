@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from cache.servers import find_executable, version_of
-from trainer.numerics import keep_memory
+from foreload.cache.client.servers import find_executable, version_of
+from foreload.trainer.compute.numerics import keep_memory
 
 Side = TypeVar("Side", float, Mapping[str, float])
 Cell = str | int | float | None

@@ -17,7 +17,7 @@ def foreload(command: str, **paths: Path | float) -> None:
     """Show a command and run it; ends the demo if it fails."""
     words = command.format(**paths).split()
     print(f"\n$ foreload {shlex.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, "-m", "trainer.cli", *words], check=False).returncode
+    status = subprocess.run([sys.executable, "-m", "foreload.trainer.cli", *words], check=False).returncode
     if status:
         sys.exit(status)
 

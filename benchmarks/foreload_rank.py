@@ -2,7 +2,7 @@
 
     python benchmarks/foreload_rank.py '{"rank": 0, ...}'
 
-It is put together as `trainer.worker` does it; only the launcher is left out, since the store is already full.
+It is put together as `foreload.trainer.cluster.worker` does it; only the launcher is left out, since the store is already full.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from datetime import timedelta
 from pathlib import Path
 
 from comparison import cpu_capability
-from trainer import numerics
+from foreload.trainer.compute import numerics
 
 # Before torch is imported, as in every trainer.
 numerics.set_environment(cpu_capability())
 
 import torch.distributed as dist  # noqa: E402
 
-from cache.placement import Placement  # noqa: E402
-from cache.store import Store  # noqa: E402
-from pipelines.schedule import Schedule  # noqa: E402
-from trainer.assembly import DensePart, Start, assemble  # noqa: E402
-from trainer.coordinator import contiguous_lanes  # noqa: E402
-from trainer.job import TrainJob  # noqa: E402
-from trainer.step import StepReport, Trainer  # noqa: E402
-from trainer.transport import GlooTransport  # noqa: E402
+from foreload.cache.client.store import Store  # noqa: E402
+from foreload.cache.parity.placement import Placement  # noqa: E402
+from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
+from foreload.trainer.cluster.board import contiguous_lanes  # noqa: E402
+from foreload.trainer.compute.step import StepReport, Trainer  # noqa: E402
+from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
+from foreload.trainer.run.assembly import DensePart, Start, assemble  # noqa: E402
+from foreload.trainer.run.job import TrainJob  # noqa: E402
 from turns import Turns, ready  # noqa: E402
 from workload import SHARDS, job  # noqa: E402
 

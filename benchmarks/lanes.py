@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from comparison import tell
-from pipelines.replay import state_after
-from pipelines.schedule import Schedule
-from trainer.layout import model_spec
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.replay import state_after
+from foreload.trainer.compute.layouts import model_spec
 from workload import BATCH, DIM, Size, Workload, events_of
 
 

@@ -15,22 +15,28 @@ from typing import Any
 import numpy as np
 
 from comparison import cpu_capability
-from trainer import numerics
+from foreload.trainer.compute import numerics
 
 # Before torch is imported, as in the launcher.
 numerics.set_environment(cpu_capability())
 
-from cache.local import LocalStores  # noqa: E402
-from cache.placement import Placement  # noqa: E402
-from pipelines.schedule import Schedule  # noqa: E402
-from trainer.assembly import DensePart  # noqa: E402
-from trainer.coordinator import ask  # noqa: E402
-from trainer.dense_file import save_dense  # noqa: E402
-from trainer.faults import Witness  # noqa: E402
-from trainer.job import TrainJob  # noqa: E402
-from trainer.launch import train  # noqa: E402
-from trainer.run import DENSE, STORES, Run, Status, new_manifest  # noqa: E402
-from trainer.timeline import StepTimes, Timeline  # noqa: E402
+from foreload.cache.client.local import LocalStores  # noqa: E402
+from foreload.cache.parity.placement import Placement  # noqa: E402
+from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
+from foreload.trainer.cluster.board import ask  # noqa: E402
+from foreload.trainer.cluster.faults import Witness  # noqa: E402
+from foreload.trainer.commands.train import train  # noqa: E402
+from foreload.trainer.run.assembly import DensePart  # noqa: E402
+from foreload.trainer.run.dense_file import save_dense  # noqa: E402
+from foreload.trainer.run.directory import (  # noqa: E402
+    DENSE,
+    STORES,
+    Run,
+    Status,
+    new_manifest,
+)
+from foreload.trainer.run.job import TrainJob  # noqa: E402
+from foreload.trainer.run.timeline import StepTimes, Timeline  # noqa: E402
 from workload import RUN_ID, SHARDS, Workload, job  # noqa: E402
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.batch_log import FileLog
-from cache.placement import Placement
-from cache.store import Store
-from pipelines.schedule import Schedule
-from trainer.assembly import DensePart, Start, assemble
-from trainer.job import TrainJob
-from trainer.step import Trainer
-from trainer.transport import LocalHub
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.step import Trainer
+from foreload.trainer.compute.transport import LocalHub
+from foreload.trainer.run.assembly import DensePart, Start, assemble
+from foreload.trainer.run.job import TrainJob
 from workload import PARITY, SHARDS, Workload, job
 
 

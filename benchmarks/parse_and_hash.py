@@ -12,8 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 
-from pipelines.encode import hashed_ids
-from pipelines.features import CRITEO_CATEGORICAL, CRITEO_COLUMNS, CRITEO_DENSE, KAGGLE_ROWS
+from foreload.pipelines.samples.encode import hashed_ids
+from foreload.pipelines.samples.features import (
+    CRITEO_CATEGORICAL,
+    CRITEO_COLUMNS,
+    CRITEO_DENSE,
+    KAGGLE_ROWS,
+)
 
 BLOCK_BYTES = 4 << 20  # the fastest of 1, 4 and 16 MiB
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from pipelines.compile import CompileSettings, compile_schedule
-from pipelines.dense import rows_of
-from pipelines.features import FeatureSpec
-from pipelines.samples import Samples
+from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.samples.dense import rows_of
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.pieces import Samples
 
 SEGMENT_BYTES = 64 << 20
 ROW_BYTES = 4 * (32 + 1) + 12  # prepare's, where the tables name no dimension

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from comparison import cpu_capability
-from trainer import numerics
+from foreload.trainer.compute import numerics
 
 # Before torch is imported, as in every trainer.
 numerics.set_environment(cpu_capability())
@@ -25,14 +25,14 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import baselines  # noqa: E402
-from cache.batch_log import FileLog  # noqa: E402
-from cache.placement import Placement  # noqa: E402
-from cache.store import Store  # noqa: E402
-from pipelines.schedule import Schedule  # noqa: E402
-from trainer.assembly import DensePart, Start, assemble  # noqa: E402
-from trainer.job import TrainJob  # noqa: E402
-from trainer.step import StepReport, Trainer  # noqa: E402
-from trainer.transport import LocalHub  # noqa: E402
+from foreload.cache.client.store import Store  # noqa: E402
+from foreload.cache.parity.placement import Placement  # noqa: E402
+from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
+from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
+from foreload.trainer.compute.step import StepReport, Trainer  # noqa: E402
+from foreload.trainer.compute.transport import LocalHub  # noqa: E402
+from foreload.trainer.run.assembly import DensePart, Start, assemble  # noqa: E402
+from foreload.trainer.run.job import TrainJob  # noqa: E402
 from turns import Ranks, Turns, ready  # noqa: E402
 from workload import PARITY, ROOT, job  # noqa: E402
 

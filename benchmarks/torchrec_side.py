@@ -34,8 +34,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from trainer.models.dlrm import DLRM
-from trainer.models.spec import Embeddings, ModelSpec
+from foreload.trainer.models.dlrm import DLRM
+from foreload.trainer.models.spec import Embeddings, ModelSpec
 from turns import Turns, ready
 
 EPSILON = 1e-8

@@ -26,18 +26,23 @@ import numba as nb
 import numpy as np
 import redis
 
-from cache.initial import initial_weights
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.namespace import claim, lane_key
-from cache.placement import Placement, fields
-from cache.rows import RowLayout, encode_rows
-from cache.store import COMMAND_ROWS, NO_ROWS, Store, Write
-from cache.stripes import PARITY_BIT
 from comparison import tell
-from pipelines.replay import state_after
-from pipelines.schedule import Schedule
-from pipelines.schedule_format import Event
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import (
+    COMMAND_ROWS,
+    NO_ROWS,
+    Store,
+    Write,
+)
+from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import claim, lane_key
+from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.layout import RowLayout, encode_rows
+from foreload.pipelines.schedule.format import Event
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.replay import state_after
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 2048
@@ -54,7 +59,7 @@ MODELS = {
     "small": {"bottom": "64-32", "top": "64-1"},
     "Bagpipe's": {"bottom": "512-256-64-32", "top": "1024-1024-1024-256-128-1"},
 }
-"""Options of trainer.models.dlrm.DLRM."""
+"""Options of foreload.trainer.models.dlrm.DLRM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,17 @@ class Workload:
         if not (out / "schedule.json").exists():
             tell(f"preparing {samples:,} samples, {slots:,} slots: {out}")
             given = ["--format", "synthetic", "--rows", str(samples), "--seed", str(SEED), "--batch-size", str(BATCH)]
-            command = [sys.executable, "-m", "pipelines.prepare", *given, "--slots", str(slots), "--out", str(out), "--overwrite"]
+            command = [
+                sys.executable,
+                "-m",
+                "foreload.pipelines.prepare",
+                *given,
+                "--slots",
+                str(slots),
+                "--out",
+                str(out),
+                "--overwrite",
+            ]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             subprocess.run([*command, *more], env=environment, stdout=subprocess.DEVNULL, check=True)
         return out
@@ -295,7 +310,7 @@ def _running(folder: Path, save: bool) -> Iterator[LocalStores]:
 
 
 def job(schedule: Path, model: str, **settings: Any) -> dict[str, Any]:
-    """The settings of trainer.job.TrainJob for this workload."""
+    """The settings of foreload.trainer.run.job.TrainJob for this workload."""
     given = {"dim": DIM, "row_optimizer": "rowwise_adagrad", "lr": LR, "seed": SEED, "namespace": NAMESPACE}
     return {"schedule": str(schedule), "run": "none", "store": "local:1", "model_options": MODELS[model], **given, **settings}
 

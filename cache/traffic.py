@@ -22,19 +22,29 @@ from types import TracebackType
 
 import numpy as np
 
-from cache.batch_log import BatchLog
-from cache.batches import WriteBackBatch
-from cache.errors import CacheError, RowsLost
-from cache.inspection import Inspection
-from cache.lanes import Boundary, Fetch, LanePlan, LaneTraffic
-from cache.mending import Mending
-from cache.monitor import Monitor
-from cache.ownership import ALONE, Ownership
-from cache.reading import StoredRows
-from cache.rejoining import ShardChange
-from cache.rounds import LaneWrites, Moved, PlannedFetch, Rounds
-from cache.shards import Shards
-from cache.staging import EndedRows, EventStaging, Staged
+from foreload.cache.errors import CacheError, RowsLost
+from foreload.cache.protocol.batch_log import BatchLog
+from foreload.cache.protocol.batches import WriteBackBatch
+from foreload.cache.protocol.lanes import (
+    Boundary,
+    Fetch,
+    LanePlan,
+    LaneTraffic,
+)
+from foreload.cache.protocol.monitor import Monitor
+from foreload.cache.protocol.ownership import ALONE, Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds import (
+    LaneWrites,
+    Moved,
+    PlannedFetch,
+    Rounds,
+)
+from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.shards import Shards
+from foreload.cache.repair.inspection import Inspection
+from foreload.cache.repair.shard_repair import Mending
+from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
 
 NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)

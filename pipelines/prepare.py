@@ -14,24 +14,47 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines import encoding_state
-from pipelines.at_work import at_work
-from pipelines.data_summary import data_lines, data_summary
-from pipelines.disk import Shape, check_disk, estimate_bytes, estimate_rows
-from pipelines.errors import DiskError, PipelineError, ScheduleError
-from pipelines.features import FeatureSpec
-from pipelines.files import write_json
-from pipelines.interrupts import Interrupts
-from pipelines.options import Options, parser, quiet_import, read
-from pipelines.plan import FOLDERS, PROGRESS, RESERVE, RESERVE_BYTES, make_plan
-from pipelines.progress import Progress
-from pipelines.schedule import Schedule
-from pipelines.schedule_format import FAILED, HEADER, LOCK, MANIFEST, PROVENANCE, WORK
+from foreload.pipelines.base.at_work import at_work
+from foreload.pipelines.base.files import write_json
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.base.progress import Progress
+from foreload.pipelines.errors import DiskError, PipelineError, ScheduleError
+from foreload.pipelines.planning.data_summary import data_lines, data_summary
+from foreload.pipelines.planning.disk import (
+    Shape,
+    check_disk,
+    estimate_bytes,
+    estimate_rows,
+)
+from foreload.pipelines.planning.options import (
+    Options,
+    parser,
+    quiet_import,
+    read,
+)
+from foreload.pipelines.planning.plan import (
+    FOLDERS,
+    PROGRESS,
+    RESERVE,
+    RESERVE_BYTES,
+    make_plan,
+)
+from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.schedule.format import (
+    FAILED,
+    HEADER,
+    LOCK,
+    MANIFEST,
+    PROVENANCE,
+    WORK,
+)
+from foreload.pipelines.schedule.reader import Schedule
 
 __all__ = ["main", "parser", "run"]
 
 if TYPE_CHECKING:
-    from pipelines.beam_stages import Wrap
+    from foreload.pipelines.beam.stages import Wrap
 
 
 def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage) -> dict[str, Any]:
@@ -42,7 +65,9 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
     started = time.monotonic()
     options, flags = read(sys.argv[1:] if arguments is None else arguments)
     with quiet_import():
-        from pipelines import beam_run  # takes seconds, so that mistakes above are told first, and the help page is quick
+        from foreload.pipelines.beam import (
+            run as beam_run,  # takes seconds, so that mistakes above are told first, and the help page is quick
+        )
     beam_run.check_flags(flags)
     if not beam_run.runs_locally(flags):  # workers elsewhere stand in other folders
         options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute(options.eval_sources))
@@ -89,7 +114,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
 
 
 def main() -> int:
-    """`python -m pipelines.prepare`: 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it."""
+    """`python -m foreload.pipelines.prepare`: 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it."""
     try:
         with Interrupts() as interrupts:
             run()

@@ -37,11 +37,11 @@ from campaign_plan import DISK_FAULTS, LOOKS, LOST, SERVER_FAULTS, STEPS, Fault,
 from command_line import Remains, free_port  # noqa: E402
 from tls import KINDS, TlsServer, write_certificates  # noqa: E402
 
-from cache.errors import CacheError  # noqa: E402
-from cache.local import LocalStores  # noqa: E402
-from cache.store import Store  # noqa: E402
-from trainer.coordinator import ask  # noqa: E402
-from trainer.errors import TrainerError  # noqa: E402
+from foreload.cache.client.local import LocalStores  # noqa: E402
+from foreload.cache.client.store import Store  # noqa: E402
+from foreload.cache.errors import CacheError  # noqa: E402
+from foreload.trainer.cluster.board import ask  # noqa: E402
+from foreload.trainer.errors import TrainerError  # noqa: E402
 
 LANES = 2
 MOST_CALLS = 16
@@ -201,7 +201,7 @@ class Episode:
         place = Path(tempfile.mkdtemp(dir=self._folder, prefix="call-"))
         out, err = place / "out", place / "err"
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.cli", *map(str, words)],
+            [sys.executable, "-m", "foreload.trainer.cli", *map(str, words)],
             env=self._environment, stdin=subprocess.DEVNULL, stdout=out.open("wb"), stderr=err.open("wb"), start_new_session=True,
         )  # fmt: skip
         return Call(process, out, err, time.monotonic())
@@ -397,7 +397,9 @@ class Episode:
             store.command(0, *words)
 
     def _workers(self) -> list[psutil.Process]:
-        return [process for process in self._remains.processes() if "trainer.worker" in " ".join(_words(process))]
+        return [
+            process for process in self._remains.processes() if "foreload.trainer.cluster.worker" in " ".join(_words(process))
+        ]
 
     def _kill_trainer(self, fault: Fault, call: Call, shard: int) -> None:
         found = self._workers()
@@ -563,7 +565,7 @@ def _undisturbed(folder: Path) -> tuple[Path, str, Path]:
     """The schedule, the digest of a run to which nothing happened, and certificates for TLS."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     schedule = folder / "clicks"
-    command = [sys.executable, "-m", "trainer.cli"]
+    command = [sys.executable, "-m", "foreload.trainer.cli"]
     subprocess.run(
         [*command, "prepare", *PREPARE.split(), "--out", str(schedule)], check=True, env=environment, capture_output=True
     )

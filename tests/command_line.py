@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from trainer.cli import main
-from trainer.coordinator import ask
+from foreload.trainer.cli import main
+from foreload.trainer.cluster.board import ask
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 180
@@ -81,7 +81,7 @@ class Command:
     """
 
     def __init__(
-        self, *arguments: object, module: str = "trainer.cli", terminal: str | None = None, **environment: str | None
+        self, *arguments: object, module: str = "foreload.trainer.cli", terminal: str | None = None, **environment: str | None
     ) -> None:
         self.remains = Remains()
         variables = os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment
@@ -113,7 +113,7 @@ class Command:
     @property
     def workers(self) -> list[psutil.Process]:
         """The trainers' processes, in order."""
-        found = [process for process in self.remains.processes() if "trainer.worker" in process.cmdline()]
+        found = [process for process in self.remains.processes() if "foreload.trainer.cluster.worker" in process.cmdline()]
         return sorted(found, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
 
     def clear(self) -> None:

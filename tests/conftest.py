@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from trainer import numerics
+from foreload.trainer.compute import numerics
 
 if TYPE_CHECKING:
     from command_line import Clicks

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from reference_data import shuffled
 
-from pipelines.samples import Samples
+from foreload.pipelines.samples.pieces import Samples
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A brute-force twin of the oracle: what docs/definitions.md says of owners, ordinals, tags and masks, in dicts, and a checker of schedules.
 
 `check_program` runs through a compiled schedule as a trainer would, with a dict for every partition and for the store, and fails at the first
-thing that is not so. It takes events and lane events as pipelines.schedule gives them, and uses nothing else of the project.
+thing that is not so. It takes events and lane events as foreload.pipelines.schedule.reader gives them, and uses nothing else of the project.
 """
 
 from __future__ import annotations

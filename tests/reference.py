@@ -1,6 +1,6 @@
 """Plain synchronous training with whole tables in memory and no cache: what the project's digests are held against.
 
-Follows docs/definitions.md alone. Of the project it uses the modules of trainer.models with what they are told (ModelSpec, Embeddings) and
+Follows docs/definitions.md alone. Of the project it uses the modules of foreload.trainer.models with what they are told (ModelSpec, Embeddings) and
 the numerics settings; reading, hashing, initial rows, gathers, sums, row optimizers and the digest are written here afresh, for
 correctness before speed.
 """
@@ -33,9 +33,9 @@ from reference_data import (
 )
 from torch import nn
 
-from trainer import numerics
-from trainer.models import load_model
-from trainer.models.spec import Embeddings, ModelSpec
+from foreload.trainer.compute import numerics
+from foreload.trainer.models import load_model
+from foreload.trainer.models.spec import Embeddings, ModelSpec
 
 EPS = np.float32(1e-8)
 
@@ -349,7 +349,7 @@ def metrics(logits: np.ndarray, labels: np.ndarray) -> Evaluation:
 
 
 def train(config: Config) -> ReferenceResult:
-    """Read, train and evaluate. The caller has applied the numerics settings (trainer.numerics) to the process."""
+    """Read, train and evaluate. The caller has applied the numerics settings (foreload.trainer.compute.numerics) to the process."""
     data = load(config.log, config.sources, config.evaluation_sources, config.evaluation_fraction)
     trainer = Trainer(config, data)
     losses: list[float] = []

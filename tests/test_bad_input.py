@@ -30,10 +30,10 @@ from command_line import (
     write_log,
 )
 
-from cache.local import LocalStores
-from pipelines import beam_run
-from pipelines.errors import ScheduleError
-from pipelines.schedule import Schedule
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines.beam import run as beam_run
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.reader import Schedule
 
 
 def digest_of(run: Path) -> str:

@@ -14,10 +14,10 @@ import pytest
 from command_line import SMALL, Clicks, Command, done, error_of, free_port, reached, refused, refused_apart, run_here
 from tls import TlsServer
 
-from cache.local import LocalStores
-from cache.store import Store
-from cache.url import PASSWORD_VARIABLE
-from trainer import reach
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.client.url import PASSWORD_VARIABLE
+from foreload.trainer.run import reach
 
 PASSWORD = "s3cret,not@shown"
 IN_URL = "s3cret%2Cnot%40shown"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import SMALL, Clicks, done, refused, write_log
 
-from pipelines.schedule import Schedule
+from foreload.pipelines.schedule.reader import Schedule
 
 ROWS = 1200
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from command_line import Clicks, done, refused
 
-from pipelines.schedule import Schedule
-from trainer.fit import check_fit
-from trainer.job import TrainJob
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.memory_check import check_fit
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import SMALL, Clicks, done, refused
 
-from pipelines.errors import ScheduleError
-from pipelines.kept import keep, last_occupants, note_position, ordinals_after
-from pipelines.replay import state_after
-from pipelines.schedule import Schedule
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.kept import (
+    keep,
+    last_occupants,
+    note_position,
+    ordinals_after,
+)
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.replay import state_after
 
 
 @pytest.fixture(scope="module")

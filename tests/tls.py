@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from cache.errors import StoreUnavailable
-from cache.local import LocalStores
-from cache.servers import available
-from cache.store import Store
-from cache.url import parse_url
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.servers import available
+from foreload.cache.client.store import Store
+from foreload.cache.client.url import parse_url
+from foreload.cache.errors import StoreUnavailable
 
 KINDS = ("its own", "a front's")
 """Whose TLS it is: that of a server, or of a front before one."""

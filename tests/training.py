@@ -10,18 +10,23 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from cache.batch_log import FileLog
-from cache.placement import Placement
-from cache.store import Store
-from pipelines.schedule import Schedule
-from trainer.assembly import DensePart, Start, assemble, stored_rows_at
-from trainer.dense_optimizers import load_optimizer_state, optimizer_state
-from trainer.digest import Digest
-from trainer.errors import LossNotFinite
-from trainer.job import TrainJob
-from trainer.step import EvaluationReport, StepReport, Trainer
-from trainer.trained import trained_rows
-from trainer.transport import LocalHub
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.dense_optimizers import load_optimizer_state, optimizer_state
+from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
+from foreload.trainer.compute.transport import LocalHub
+from foreload.trainer.errors import LossNotFinite
+from foreload.trainer.run.assembly import (
+    DensePart,
+    Start,
+    assemble,
+    stored_rows_at,
+)
+from foreload.trainer.run.digest import Digest
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.model_rows import trained_rows
 
 
 @dataclass(slots=True)

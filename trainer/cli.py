@@ -12,13 +12,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cache.errors import CacheError, RowsLost
-from pipelines.errors import PipelineError
-from pipelines.files import is_full, unwritable
-from pipelines.interrupts import Interrupts
-from trainer import numerics
-from trainer.errors import JobError, ShardsLost, TrainerError
-from trainer.job import Setting, TrainJob, flag, masked, read_job_file, settings
+from foreload.cache.errors import CacheError, RowsLost
+from foreload.pipelines.base.files import is_full, unwritable
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.errors import PipelineError
+from foreload.trainer.compute import numerics
+from foreload.trainer.errors import JobError, ShardsLost, TrainerError
+from foreload.trainer.run.job import (
+    Setting,
+    TrainJob,
+    flag,
+    masked,
+    read_job_file,
+    settings,
+)
 
 _GROUPS = {
     "what to train": ("run", "model", "model_folder", "dim", "model_options", "seed"),
@@ -69,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Interrupts() as interrupts:
             if given[:1] == ["prepare"]:
                 # Beam takes long to import, and only prepare needs it.
-                from pipelines.prepare import run
+                from foreload.pipelines.prepare import run
 
                 run(given[1:])
                 return 0
@@ -263,7 +270,7 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
     flags = {name: value for name, value in given.items() if value is not None}
     for name in ("model_options", "dense_options"):
         if name in flags:
-            from trainer.models import key_values
+            from foreload.trainer.models import key_values
 
             flags[name] = key_values(flag(name), flags[name])
     in_file = read_job_file(parsed.job) if parsed.job else {}
@@ -273,7 +280,7 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
         _check_json(parsed.json)
     values = in_file | flags
     if values.get("resume"):
-        from trainer.run import Run
+        from foreload.trainer.run.directory import Run
 
         if not values.get("run"):
             raise JobError("--run: is missing; give the run that --resume goes on with")
@@ -290,7 +297,7 @@ def _check_json(path: str | None) -> None:
 
 def _train(parsed: argparse.Namespace) -> int:
     job = job_of(parsed)
-    from trainer.launch import train
+    from foreload.trainer.commands.train import train
 
     ending = train(job)
     if ending is None:
@@ -327,7 +334,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from trainer.commands import evaluate
+    from foreload.trainer.commands import evaluate
 
     found = evaluate.run(parsed.run, parsed.store, parsed.schedule)
     text = (
@@ -338,7 +345,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    from trainer.commands import export
+    from foreload.trainer.commands import export
 
     about = export.run(parsed.run, parsed.store, parsed.out)
     rows = sum(table["rows"] for table in about["tables"])
@@ -350,7 +357,7 @@ def _export(parsed: argparse.Namespace) -> int:
 
 
 def _digest(parsed: argparse.Namespace) -> int:
-    from trainer.commands import digest
+    from foreload.trainer.commands import digest
 
     found = digest.run(parsed.run, parsed.store)
     mixed = [numerics.mixed_text(found["mixed_numerics"])] if found["mixed_numerics"] else []
@@ -358,7 +365,7 @@ def _digest(parsed: argparse.Namespace) -> int:
 
 
 def _stores_status(parsed: argparse.Namespace) -> int:
-    from trainer.commands import stores
+    from foreload.trainer.commands import stores
 
     found = stores.run(parsed.run, parsed.store)
     parity = found["parity"]
@@ -391,8 +398,8 @@ def _stores_status(parsed: argparse.Namespace) -> int:
 
 
 def _stores_replace(parsed: argparse.Namespace) -> int:
-    from trainer.coordinator import ask
-    from trainer.errors import RunError
+    from foreload.trainer.cluster.board import ask
+    from foreload.trainer.errors import RunError
 
     answer = ask(Path(parsed.run), {"do": "replace", "old": parsed.old, "new": parsed.new}, _REPLACE_TIMEOUT)
     if answer is None:
@@ -404,7 +411,7 @@ def _stores_replace(parsed: argparse.Namespace) -> int:
 
 
 def _stores_list(parsed: argparse.Namespace) -> int:
-    from trainer.commands import rows
+    from foreload.trainer.commands import rows
 
     found = rows.listed(parsed.urls)
     _tell(parsed, found, rows.listed_text(found))
@@ -412,26 +419,26 @@ def _stores_list(parsed: argparse.Namespace) -> int:
 
 
 def _stores_delete(parsed: argparse.Namespace) -> int:
-    from trainer.commands import rows
+    from foreload.trainer.commands import rows
 
     return _tell_deleted(parsed, rows.deleted(parsed.urls, parsed.namespace))
 
 
 def _delete(parsed: argparse.Namespace) -> int:
-    from trainer.commands import rows
+    from foreload.trainer.commands import rows
 
     return _tell_deleted(parsed, rows.run(parsed.run, parsed.store))
 
 
 def _tell_deleted(parsed: argparse.Namespace, found: dict[str, Any]) -> int:
-    from trainer.commands import rows
+    from foreload.trainer.commands import rows
 
     _tell(parsed, found, rows.deleted_text(found))
     return 2 if any(shard["why"] for shard in found["shards"]) else 0
 
 
 def _scrub(parsed: argparse.Namespace) -> int:
-    from trainer.commands import scrub
+    from foreload.trainer.commands import scrub
 
     found = scrub.run(parsed.run, parsed.store)
     lines = [
@@ -460,7 +467,7 @@ def _drill(parsed: argparse.Namespace) -> int:
     if make:
         values["schedule"] = f"{values['run']}-schedule"
     job = TrainJob.of(values)
-    from trainer.commands import drill
+    from foreload.trainer.commands import drill
 
     plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)
     found = drill.run(job, plan)

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipelines.encode import Encoder
-from pipelines.features import FeatureSpec
-from pipelines.records import MOST_REJECTS, Records, RejectedRecord
-from pipelines.sources.files import match_files
-from pipelines.sources.parquet import plan_parquet, read_parquet
-from pipelines.sources.splits import FORMATS, PIECE_ROWS, Format, Piece, Source, Split
-from pipelines.sources.synthetic import plan_synthetic, read_synthetic
-from pipelines.sources.text import plan_text, read_text
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.records import MOST_REJECTS, Records, RejectedRecord
+from foreload.pipelines.sources.files import match_files
+from foreload.pipelines.sources.parquet import plan_parquet, read_parquet
+from foreload.pipelines.sources.splits import (
+    FORMATS,
+    PIECE_ROWS,
+    Format,
+    Piece,
+    Source,
+    Split,
+)
+from foreload.pipelines.sources.synthetic import plan_synthetic, read_synthetic
+from foreload.pipelines.sources.text import plan_text, read_text
 
 __all__ = [
     "FORMATS",

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from pipelines.errors import SourceError
+from foreload.pipelines.errors import SourceError
 
 _SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {

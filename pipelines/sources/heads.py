@@ -10,10 +10,10 @@ from typing import Literal
 
 import pyarrow as pa
 
-from pipelines.errors import SourceError
-from pipelines.features import FeatureSpec, TextFormat
-from pipelines.records import parses
-from pipelines.sources.files import open_stream, printable
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.features import FeatureSpec, TextFormat
+from foreload.pipelines.samples.records import parses
+from foreload.pipelines.sources.files import open_stream, printable
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 20

@@ -9,12 +9,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.errors import SourceError
-from pipelines.features import FeatureSpec
-from pipelines.records import Records, convert
-from pipelines.sources.files import File, kind_of, open_arrow, other_kind, reading, reason_of
-from pipelines.sources.heads import shown_names
-from pipelines.sources.splits import PIECE_ROWS, Split
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.records import Records, convert
+from foreload.pipelines.sources.files import (
+    File,
+    kind_of,
+    open_arrow,
+    other_kind,
+    reading,
+    reason_of,
+)
+from foreload.pipelines.sources.heads import shown_names
+from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
 
 def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:

@@ -7,10 +7,10 @@ from typing import Literal
 
 import pyarrow as pa
 
-from pipelines.errors import SourceError
-from pipelines.features import TextFormat
-from pipelines.records import RejectedRecord
-from pipelines.samples import Samples
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.features import TextFormat
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.samples.records import RejectedRecord
 
 PIECE_ROWS = 65_536
 """Samples in a piece, at most. Fixed, so that where pieces are cut depends on the input alone."""

@@ -16,11 +16,17 @@ import numba as nb
 import numpy as np
 import pyarrow as pa
 
-from pipelines.errors import FeatureError, SourceError
-from pipelines.features import CRITEO_CATEGORICAL, CRITEO_COLUMNS, CRITEO_DENSE, KAGGLE_ROWS, FeatureSpec
-from pipelines.mixing import key, mix
-from pipelines.records import Records, convert
-from pipelines.sources.splits import PIECE_ROWS, Source, Split
+from foreload.pipelines.base.hashing import key, mix
+from foreload.pipelines.errors import FeatureError, SourceError
+from foreload.pipelines.samples.features import (
+    CRITEO_CATEGORICAL,
+    CRITEO_COLUMNS,
+    CRITEO_DENSE,
+    KAGGLE_ROWS,
+    FeatureSpec,
+)
+from foreload.pipelines.samples.records import Records, convert
+from foreload.pipelines.sources.splits import PIECE_ROWS, Source, Split
 
 SPLIT_ROWS = 4 * PIECE_ROWS
 """Rows of a split."""

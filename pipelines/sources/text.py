@@ -12,14 +12,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 
-from pipelines.errors import SourceError
-from pipelines.features import FeatureSpec, TextFormat
-from pipelines.records import MOST_REJECTS, Cause, Records, RejectedRecord, convert, parses
-from pipelines.sources.fields import Fields
-from pipelines.sources.files import File, compression, open_file, open_stream, reading
-from pipelines.sources.heads import delimiter_of, infer_order_type, read_header
-from pipelines.sources.quoting import Bounds
-from pipelines.sources.splits import PIECE_ROWS, Split
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.features import FeatureSpec, TextFormat
+from foreload.pipelines.samples.records import (
+    MOST_REJECTS,
+    Cause,
+    Records,
+    RejectedRecord,
+    convert,
+    parses,
+)
+from foreload.pipelines.sources.fields import Fields
+from foreload.pipelines.sources.files import (
+    File,
+    compression,
+    open_file,
+    open_stream,
+    reading,
+)
+from foreload.pipelines.sources.heads import delimiter_of, infer_order_type, read_header
+from foreload.pipelines.sources.quoting import Bounds
+from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
 SPLIT_BYTES = 16 << 20
 """Bytes of a split of an uncompressed file, and of a block of a compressed one."""

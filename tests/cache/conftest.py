@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.local import LocalStores
-from cache.store import Store
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache.initial import initial_weights
-from cache.partition import Partition
-from cache.rows import RowLayout
-from pipelines.schedule_format import Arrivals
+from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.partition import Partition
+from foreload.pipelines.schedule.format import Arrivals
 
 LAYOUTS = [
     RowLayout(0, "wide", 50, (("weights", 6), ("linear", 1)), "adagrad", 0.1),

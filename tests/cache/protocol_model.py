@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from cache.erasure import Code
+from foreload.cache.parity.erasure import Code
 
 WIDTH_BYTES = 24  # of a cell: a byte a version, so a program has no more versions
 _ONES = int.from_bytes(b"\x01" * WIDTH_BYTES, "little")

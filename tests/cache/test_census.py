@@ -10,17 +10,17 @@ import pytest
 from lane_program import LAYOUTS, SEED, make_program
 from test_parity import contents, plan, run_lane
 
-from cache.batch_log import FileLog
-from cache.census import take_census
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.placement import Placement
-from cache.reading import StoredRows
-from cache.resp import MARKER
-from cache.store import Store
-from cache.stripes import ALL_STRIPES
-from cache.traffic import Traffic
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.row_counts import take_census
+from foreload.cache.parity.stripes import ALL_STRIPES
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 

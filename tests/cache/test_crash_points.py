@@ -21,22 +21,22 @@ import pytest
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, make_program, train_slots
 from test_parity import plan
 
-from cache.batch_log import FileLog, LoggedBatch
-from cache.errors import CacheError, Fenced, StoreError
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.namespace import claim, lane_key
-from cache.ownership import Ownership
-from cache.partition import Partition
-from cache.placement import GROUPS, Placement
-from cache.reading import Expected, StoredRows, read_rows
-from cache.recovery import recover
-from cache.scrub import MUST, TableRows, scrub_table
-from cache.store import Read, Store, Write
-from cache.stripes import PARITY_BIT, LaneStripes
-from cache.traffic import Traffic
-from pipelines.mixing import key
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import CacheError, Fenced, StoreError
+from foreload.cache.parity.placement import GROUPS, Placement
+from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
+from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import claim, lane_key
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.recovery import recover
+from foreload.cache.repair.scrub import MUST, TableRows, scrub_table
+from foreload.cache.rows.partition import Partition
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.base.hashing import key
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 LANES = (0, 3)

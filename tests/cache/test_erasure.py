@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.erasure import Code, accumulate, difference
-from cache.errors import CacheError
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.erasure import Code, accumulate, difference
 
 
 def product(a: int, b: int) -> int:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.erasure import Code
-from cache.examine import examine
+from foreload.cache.parity.erasure import Code
+from foreload.cache.parity.locate_errors import examine
 
 CODES = [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 4)]
 

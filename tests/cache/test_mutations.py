@@ -14,24 +14,25 @@ from test_lost_shard import IDENTITY, PATIENCE, Disturber, empty, kill, restart,
 from test_parity import EVALUATION_SLOTS, SLOTS, Recording, check_stripes, plan, run_lane
 from test_traffic import ending
 
-from cache import batches, decoding
-from cache.batch_log import FileLog
-from cache.batches import WriteBackBatch
-from cache.decoding import ShardRows, rows_on_shard
-from cache.erasure import Code
-from cache.errors import CacheError
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.namespace import claim
-from cache.ownership import Ownership
-from cache.placement import Placement
-from cache.reading import StoredRows
-from cache.rounds import Rounds
-from cache.shards import Shards
-from cache.store import Read, Store, Write
-from cache.stripes import LaneStripes
-from cache.traffic import Traffic
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import CacheError
+from foreload.cache.parity import decoding
+from foreload.cache.parity.decoding import ShardRows, rows_on_shard
+from foreload.cache.parity.erasure import Code
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.protocol import batches
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.batches import WriteBackBatch
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import claim
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds import Rounds
+from foreload.cache.protocol.shards import Shards
+from foreload.cache.traffic import Traffic
 
 Check = Callable[[LocalStores, Path], None]
 
@@ -131,7 +132,7 @@ def a_range_is_left_out_of_the_rebuild(patch: pytest.MonkeyPatch) -> None:
         rows = rows_on_shard(stripes, table, first, shard, most)
         return ShardRows(rows.stripe[2:], rows.place[2:], rows.end)
 
-    patch.setattr("cache.rebuild.rows_on_shard", fewer)
+    patch.setattr("foreload.cache.repair.rebuild.rows_on_shard", fewer)
 
 
 def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Shards, "_as_it_was", lambda *_: True)
     patch.setattr(Ownership, "has", lambda *_: True)
     # However slow the machine, so that it is not lost for being late.
-    patch.setattr("cache.shards.RECONNECT", PATIENCE)
+    patch.setattr("foreload.cache.protocol.shards.RECONNECT", PATIENCE)
 
 
 def what_a_write_brought_is_not_counted(patch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache.errors import NamespaceInUse, RowsLost, StoreError
-from cache.namespace import claim, lane_key, owner, remove, run_key
-from cache.store import Store, Write
+from foreload.cache.client.store import Store, Write
+from foreload.cache.errors import NamespaceInUse, RowsLost, StoreError
+from foreload.cache.protocol.namespace import (
+    claim,
+    lane_key,
+    owner,
+    remove,
+    run_key,
+)
 
 IDENTITY = {"run": "r1", "lanes": 4, "row_bytes": [76, 140]}
 

@@ -11,18 +11,18 @@ import pytest
 from lane_program import LAYOUTS, SEED
 from test_traffic import ending
 
-from cache.batch_log import FileLog
-from cache.errors import Fenced, StoreError
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.namespace import claim, lane_key
-from cache.ownership import ALONE, find_rows, take_over
-from cache.placement import Placement
-from cache.reading import Expected, StoredRows, read_rows
-from cache.resp import MARKER
-from cache.staging import EndedRows
-from cache.store import Store
-from cache.traffic import Traffic
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Store
+from foreload.cache.errors import Fenced, StoreError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.namespace import claim, lane_key
+from foreload.cache.protocol.ownership import ALONE, find_rows, take_over
+from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.rows.staging import EndedRows
+from foreload.cache.traffic import Traffic
 
 CODES = pytest.mark.parametrize(("k", "r"), [(1, 0), (2, 1)], ids=["without parity", "2+1"])
 COUNT = 60

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, make_program, train_slots, values
 
-from cache.batch_log import FileLog, LoggedBatch
-from cache.errors import CacheError, StoreError
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.partition import Partition
-from cache.placement import Placement, fields
-from cache.reading import Expected, StoredRows, read_rows
-from cache.store import Read, Store, Write
-from cache.stripes import PARITY_BIT
-from cache.traffic import Traffic
-from pipelines.schedule_format import Arrivals
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import CacheError, StoreError
+from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.rows.partition import Partition
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.schedule.format import Arrivals
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 CODES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache.errors import CacheError
-from cache.partition import FREE, Partition
-from cache.staging import Staged
-from pipelines.schedule_format import Arrivals
+from foreload.cache.errors import CacheError
+from foreload.cache.rows.partition import FREE, Partition
+from foreload.cache.rows.staging import Staged
+from foreload.pipelines.schedule.format import Arrivals
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]
 WIDTH, STATE_WIDTH = 5, 3

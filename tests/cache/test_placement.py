@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.errors import CacheError
-from cache.placement import GROUPS, Placement, fields
-from pipelines.mixing import key
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.placement import GROUPS, Placement, fields
+from foreload.pipelines.base.hashing import key
 
 
 @pytest.mark.parametrize(("shards", "k", "r"), [(1, 1, 0), (3, 1, 0), (5, 1, 0), (3, 2, 1), (7, 4, 2), (6, 4, 2)])

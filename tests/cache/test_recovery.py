@@ -12,18 +12,18 @@ import pytest
 from lane_program import LAYOUTS, SEED, make_program
 from test_parity import contents, plan, run_lane
 
-from cache.batch_log import FileLog
-from cache.errors import StoreError
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.ownership import Ownership
-from cache.placement import Placement
-from cache.reading import StoredRows
-from cache.recovery import recover
-from cache.store import Read, Store, Write
-from cache.stripes import PARITY_BIT
-from cache.traffic import Traffic
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import StoreError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.recovery import recover
+from foreload.cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 OWNER = Ownership()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import frames
-from cache.resp import (
+from foreload.cache.client import frames
+from foreload.cache.client.resp import (
     HmgetReply,
     PlainReply,
     ProtocolError,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.errors import CacheError
-from cache.rows import RowLayout, decode_rows, encode_rows
+from foreload.cache.errors import CacheError
+from foreload.cache.rows.layout import RowLayout, decode_rows, encode_rows
 
 PARTS = (("weights", 16), ("linear", 1))
 

@@ -13,17 +13,23 @@ from lane_program import LAYOUTS, SEED, make_program
 from test_parity import contents, plan, run_lane
 from test_traffic import ending
 
-from cache.batch_log import FileLog
-from cache.errors import StoreError
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.placement import Placement, fields
-from cache.reading import StoredRows
-from cache.resp import MARKER
-from cache.scrub import MAY, MUST, Findings, TableRows, scrub_table
-from cache.store import Store, Write
-from cache.stripes import PARITY_BIT
-from cache.traffic import Traffic
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Store, Write
+from foreload.cache.errors import StoreError
+from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.repair.scrub import (
+    MAY,
+    MUST,
+    Findings,
+    TableRows,
+    scrub_table,
+)
+from foreload.cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 LANE, TABLE, STRIPE = 3, 0, 2

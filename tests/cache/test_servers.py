@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 from command_line import free_port
 
-from cache.errors import StoreError
-from cache.fence import fence, read_epochs
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.namespace import claim, lane_key, owner, remove
-from cache.store import Read, Store, Write
-from cache.url import parse_url
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.client.url import parse_url
+from foreload.cache.errors import StoreError
+from foreload.cache.protocol.fence import fence, read_epochs
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import (
+    claim,
+    lane_key,
+    owner,
+    remove,
+)
 
 TIMEOUT = timedelta(seconds=20)
 LANES = 6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache.errors import Fenced, RowError
-from cache.store import Read, Store, Write
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import Fenced, RowError
 
 
 def rows(n: int, row_bytes: int, seed: int = 0) -> np.ndarray:

@@ -20,12 +20,21 @@ import pytest
 import redis
 from tls import TlsServer
 
-from cache import frames
-from cache.channel import reply_error
-from cache.errors import CommandRefused, Fenced, StoreAuth, StoreBusy, StoreError, StoreFull, StoreTls, StoreUnavailable
-from cache.local import LocalStores
-from cache.store import Read, Store, Write
-from cache.url import PASSWORD_VARIABLE, parse_url
+from foreload.cache.client import frames
+from foreload.cache.client.channel import reply_error
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.client.url import PASSWORD_VARIABLE, parse_url
+from foreload.cache.errors import (
+    CommandRefused,
+    Fenced,
+    StoreAuth,
+    StoreBusy,
+    StoreError,
+    StoreFull,
+    StoreTls,
+    StoreUnavailable,
+)
 
 SHORT = timedelta(seconds=0.3)
 LONG = timedelta(seconds=20)
@@ -323,8 +332,8 @@ def test_a_client_that_was_itself_stopped_calls_no_store_silent_over_tls(
             return super().select(timeout)
 
     # It looks often, so that next to nothing of the lapse is time that it had asked for.
-    monkeypatch.setattr("cache.store._PAUSE_NS", 1_000_000)
-    for module in ("cache.store", "cache.channel"):
+    monkeypatch.setattr("foreload.cache.client.store._PAUSE_NS", 1_000_000)
+    for module in ("foreload.cache.client.store", "foreload.cache.client.channel"):
         monkeypatch.setattr(f"{module}.now_ns", lambda: time.monotonic_ns() + sum(lapse))
     with Store([tls_server.url], LONG) as store:
         monkeypatch.setattr(selectors, "DefaultSelector", Stopped)

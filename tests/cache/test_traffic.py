@@ -14,17 +14,22 @@ import pytest
 from hold_proxy import HoldingProxy
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, initial, make_program, train_slots, values
 
-from cache.errors import CacheError, RowError, StoreError, StoreUnavailable
-from cache.lanes import LanePlan
-from cache.local import LocalStores
-from cache.partition import Partition
-from cache.placement import Placement, fields
-from cache.reading import Expected, StoredRows, read_rows
-from cache.resp import MARKER
-from cache.staging import EndedRows
-from cache.store import Read, Store, Write
-from cache.traffic import Traffic
-from pipelines.schedule_format import Arrivals
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import (
+    CacheError,
+    RowError,
+    StoreError,
+    StoreUnavailable,
+)
+from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.rows.partition import Partition
+from foreload.cache.rows.staging import EndedRows
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.schedule.format import Arrivals
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.errors import StoreError, StoreTls
-from cache.url import PASSWORD_VARIABLE, parse_url, parse_urls
+from foreload.cache.client.url import PASSWORD_VARIABLE, parse_url, parse_urls
+from foreload.cache.errors import StoreError, StoreTls
 
 
 def test_a_url_names_host_port_database_and_credentials() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import apache_beam as beam
 import pytest
 
-from pipelines import prepare
-from pipelines.beam_pipeline import Compile
-from pipelines.beam_stages import GroupStage, Stage
-from pipelines.compile import CompileSettings, compile_schedule
-from pipelines.ordering import OrderedSource
-from pipelines.schedule_format import MANIFEST
+from foreload.pipelines import prepare
+from foreload.pipelines.beam.pipeline import Compile
+from foreload.pipelines.beam.stages import GroupStage, Stage
+from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.samples.external_sort import OrderedSource
+from foreload.pipelines.schedule.format import MANIFEST
 
 
 class Disturbed(beam.DoFn):
@@ -79,7 +79,7 @@ def prepare_and_die(arguments: list[str], where: str, elements: int, piece_rows:
         return compile_schedule(source, settings, out, work, note)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.plan.PIECE_ROWS", piece_rows)
+        patch.setattr("foreload.pipelines.planning.plan.PIECE_ROWS", piece_rows)
         if where == "Compile":
-            patch.setattr("pipelines.beam_pipeline.compile_schedule", until_killed)
+            patch.setattr("foreload.pipelines.beam.pipeline.compile_schedule", until_killed)
         prepare.run(arguments, wrap=lambda stage: Killed(stage, elements) if type(stage).__name__ == where else stage)

@@ -10,9 +10,9 @@ from belady import belady_arrivals, lru_arrivals
 from memory_source import MemorySource
 from reference_data import Feature, Log, Table, load
 
-from pipelines import features as spec
-from pipelines.compile import CompileSettings, compile_schedule
-from pipelines.samples import Samples
+from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.samples import features as spec
+from foreload.pipelines.samples.pieces import Samples
 
 NAMES = ("ip", "app", "device", "os", "channel")
 BATCH_SIZE = 256

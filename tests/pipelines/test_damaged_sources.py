@@ -12,11 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.encode import Encoder
-from pipelines.errors import SourceError
-from pipelines.features import Dense, Feature, FeatureSpec, Table, TextFormat
-from pipelines.sources import Source, plan_splits, read_split
-from pipelines.sources.splits import Format
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import (
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+    TextFormat,
+)
+from foreload.pipelines.sources import Source, plan_splits, read_split
+from foreload.pipelines.sources.splits import Format
 
 ROWS = 200
 COLUMNS = {

@@ -11,12 +11,24 @@ from typing import Any
 
 import pytest
 
-from pipelines import prepare
-from pipelines.data_summary import data_lines
-from pipelines.errors import RecordError
-from pipelines.features import Dense, Feature, FeatureSpec, Table, TextFormat
-from pipelines.records import Cause
-from pipelines.rejects import MOST_CAUSES, add_causes, by_frequency, remedy, summed_up
+from foreload.pipelines import prepare
+from foreload.pipelines.errors import RecordError
+from foreload.pipelines.planning.data_summary import data_lines
+from foreload.pipelines.samples.features import (
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+    TextFormat,
+)
+from foreload.pipelines.samples.records import Cause
+from foreload.pipelines.samples.rejects import (
+    MOST_CAUSES,
+    add_causes,
+    by_frequency,
+    remedy,
+    summed_up,
+)
 
 FEATURES = """
 label = "clicked"

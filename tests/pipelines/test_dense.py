@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.dense import DenseStatistics, Scale, exact_sum, transform
-from pipelines.features import Dense
+from foreload.pipelines.samples.dense import (
+    DenseStatistics,
+    Scale,
+    exact_sum,
+    transform,
+)
+from foreload.pipelines.samples.features import Dense
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e150, max_value=1e150)
 

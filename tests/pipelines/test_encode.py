@@ -9,12 +9,17 @@ import reference_data as reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.dense import Scale
-from pipelines.encode import Encoder, hashed_ids
-from pipelines.errors import FeatureError
-from pipelines.features import Dense, Feature, FeatureSpec, Table
-from pipelines.records import Records
-from pipelines.vocabulary import Vocabulary
+from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.dense import Scale
+from foreload.pipelines.samples.encode import Encoder, hashed_ids
+from foreload.pipelines.samples.features import (
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+)
+from foreload.pipelines.samples.records import Records
+from foreload.pipelines.samples.vocabulary import Vocabulary
 
 texts = st.text("ab0é\0", max_size=18) | st.none()
 

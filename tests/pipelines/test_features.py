@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.errors import FeatureError
-from pipelines.features import KAGGLE_ROWS, Dense, Feature, FeatureSpec, Table, TextFormat
+from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.features import (
+    KAGGLE_ROWS,
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+    TextFormat,
+)
 
 FILE = """
 label = "click"

@@ -13,7 +13,7 @@ import pytest
 from numba import njit
 from numba.core import event
 
-from pipelines.interrupts import SIGNALS, Interrupts
+from foreload.pipelines.base.interrupts import SIGNALS, Interrupts
 
 
 def send(number: int = signal.SIGINT) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from reference_data import Placement, Row, by_locality, slice_bounds
 
-from pipelines.locality import MOST_LOOKUPS, assign_samples
+from foreload.pipelines.compiler.locality import MOST_LOOKUPS, assign_samples
 
 Batch = list[list[Row]]
 

@@ -16,13 +16,13 @@ from memory_source import MemorySource
 from oracle_twin import Outcome, Step, Trained, check_program, own_rows, steps_of
 from reference_data import Placement, Row, slice_bounds
 
-from pipelines import lane_oracle
-from pipelines.compile import CompileSettings, compile_schedule
-from pipelines.errors import SlotsError
-from pipelines.features import Feature, FeatureSpec, Table
-from pipelines.replay import state_after
-from pipelines.samples import Samples
-from pipelines.schedule import Schedule
+from foreload.pipelines.compiler import lane_oracle
+from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.errors import SlotsError
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.replay import state_after
 
 EVERYTHING = 1 << 40
 SLOTS: tuple[int | str, ...] = ("min", "all", 3, 6, 14)

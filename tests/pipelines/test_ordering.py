@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines import ordering
-from pipelines.mixing import key
-from pipelines.samples import Samples, write_piece
+from foreload.pipelines.base.hashing import key
+from foreload.pipelines.samples import external_sort as ordering
+from foreload.pipelines.samples.pieces import Samples, write_piece
 
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([2**53, 2**53 + 1, 2**63 - 1, -(2**63), -(2**53) - 1, 0])
 

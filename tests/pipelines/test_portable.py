@@ -15,8 +15,9 @@ import grpc
 import pytest
 from disturbed import disturb
 
-from pipelines import plan, prepare
-from pipelines.schedule_format import PROVENANCE
+from foreload.pipelines import prepare
+from foreload.pipelines.planning import plan
+from foreload.pipelines.schedule.format import PROVENANCE
 
 FEATURES = """
 label = "clicked"

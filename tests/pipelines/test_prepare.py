@@ -18,17 +18,25 @@ import numpy as np
 import pytest
 import reference_data as reference
 
-from pipelines import options, prepare
-from pipelines.at_work import SILENCE, Watch, at_work
-from pipelines.beam_order import source_of
-from pipelines.beam_pipeline import Compile
-from pipelines.disk import estimate_rows
-from pipelines.errors import DiskError, PipelineError, RecordError, ScheduleError, SlotsError, SourceError
-from pipelines.features import FeatureSpec
-from pipelines.progress import Progress
-from pipelines.samples import Samples
-from pipelines.schedule import Schedule
-from pipelines.sources import Source, plan_splits
+from foreload.pipelines import prepare
+from foreload.pipelines.base.at_work import SILENCE, Watch, at_work
+from foreload.pipelines.base.progress import Progress
+from foreload.pipelines.beam.order import source_of
+from foreload.pipelines.beam.pipeline import Compile
+from foreload.pipelines.errors import (
+    DiskError,
+    PipelineError,
+    RecordError,
+    ScheduleError,
+    SlotsError,
+    SourceError,
+)
+from foreload.pipelines.planning import options
+from foreload.pipelines.planning.disk import estimate_rows
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.sources import Source, plan_splits
 
 FEATURES = """
 label = "clicked"

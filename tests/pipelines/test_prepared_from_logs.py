@@ -10,8 +10,8 @@ import pytest
 from oracle_twin import Step, check_program, steps_of
 from reference_data import Data, Log, Placement, Samples, load, read_features, rows_of, shuffled
 
-from pipelines import prepare
-from pipelines.schedule import Schedule
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
 
 LANES, BATCH_SIZE, EPOCHS = 3, 7, 2
 

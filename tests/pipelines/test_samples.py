@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.errors import ScheduleError
-from pipelines.samples import Samples, read_piece, write_piece
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.samples.pieces import Samples, read_piece, write_piece
 
 Drawn = tuple[int, Samples]  # the number of features, and samples of so many
 

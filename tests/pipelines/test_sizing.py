@@ -7,11 +7,10 @@ from typing import Literal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.partition import Partition
-from cache.rows import RowLayout
-from pipelines.features import Feature, FeatureSpec, Table
-from pipelines.options import Options
-from pipelines.sizing import (
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.partition import Partition
+from foreload.pipelines.planning.options import Options
+from foreload.pipelines.planning.sizing import (
     MOST_SLOTS,
     columns_of,
     default_columns,
@@ -21,9 +20,10 @@ from pipelines.sizing import (
     slots_of_size,
     stored_bytes,
 )
-from trainer.job import TrainJob
-from trainer.layout import UpdateRules, layouts
-from trainer.models import MODELS, load_model
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.trainer.compute.layouts import UpdateRules, layouts
+from foreload.trainer.models import MODELS, load_model
+from foreload.trainer.run.job import TrainJob
 
 
 @given(st.integers(0, 1 << 50), st.integers(1, 5000), st.booleans())

@@ -6,13 +6,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelines.encode import Encoder
-from pipelines.errors import SourceError
-from pipelines.features import Dense, Feature, FeatureSpec, Table, TextFormat
-from pipelines.records import RejectedRecord
-from pipelines.sources.fields import Fields
-from pipelines.sources.files import match_files
-from pipelines.sources.text import plan_text, read_text
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import (
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+    TextFormat,
+)
+from foreload.pipelines.samples.records import RejectedRecord
+from foreload.pipelines.sources.fields import Fields
+from foreload.pipelines.sources.files import match_files
+from foreload.pipelines.sources.text import plan_text, read_text
 
 VALUES = ["", "0", "1", "1.5", "-3", "12345678901234567", "1e3", "2", "inf", "x", " 1"]
 PLAIN_WORDS = ["", "a", "é", "abcdefghi", "7", " "]

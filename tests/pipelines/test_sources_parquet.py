@@ -16,13 +16,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.encode import Encoder
-from pipelines.errors import SourceError
-from pipelines.features import Dense, Feature, FeatureSpec, Table
-from pipelines.ordering import order_keys
-from pipelines.samples import Samples
-from pipelines.sources import Source, plan_splits, read_records, read_split
-from pipelines.sources.splits import Format
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.external_sort import order_keys
+from foreload.pipelines.samples.features import (
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+)
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.sources import (
+    Source,
+    plan_splits,
+    read_records,
+    read_split,
+)
+from foreload.pipelines.sources.splits import Format
 
 SPEC = FeatureSpec(
     label="y",

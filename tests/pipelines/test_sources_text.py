@@ -20,15 +20,27 @@ import reference_data as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.encode import Encoder
-from pipelines.errors import SourceError
-from pipelines.features import Dense, Feature, FeatureSpec, Table, TextFormat
-from pipelines.records import Records
-from pipelines.samples import Samples
-from pipelines.sources import Source, plan_splits, read_records, read_split, splits
-from pipelines.sources.files import File, match_files
-from pipelines.sources.splits import Piece
-from pipelines.sources.text import _read_exactly, plan_text, read_text
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import (
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+    TextFormat,
+)
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.samples.records import Records
+from foreload.pipelines.sources import (
+    Source,
+    plan_splits,
+    read_records,
+    read_split,
+    splits,
+)
+from foreload.pipelines.sources.files import File, match_files
+from foreload.pipelines.sources.splits import Piece
+from foreload.pipelines.sources.text import _read_exactly, plan_text, read_text
 
 SPEC = FeatureSpec(
     label="y",
@@ -362,7 +374,7 @@ def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path:
 
 
 def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.sources.text.PIECE_ROWS", 16)
+    monkeypatch.setattr("foreload.pipelines.sources.text.PIECE_ROWS", 16)
     text, located = faulty()
     path = tmp_path / "log.csv"
     path.write_text(text)

@@ -7,12 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from pipelines.encode import Encoder
-from pipelines.errors import FeatureError
-from pipelines.features import KAGGLE_ROWS, Dense, Feature, FeatureSpec, Table
-from pipelines.samples import Samples
-from pipelines.sources import Source, plan_splits, read_split
-from pipelines.sources.synthetic import SPLIT_ROWS, Generator
+from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import (
+    KAGGLE_ROWS,
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+)
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.sources import Source, plan_splits, read_split
+from foreload.pipelines.sources.synthetic import SPLIT_ROWS, Generator
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 LABELS = [1.0, 0.0, 0.0]

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.errors import FeatureError
-from pipelines.features import Feature, FeatureSpec, Table
-from pipelines.records import Records
-from pipelines.vocabulary import Vocabulary, count_values, merge_counts
+from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.pipelines.samples.records import Records
+from foreload.pipelines.samples.vocabulary import Vocabulary, count_values, merge_counts
 
 SPEC = FeatureSpec(
     "y",

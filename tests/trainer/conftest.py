@@ -13,7 +13,7 @@ def launched() -> Iterator[Callable[..., Command]]:
     """Starts `foreload` with these arguments; keywords are as Command has them. None of it is left afterwards."""
     started: list[Command] = []
 
-    def launch(*arguments: str, module: str = "trainer.cli", **environment: str | None) -> Command:
+    def launch(*arguments: str, module: str = "foreload.trainer.cli", **environment: str | None) -> Command:
         started.append(Command(*arguments, module=module, **environment))
         return started[-1]
 

@@ -9,11 +9,11 @@ import sys
 import time
 from unittest import mock
 
-from cache.traffic import Traffic
-from trainer.cli import main
-from trainer.faults import Fault
-from trainer.run import STORES
-from trainer.worker import TrainerProcess
+from foreload.cache.traffic import Traffic
+from foreload.trainer.cli import main
+from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.worker import TrainerProcess
+from foreload.trainer.run.directory import STORES
 
 in_time = TrainerProcess._mend
 

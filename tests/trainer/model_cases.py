@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.models.spec import ModelSpec
+from foreload.trainer.models.spec import ModelSpec
 
 
 class Sum(nn.Module):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cache.placement import Placement
-from trainer.cli import job_of, main, parser
-from trainer.errors import JobError
-from trainer.job import TrainJob, flag, settings
-from trainer.run import Manifest, Run
+from foreload.cache.parity.placement import Placement
+from foreload.trainer.cli import job_of, main, parser
+from foreload.trainer.errors import JobError
+from foreload.trainer.run.directory import Manifest, Run
+from foreload.trainer.run.job import TrainJob, flag, settings
 
 
 def parsed_job(*arguments: str) -> TrainJob:

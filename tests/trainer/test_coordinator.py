@@ -13,9 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.coordinator import Board, ControlSocket, Inbox, Mail, StopAgreement, ask, contiguous_lanes, host_store, join_store
-from trainer.errors import PeerLost, RunError
-from trainer.transport import LocalHub, Transport
+from foreload.trainer.cluster.board import (
+    Board,
+    ControlSocket,
+    Inbox,
+    Mail,
+    StopAgreement,
+    ask,
+    contiguous_lanes,
+    host_store,
+    join_store,
+)
+from foreload.trainer.compute.transport import LocalHub, Transport
+from foreload.trainer.errors import PeerLost, RunError
 
 TIMEOUT = timedelta(seconds=20)
 

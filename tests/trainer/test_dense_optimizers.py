@@ -11,9 +11,14 @@ import torch
 from command_line import ROOT
 from torch import nn
 
-from trainer.dense_optimizers import DENSE_OPTIMIZERS, build_dense_optimizer, load_optimizer_state, optimizer_state
-from trainer.dense_optimizers import step as step_of
-from trainer.errors import JobError, RunError
+from foreload.trainer.compute.dense_optimizers import (
+    DENSE_OPTIMIZERS,
+    build_dense_optimizer,
+    load_optimizer_state,
+    optimizer_state,
+)
+from foreload.trainer.compute.dense_optimizers import step as step_of
+from foreload.trainer.errors import JobError, RunError
 
 
 def steps(
@@ -45,7 +50,8 @@ def test_a_step_has_the_bits_of_torchs_own(name: str) -> None:
 
 def test_torchs_compiler_is_not_imported() -> None:
     program = (
-        "import sys, torch; from trainer import numerics; numerics.set_up(1); from trainer.dense_optimizers import *; one = torch.nn.Linear(2, 2); "
+        "import sys, torch; from foreload.trainer.compute import numerics; numerics.set_up(1); "
+        "from foreload.trainer.compute.dense_optimizers import *; one = torch.nn.Linear(2, 2); "
         "found = build_dense_optimizer('adagrad', 0.1, {}, one); one(torch.ones(1, 2)).sum().backward(); step(found); "
         "load_optimizer_state(one, found, optimizer_state(one, found)); print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
     )
@@ -55,7 +61,7 @@ def test_torchs_compiler_is_not_imported() -> None:
 
 def test_a_model_that_torch_compiles_is_deterministic_too() -> None:
     program = (
-        "import torch; from trainer import numerics; numerics.set_up(1); import torch._inductor.config as inductor; "
+        "import torch; from foreload.trainer.compute import numerics; numerics.set_up(1); import torch._inductor.config as inductor; "
         "print(inductor.deterministic, torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.digest import Digest
+from foreload.trainer.run.digest import Digest
 
 PARAMETERS = {"b.weight": torch.tensor([[1.0, 2.0, 3.0]]), "a.bias": torch.tensor([0.5])}
 STATE = {"b.weight/sum": torch.tensor([[4.0, 5.0, 6.0]]), "a.bias/step": torch.tensor(7.0), "a.bias/avg": torch.tensor([8.0])}

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from test_timeline import steady
 
-from pipelines import prepare
-from pipelines.schedule import Schedule
-from trainer.cli import main
-from trainer.commands import drill
-from trainer.commands.drill import Drill
-from trainer.job import TrainJob
-from trainer.run import DRILL, SUMMARY, Run
-from trainer.timeline import Moments
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cli import main
+from foreload.trainer.commands import drill
+from foreload.trainer.commands.drill import Drill
+from foreload.trainer.run.directory import DRILL, SUMMARY, Run
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.timeline import Moments
 
 LAST = 79
 MODEL = ["--dim", "4", "--model-options", "top=8-1", "bottom=8-4"]

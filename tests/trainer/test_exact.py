@@ -14,15 +14,15 @@ import reference_data
 import torch
 from training import Trained, train
 
-from cache.errors import RowError
-from cache.local import LocalStores
-from cache.staging import EndedRows
-from pipelines import prepare
-from pipelines.schedule import Schedule
-from trainer import numerics
-from trainer.job import TrainJob
-from trainer.models import load_model
-from trainer.step import Trainer
+from foreload.cache.client.local import LocalStores
+from foreload.cache.errors import RowError
+from foreload.cache.rows.staging import EndedRows
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute import numerics
+from foreload.trainer.compute.step import Trainer
+from foreload.trainer.models import load_model
+from foreload.trainer.run.job import TrainJob
 
 FEATURES = """
 label = "is_attributed"

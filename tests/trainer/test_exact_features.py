@@ -16,12 +16,12 @@ import reference
 import reference_data
 from training import train
 
-from cache.local import LocalStores
-from pipelines import prepare
-from pipelines.schedule import Schedule
-from trainer import numerics
-from trainer.job import TrainJob
-from trainer.models import load_model
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute import numerics
+from foreload.trainer.models import load_model
+from foreload.trainer.run.job import TrainJob
 
 FEATURES = """
 label = "click"

@@ -14,16 +14,16 @@ import pytest
 from test_exact import FEATURES, LANES
 from training import Trained, train
 
-from cache.fence import read_epochs
-from cache.local import LocalStores
-from cache.namespace import lane_key
-from cache.store import Store
-from cache.traffic import Traffic
-from pipelines import prepare
-from pipelines.schedule import Schedule
-from trainer import numerics
-from trainer.job import TrainJob
-from trainer.step import StepReport, Trainer
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.traffic import Traffic
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute import numerics
+from foreload.trainer.compute.step import StepReport, Trainer
+from foreload.trainer.run.job import TrainJob
 
 Contents = list[list[dict[bytes, bytes]]]
 CODES = [(2, 1), (4, 1), (4, 2)]

@@ -11,14 +11,19 @@ import pytest
 from command_line import Command, error_of, reached
 from small_job import arguments, summary
 
-from pipelines import prepare
-from pipelines.at_work import at_work
-from pipelines.files import write_json
-from pipelines.schedule import Schedule
-from pipelines.schedule_format import FAILED, LOCK, MANIFEST, WORK
-from trainer.cli import main
-from trainer.coordinator import ask
-from trainer.run import Run
+from foreload.pipelines import prepare
+from foreload.pipelines.base.at_work import at_work
+from foreload.pipelines.base.files import write_json
+from foreload.pipelines.schedule.format import (
+    FAILED,
+    LOCK,
+    MANIFEST,
+    WORK,
+)
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cli import main
+from foreload.trainer.cluster.board import ask
+from foreload.trainer.run.directory import Run
 
 OPTIONS = (
     "--format synthetic --rows 4224 --eval-fraction 0.1 --batch-size 128 --lanes 2 --slots 900 --epochs 2 --segment-bytes 300KB"

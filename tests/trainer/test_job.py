@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import JobError
-from trainer.job import TrainJob, local_shards, parse_size, read_job_file
-from trainer.row_optimizers import RowOptimizer
+from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.errors import JobError
+from foreload.trainer.run.job import (
+    TrainJob,
+    local_shards,
+    parse_size,
+    read_job_file,
+)
 
 LEAST: dict[str, Any] = {"schedule": "s", "run": "r", "store": "local:1"}
 

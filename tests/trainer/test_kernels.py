@@ -8,10 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.rows import RowLayout
-from trainer.errors import JobError
-from trainer.kernels import CompiledKernels, Kernels, TorchKernels, kernels_for
-from trainer.layout import MEAN, SINGLE, BlockLayout, UpdateRules
+from foreload.cache.rows.layout import RowLayout
+from foreload.trainer.compute.kernels import (
+    CompiledKernels,
+    Kernels,
+    TorchKernels,
+    kernels_for,
+)
+from foreload.trainer.compute.layouts import (
+    MEAN,
+    SINGLE,
+    BlockLayout,
+    UpdateRules,
+)
+from foreload.trainer.errors import JobError
 
 VARIANTS: list[Kernels] = [CompiledKernels(), TorchKernels("cpu")]
 f32 = np.float32

@@ -20,12 +20,12 @@ import torch
 from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused_apart
 from small_job import arguments, summary
 
-from cache.local import LocalStores
-from pipelines import prepare
-from trainer import reach
-from trainer.cli import main
-from trainer.numerics import ENVIRONMENTS, fingerprint
-from trainer.run import STORES, Run
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines import prepare
+from foreload.trainer.cli import main
+from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
+from foreload.trainer.run import reach
+from foreload.trainer.run.directory import STORES, Run
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +368,7 @@ def test_torchrun_trains_with_the_vector_instructions_that_the_call_names(
 ) -> None:
     if not torch.cpu._is_avx512_supported():
         pytest.skip("this processor has no avx512 to ask for")
-    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "trainer.launch")
+    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch")
     command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--cpu-capability", "avx512")
     # As in a user's shell: the tests' own environment asks for avx2.
     unset = dict.fromkeys(ENVIRONMENTS["avx512"])
@@ -383,7 +383,7 @@ def test_torchrun_trains_with_the_vector_instructions_that_the_call_names(
 def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
-    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "trainer.launch")
+    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch")
     command = arguments(schedule, tmp_path / "run", "--store", "local:1")
     job = launched(*torchrun, *command[1:], module="torch.distributed.run")
     job.interrupt(reached(tmp_path / "run", 5))

@@ -6,12 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.features import Dense, Feature, FeatureSpec, Table
-from trainer.errors import JobError
-from trainer.layout import MEAN, SINGLE, BlockLayout, UpdateRules, layouts, model_spec
-from trainer.models.dlrm import DLRM
-from trainer.models.wide_deep import WideDeep
-from trainer.row_optimizers import RowOptimizer
+from foreload.pipelines.samples.features import (
+    Dense,
+    Feature,
+    FeatureSpec,
+    Table,
+)
+from foreload.trainer.compute.layouts import (
+    MEAN,
+    SINGLE,
+    BlockLayout,
+    UpdateRules,
+    layouts,
+    model_spec,
+)
+from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.errors import JobError
+from foreload.trainer.models.dlrm import DLRM
+from foreload.trainer.models.wide_deep import WideDeep
 
 FEATURES = FeatureSpec(
     label="label",

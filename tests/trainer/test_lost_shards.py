@@ -18,19 +18,19 @@ import pytest
 from command_line import Command, error_of, free_port, reached
 from small_job import arguments, summary
 
-from cache.fence import read_epochs
-from cache.local import LocalStores
-from cache.namespace import claim, lane_key, owner
-from cache.rejoining import ShardChange
-from cache.rows import decode_rows
-from cache.store import Store
-from pipelines import prepare
-from pipelines.schedule import Schedule
-from trainer.cli import main
-from trainer.faults import Witness
-from trainer.job import TrainJob
-from trainer.run import STORES, Run
-from trainer.store_shards import StoreShards
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.namespace import claim, lane_key, owner
+from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.rows.layout import decode_rows
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cli import main
+from foreload.trainer.cluster.faults import Witness
+from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.job import TrainJob
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
     run = tmp_path / "run"
     command = arguments(schedule, run, "--store", "local:3", "--digest")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    modules = ["trainer.cli", "tests.trainer.late_trainer"]
+    modules = ["foreload.trainer.cli", "tests.trainer.late_trainer"]
     jobs = [Command(*command, module=module, **place, RANK=str(rank)) for rank, module in enumerate(modules)]
     try:
         ends = [job.end() for job in jobs]

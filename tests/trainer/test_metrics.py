@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer.metrics import BinaryMetrics, Metrics, auc
+from foreload.trainer.compute.metrics import BinaryMetrics, Metrics, auc
 
 
 def measured(logits: np.ndarray, labels: np.ndarray, pieces: int = 1) -> Metrics:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from command_line import Clicks, done, refused
 
-from trainer.errors import ModelError
-from trainer.models import load_model
-from trainer.run import Run
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models import load_model
+from foreload.trainer.run.directory import Run
 
 OWN = """
 from {sibling} import Sum

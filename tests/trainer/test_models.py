@@ -12,11 +12,22 @@ import torch
 from command_line import Clicks, run_here
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
-from trainer.models import MODELS, build_model, ignored_inputs, key_values, load_model
-from trainer.models.pairwise import SMALL, PairwiseDots, TorchPairwiseDots, with_pairwise_dots
-from trainer.models.spec import Embeddings, ModelSpec, further_columns
-from trainer.numerics import ENVIRONMENTS, fingerprint
+from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models import (
+    MODELS,
+    build_model,
+    ignored_inputs,
+    key_values,
+    load_model,
+)
+from foreload.trainer.models.pairwise import (
+    SMALL,
+    PairwiseDots,
+    TorchPairwiseDots,
+    with_pairwise_dots,
+)
+from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
 OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("dlrm", {}),

@@ -14,12 +14,12 @@ import pytest
 from command_line import SMALL, Clicks, done, refused, run_here, write_log
 from training import Trained, train
 
-from cache.local import LocalStores
-from pipelines import prepare
-from pipelines.schedule import Schedule
-from trainer import numerics
-from trainer.job import TrainJob
-from trainer.run import Run
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute import numerics
+from foreload.trainer.run.directory import Run
+from foreload.trainer.run.job import TrainJob
 
 FEATURES = """
 label = "clicked"

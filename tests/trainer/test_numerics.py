@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.errors import FingerprintError
-from trainer.numerics import ENVIRONMENTS, check
+from foreload.trainer.compute.numerics import ENVIRONMENTS, check
+from foreload.trainer.errors import FingerprintError
 
 # Every check in one process, since the settings come into force once and importing torch takes seconds.
 SCRIPT = """
 import hashlib, json, sys, threading
-from trainer import numerics
+from foreload.trainer.compute import numerics
 numerics.set_environment(sys.argv[2], int(sys.argv[1]))
 import torch
 numerics.set_up(int(sys.argv[1]), cpu_capability=sys.argv[2])

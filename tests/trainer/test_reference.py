@@ -34,8 +34,8 @@ from reference_data import (
 )
 from torch import Tensor, nn
 
-from trainer import numerics
-from trainer.models.spec import ModelSpec
+from foreload.trainer.compute import numerics
+from foreload.trainer.models.spec import ModelSpec
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 from command_line import SMALL, Clicks, Command, done, reached, refused, run_here
 
-from cache.local import LocalStores
-from cache.store import Store
-from trainer.run import STORES, Run
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.trainer.run.directory import STORES, Run
 
 
 def train(clicks: Clicks, run: Path, store: str) -> None:
@@ -114,7 +114,9 @@ def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(click
         command.until(reached(run, 3))
         assert "is being trained; stop it with Ctrl-C first" in refused("delete", run)
         ours = command.remains.processes()
-        users = [one for one in ours if "trainer.cli" in one.cmdline() or "trainer.worker" in one.cmdline()]
+        users = [
+            one for one in ours if "foreload.trainer.cli" in one.cmdline() or "foreload.trainer.cluster.worker" in one.cmdline()
+        ]
         for process in users:
             process.kill()
         command.process.wait()

@@ -16,13 +16,22 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cache.placement import Placement
-from pipelines.progress import Display
-from trainer.errors import RunError
-from trainer.job import TrainJob
-from trainer.numerics import mixed_text
-from trainer.report import RunReport, Totals
-from trainer.run import METRICS, SUMMARY, Run, Status, check_free, locked, new_manifest, resumed
+from foreload.cache.parity.placement import Placement
+from foreload.pipelines.base.progress import Display
+from foreload.trainer.compute.numerics import mixed_text
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import (
+    METRICS,
+    SUMMARY,
+    Run,
+    Status,
+    check_free,
+    locked,
+    new_manifest,
+    resumed,
+)
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.report import RunReport, Totals
 
 
 def job(**changed: Any) -> TrainJob:

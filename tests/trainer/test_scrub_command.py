@@ -12,15 +12,15 @@ import pytest
 from command_line import Command, reached
 from small_job import arguments, summary
 
-from cache.fence import read_epochs
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.namespace import lane_key
-from cache.resp import MARKER
-from cache.store import Store
-from pipelines import prepare
-from trainer.cli import DAMAGED, main
-from trainer.run import SCRUB, STORES, Run
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import lane_key
+from foreload.pipelines import prepare
+from foreload.trainer.cli import DAMAGED, main
+from foreload.trainer.run.directory import SCRUB, STORES, Run
 
 
 @pytest.fixture(scope="module")

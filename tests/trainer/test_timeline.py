@@ -7,7 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from trainer.timeline import Moments, StepTimes, Timeline, account
+from foreload.trainer.run.timeline import (
+    Moments,
+    StepTimes,
+    Timeline,
+    account,
+)
 
 STEP = 0.5
 GAP = 3.0

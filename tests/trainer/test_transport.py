@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.errors import PeerLost
-from trainer.transport import GlooTransport, LocalHub, Transport
+from foreload.trainer.compute.transport import GlooTransport, LocalHub, Transport
+from foreload.trainer.errors import PeerLost
 
 TIMEOUT = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.3)

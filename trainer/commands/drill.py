@@ -13,15 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache.local import LocalStores
-from pipelines.files import write_json
-from pipelines.schedule import Schedule
-from trainer.errors import JobError, TrainerError
-from trainer.faults import Fault, Witness
-from trainer.job import TrainJob, local_shards
-from trainer.launch import train, under_scheduler
-from trainer.run import DRILL, STORES, SUMMARY, check_free
-from trainer.timeline import Moments, StepTimes, Timeline, account
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines.base.files import write_json
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.faults import Fault, Witness
+from foreload.trainer.commands.train import train
+from foreload.trainer.errors import JobError, TrainerError
+from foreload.trainer.run.directory import (
+    DRILL,
+    STORES,
+    SUMMARY,
+    check_free,
+)
+from foreload.trainer.run.job import TrainJob, local_shards, under_scheduler
+from foreload.trainer.run.timeline import (
+    Moments,
+    StepTimes,
+    Timeline,
+    account,
+)
 
 MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
 _BINS = 120
@@ -110,7 +120,7 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     _check(job, drill)
     check_free(Path(job.run), job.overwrite)
     if drill.make and not (Path(job.schedule) / "schedule.json").exists():
-        from pipelines import prepare
+        from foreload.pipelines import prepare
 
         prepare.run([*MADE_UP.split(), "--seed", str(job.seed), "--out", job.schedule])
     fault = choose_fault(job, drill, Schedule(job.schedule))

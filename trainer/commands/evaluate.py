@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cache.initial import initial_weights
-from cache.reading import Expected, read_rows
-from pipelines.kept import last_occupants, ordinals_after
-from pipelines.schedule import Schedule
-from pipelines.schedule_format import Event, LaneEvent
-from trainer import numerics
-from trainer.commands.resting import RestingRun, open_resting
-from trainer.dense_file import load_parameters
-from trainer.errors import LossNotFinite, RunError
-from trainer.kernels import kernels_for
-from trainer.layout import BlockLayout, model_spec
-from trainer.metrics import BinaryMetrics
-from trainer.models import build_model, load_model
+from foreload.cache.protocol.reading import Expected, read_rows
+from foreload.cache.rows.initial import initial_weights
+from foreload.pipelines.schedule.format import Event, LaneEvent
+from foreload.pipelines.schedule.kept import last_occupants, ordinals_after
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute import numerics
+from foreload.trainer.compute.kernels import kernels_for
+from foreload.trainer.compute.layouts import BlockLayout, model_spec
+from foreload.trainer.compute.metrics import BinaryMetrics
+from foreload.trainer.errors import LossNotFinite, RunError
+from foreload.trainer.models import build_model, load_model
+from foreload.trainer.run.dense_file import load_parameters
+from foreload.trainer.run.saved_run import RestingRun, open_resting
 
 _KEY = np.dtype([("table", np.int16), ("id", np.int64)])
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.torch import save_file
 
-from cache.rows import RowLayout
-from pipelines.files import replacing, write_json
-from trainer.commands.resting import RestingRun, open_resting
-from trainer.errors import RunError
-from trainer.trained import TrainedRows
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.files import replacing, write_json
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.model_rows import TrainedRows
+from foreload.trainer.run.saved_run import RestingRun, open_resting
 
 MODEL, DENSE_STATE, ABOUT = "model.safetensors", "optimizer.safetensors", "export.json"
 

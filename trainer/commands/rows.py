@@ -7,14 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cache.errors import StoreUnavailable
-from cache.holdings import Holding, all_holdings, holding_of
-from cache.namespace import check_name, remove
-from cache.store import Store
-from cache.url import StoreUrl, parse_urls
-from trainer.coordinator import ask
-from trainer.errors import RunError
-from trainer.run import Run, locked
+from foreload.cache.client.store import Store
+from foreload.cache.client.url import StoreUrl, parse_urls
+from foreload.cache.errors import StoreUnavailable
+from foreload.cache.protocol.holdings import Holding, all_holdings, holding_of
+from foreload.cache.protocol.namespace import check_name, remove
+from foreload.trainer.cluster.board import ask
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import Run, locked
 
 TIMEOUT = timedelta(seconds=30)  # a server may have many keys to go through
 _CONNECT = timedelta(seconds=1)

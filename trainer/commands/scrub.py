@@ -14,20 +14,26 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cache.batch_log import FileLog
-from cache.local import LocalStores
-from cache.ownership import Ownership
-from cache.reading import StoredRows
-from cache.recovery import recover
-from cache.scrub import Finding, Findings, scrub_table
-from cache.store import Store
-from pipelines.schedule import Schedule
-from trainer.commands.resting import layouts_of, open_resting
-from trainer.coordinator import ask
-from trainer.errors import RunError
-from trainer.kept import schedule_of
-from trainer.known_rows import given_ordinals, table_rows, write_known_rows
-from trainer.run import LOG, SCRUB, STORES, Run, locked
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.recovery import recover
+from foreload.cache.repair.scrub import Finding, Findings, scrub_table
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.board import ask
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import (
+    LOG,
+    SCRUB,
+    STORES,
+    Run,
+    locked,
+)
+from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_known_rows
+from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.saved_run import layouts_of, open_resting
 
 POLL = timedelta(milliseconds=300)
 

@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from cache.census import Census, take_census
-from cache.errors import CacheError
-from cache.fence import read_epochs
-from cache.local import LocalStores
-from cache.marker import Marker
-from cache.namespace import lane_key
-from cache.placement import Placement
-from cache.resp import MARKER
-from cache.rows import RowLayout
-from cache.store import Store, server_version
-from cache.url import parse_url
-from pipelines.errors import ScheduleError
-from pipelines.schedule import Schedule
-from pipelines.sizing import STORE_OVERHEAD_BYTES
-from trainer.commands.resting import layouts_of
-from trainer.coordinator import ask
-from trainer.errors import TrainerError
-from trainer.kept import schedule_of
-from trainer.known_rows import given_ordinals
-from trainer.run import STORES, Run, Status
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Store, server_version
+from foreload.cache.client.url import parse_url
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.row_counts import Census, take_census
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.board import ask
+from foreload.trainer.errors import TrainerError
+from foreload.trainer.run.directory import STORES, Run, Status
+from foreload.trainer.run.expected_rows import given_ordinals
+from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.saved_run import layouts_of
 
 TIMEOUT = timedelta(seconds=5)
 _SAMPLES = 200  # values of a hash that Redis looks at to tell its size

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
-from trainer.models.spec import Embeddings, ModelSpec, further_columns
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
 MODELS = {
-    "dlrm": "trainer.models.dlrm:DLRM",
-    "wide_deep": "trainer.models.wide_deep:WideDeep",
-    "dcn": "trainer.models.dcn:DCN",
-    "deepfm": "trainer.models.deepfm:DeepFM",
+    "dlrm": "foreload.trainer.models.dlrm:DLRM",
+    "wide_deep": "foreload.trainer.models.wide_deep:WideDeep",
+    "dcn": "foreload.trainer.models.dcn:DCN",
+    "deepfm": "foreload.trainer.models.deepfm:DeepFM",
 }
 
 _MANY = 64  # made-up samples, so that what is used shows in one

@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
-from trainer.models.spec import ModelSpec, flattened, fraction, mlp, sizes
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.spec import (
+    ModelSpec,
+    flattened,
+    fraction,
+    mlp,
+    sizes,
+)
 
 
 def _cross(width: int, rank: int) -> nn.Module:

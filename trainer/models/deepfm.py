@@ -8,7 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.models.spec import ModelSpec, fraction, mlp, single_columns, sizes, stacked
+from foreload.trainer.models.spec import (
+    ModelSpec,
+    fraction,
+    mlp,
+    single_columns,
+    sizes,
+    stacked,
+)
 
 
 class DeepFM(nn.Module):

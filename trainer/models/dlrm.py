@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
-from trainer.models.pairwise import with_pairwise_dots
-from trainer.models.spec import ModelSpec, mlp, sizes, stacked
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.pairwise import with_pairwise_dots
+from foreload.trainer.models.spec import (
+    ModelSpec,
+    mlp,
+    sizes,
+    stacked,
+)
 
 
 class DLRM(nn.Module):

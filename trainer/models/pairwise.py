@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.vector import copy
+from foreload.pipelines.base.simd import copy
 
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)

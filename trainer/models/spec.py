@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
+from foreload.trainer.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

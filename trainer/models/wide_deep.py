@@ -8,7 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.models.spec import ModelSpec, flattened, fraction, mlp, single_columns, sizes
+from foreload.trainer.models.spec import (
+    ModelSpec,
+    flattened,
+    fraction,
+    mlp,
+    single_columns,
+    sizes,
+)
 
 
 class WideDeep(nn.Module):

@@ -1,0 +1,363 @@
+"""Redis servers of a run's own, for `--store local:N`: in a private directory, reached by Unix sockets only, saved on a clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+from foreload.cache.client.channel import pauses
+from foreload.cache.client.servers import (
+    SERVER_VARIABLE,
+    find_executable,
+    saved_by,
+    version_of,
+)
+from foreload.cache.client.url import StoreUrl, parse_url
+from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
+from foreload.pipelines.base.files import replacing
+
+_SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
+_SERVERS = "servers.json"
+_READY_TIMEOUT = timedelta(minutes=10)  # loading many GB of rows takes minutes
+_ANSWER_TIMEOUT = timedelta(seconds=5)
+NICENESS = 5  # added to the servers': what they do is needed later than what the trainers beside them do
+_HUGE_PAGES = {
+    "MALLOC_CONF": "thp:always,metadata_thp:always",
+    "JE_MALLOC_CONF": "thp:always,metadata_thp:always",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""For jemalloc, by either of its names, and glibc from 2.35 on, which the wheels' servers use. Rows are looked up at random in some GB: with pages
+of 4 KiB a third of a server's time goes to finding pages. (Redis switches huge pages off for the sake of a fork that saves while it serves; these
+servers save only as they stop.)"""
+_KILL_AFTER = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """One server's files. pid_file is written by the server itself, so that a later command finds it whoever was killed."""
+
+    directory: Path
+    shard: int
+    socket: Path
+
+    @property
+    def log(self) -> Path:
+        return self.directory / f"shard-{self.shard}.log"
+
+    @property
+    def saved(self) -> Path:
+        return self.directory / f"shard-{self.shard}.rdb"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.directory / f"shard-{self.shard}.pid"
+
+    @property
+    def url(self) -> StoreUrl:
+        return parse_url(f"unix://{self.socket}", {})
+
+    def command(self, executable: str, settings: Mapping[str, str]) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "dbfilename": self.saved.name,
+            "pidfile": str(self.pid_file),
+            "logfile": str(self.log),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "no",
+            "rdbcompression": "no",  # floats do not compress
+            "maxmemory-policy": "noeviction",
+            "disable-thp": "no",
+            **settings,
+        }
+        return [executable, *(word for name, value in options.items() for word in ("--" + name, value))]
+
+    def pid(self) -> int | None:
+        """The process id of this server if it is alive, even if it does not answer."""
+        try:
+            pid = int(self.pid_file.read_text())
+        except (OSError, ValueError):
+            return None
+        return pid if self.is_process(pid) else None
+
+    def is_process(self, pid: int) -> bool:
+        """Whether a process id is this server's and it is alive."""
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return False
+        if not os.path.isdir("/proc/self"):
+            return self.answers()
+        # The id may have been given again since; a server works in its own directory, and one that is only waited for, in none.
+        with contextlib.suppress(OSError):
+            return os.path.samefile(f"/proc/{pid}/cwd", self.directory)
+        return False
+
+    def answers(self) -> bool:
+        """Whether the server answers and has loaded its rows."""
+        connection = self.url.connection(_ANSWER_TIMEOUT)
+        try:
+            connection.connect()
+            connection.send_command("PING")
+            return bool(connection.read_response() == b"PONG")
+        except (redis.RedisError, OSError):
+            return False
+        finally:
+            connection.disconnect()
+
+    def shut_down(self, save: bool) -> str | None:
+        """Ask the server to exit. Returns why it cannot save, if so; a server that does not answer is left to the caller."""
+        connection = self.url.connection(_READY_TIMEOUT if save else _ANSWER_TIMEOUT)
+        try:
+            connection.connect()
+            connection.send_command("SHUTDOWN", "SAVE" if save else "NOSAVE")
+            connection.read_response()
+        except redis.ResponseError as error:
+            return str(error)
+        except (redis.RedisError, OSError):
+            pass
+        finally:
+            connection.disconnect()
+        return None
+
+
+class LocalStores:
+    """N redis-servers in one private directory.
+
+    They outlive the process that starts them: `stop` ends them, here or, by way of `LocalStores.find`, in a later command. `start` loads
+    what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name. adopt: servers that run in the directory already are
+    used as they are (they could not be saved, or whoever started them was killed), and only the others are started; `left` are their shards.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        directory: Path,
+        executable: str | None = None,
+        settings: Mapping[str, str] | None = None,
+        adopt: bool = False,
+    ) -> None:
+        if count < 1:
+            raise StoreError(f"store local: needs at least one store shard; got local:{count}")
+        self.directory = Path(directory).absolute()
+        self.count = count
+        self._executable = executable
+        self._settings = dict(settings or {})
+        self._adopt = adopt
+        self.left: frozenset[int] = frozenset()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._servers: list[_Server] = []
+
+    @classmethod
+    def find(cls, directory: Path) -> LocalStores | None:
+        """The servers that were started in a directory, whether or not they still run; None if there were none."""
+        try:
+            stored = json.loads((Path(directory) / _SERVERS).read_text(encoding="utf-8"))
+            stores = cls(len(stored["sockets"]), directory)
+            stores._servers = [_Server(stores.directory, shard, Path(socket)) for shard, socket in enumerate(stored["sockets"])]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers by hand"
+            ) from error
+        return stores
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of the servers, in the order of their shards."""
+        return tuple(str(server.url) for server in self._servers)
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """The process ids of the servers that are alive, None for the others."""
+        return tuple(server.pid() for server in self._servers)
+
+    def start(self) -> LocalStores:
+        """Start the servers and wait until they answer and have loaded their rows.
+
+        Raises StoreError if servers run there already (but see adopt), nothing can be written there, or a server does not start; then
+        none is running that was not before.
+        """
+        before = LocalStores.find(self.directory)
+        running = {shard: pid for shard, pid in enumerate(before.pids) if pid} if before is not None else {}
+        if running and not self._adopt:
+            named = ", ".join(map(str, running.values()))
+            raise StoreError(f"store local: servers run in {self.directory} already (process {named}); stop their run first")
+        self.left = frozenset(running)
+        if before is not None and running:
+            self._servers = before._servers
+        else:
+            self._lay_out()
+        executable = self._executable or find_executable([server.saved for server in self._servers])
+        try:
+            for server in self._servers:
+                if server.shard not in self.left:
+                    self._processes[server.shard] = self._launch(server, executable)
+            for server in self._servers:
+                self._await_ready(server, self._processes.get(server.shard), executable)
+        except BaseException:
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
+            raise
+        return self
+
+    def _lay_out(self) -> None:
+        """Choose the servers' files, and note them."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.chmod(0o700)
+            sockets = self.directory
+            if len(os.fsencode(self.directory / f"shard-{self.count}.sock")) > _SOCKET_PATH_BYTES:
+                sockets = Path(tempfile.mkdtemp(prefix="foreload-"))
+            self._servers = [_Server(self.directory, shard, sockets / f"shard-{shard}.sock") for shard in range(self.count)]
+            with replacing(self.directory / _SERVERS) as temporary:
+                temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
+        except OSError as error:
+            raise StoreError(
+                f"store local: cannot write to {self.directory} ({error.strerror}); free the disk there, or make it writable"
+            ) from error
+
+    def restart(self, shard: int) -> bool:
+        """Start the server of a shard again if its process is gone, empty; it answers a moment later. Whether that was so.
+
+        Raises StoreError if it cannot be started.
+        """
+        server, process = self._servers[shard], self._processes.get(shard)
+        if (process is not None and process.poll() is None) or server.pid() is not None:
+            return False
+        server.saved.unlink(missing_ok=True)
+        self._processes[shard] = self._launch(server, self._executable or find_executable())
+        return True
+
+    def stop(self, save: bool = True, lost: Collection[int] = ()) -> None:
+        """End the servers, after writing their rows to the directory if `save`. Servers already gone are skipped.
+
+        lost: shards that the run goes on without; with `save`, their servers are killed, unsaved, where they do not answer.
+        Raises StoreFull if a server cannot save and StoreUnavailable if it does not exit; such a server is left running if `save`, for
+        its rows are nowhere else.
+        """
+        alive = {server: pid for server in self._servers if (pid := server.pid()) is not None}
+        if save:
+            silent = {server: pid for server, pid in alive.items() if server.shard in lost and not server.answers()}
+            self._kill(silent)
+            alive = {server: pid for server, pid in alive.items() if server not in silent}
+        # All at once: saving takes as long as the largest shard does, not their sum.
+        with ThreadPoolExecutor(max(len(alive), 1)) as pool:
+            told = zip(alive, pool.map(lambda server: server.shut_down(save), alive), strict=True)
+            failures = {server: why for server, why in told if why is not None}
+        for shard, process in list(self._processes.items()):
+            if failures and self._servers[shard] not in failures:
+                process.wait()
+        if failures:
+            server, why = next(iter(failures.items()))
+            named = ", ".join(f"{other.shard} (process {alive[other]})" for other in failures)
+            raise StoreFull(
+                f"store local: shard {named} could not save its rows to {self.directory} and still runs, with all of them ({why}; see "
+                f"{server.log}): free disk space there; then the next command that reads or resumes the run uses them as they are, and saves them"
+            )
+        for server, pid in self._await_exit(alive, _READY_TIMEOUT if save else _KILL_AFTER).items():
+            if save:
+                raise StoreUnavailable(
+                    f"store local: shard {server.shard} (process {pid}) does not exit, and its rows are nowhere else; see {server.log}"
+                )
+            self._kill({server: pid})
+        for process in self._processes.values():
+            process.wait()
+        self._processes.clear()
+        for server in self._servers:
+            server.socket.unlink(missing_ok=True)
+            server.pid_file.unlink(missing_ok=True)
+            if server.socket.parent != self.directory:
+                with contextlib.suppress(OSError):
+                    server.socket.parent.rmdir()
+        (self.directory / _SERVERS).unlink(missing_ok=True)
+
+    def leave(self, changed: bool) -> None:
+        """End the servers, of which those that were found running have rows that are nowhere else.
+
+        changed: so have the others. Raises StoreFull and StoreUnavailable as `stop` does, for servers that are then left running.
+        """
+        self.stop(save=changed or bool(self.left))
+
+    def discard(self) -> None:
+        """End the servers that were started here, unsaved; those that were found running are left so."""
+        if not self.left:
+            self.stop(save=False)
+            return
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+    def __enter__(self) -> LocalStores:
+        return self.start() if not self._servers else self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop(save=False)
+
+    def _launch(self, server: _Server, executable: str) -> subprocess.Popen[bytes]:
+        server.socket.unlink(missing_ok=True)
+        server.pid_file.unlink(missing_ok=True)
+        environment = {**os.environ, **_HUGE_PAGES}
+        with open(server.log, "ab") as log:
+            try:
+                # A session of its own: Ctrl-C in the terminal is for the trainers, which then still need the store.
+                process = subprocess.Popen(
+                    server.command(executable, self._settings),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise StoreError(
+                    f"store local: cannot run {executable} ({error.strerror}); {SERVER_VARIABLE} may name another server"
+                ) from error
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19))
+        return process
+
+    def _await_ready(self, server: _Server, process: subprocess.Popen[bytes] | None, executable: str) -> None:
+        attempts = pauses(_READY_TIMEOUT)
+        while process.poll() is None if process is not None else server.pid() is not None:
+            if server.socket.exists() and server.answers():
+                return
+            if next(attempts, self) is self:
+                raise StoreUnavailable(f"store local: shard {server.shard} does not answer; its log is {server.log}")
+        lines = server.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no word"]
+        why = lines[-1].strip()
+        if (saved := saved_by(server.saved)) and saved != (version := version_of(executable)):
+            why += f"; its rows were saved by {saved}, and this is {version}: {SERVER_VARIABLE} may name a server that loads them"
+        raise StoreUnavailable(f"store local: shard {server.shard} did not start ({why}); its log is {server.log}")
+
+    def _await_exit(self, alive: dict[_Server, int], limit: timedelta) -> dict[_Server, int]:
+        """Those of the servers that are still alive after `limit`, with their process ids."""
+        attempts = pauses(limit)
+        while True:
+            alive = {server: pid for server, pid in alive.items() if server.is_process(pid)}
+            if not alive or next(attempts, self) is self:
+                return alive
+
+    def _kill(self, alive: dict[_Server, int]) -> None:
+        for pid in alive.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._await_exit(alive, _KILL_AFTER)

@@ -1,0 +1,520 @@
+"""The store client: arrays of rows to and from all store shards at once, pipelined, in one loop."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from foreload.cache.client import frames
+from foreload.cache.client.channel import (
+    RETRIED,
+    Channel,
+    now_ns,
+    pauses,
+    reply_error,
+)
+from foreload.cache.client.resp import (
+    HmgetReply,
+    NumberReply,
+    PlainReply,
+    Request,
+    hmget,
+    hset,
+    lay_out,
+    plain,
+)
+from foreload.cache.client.url import NEVER_EVICTS, StoreUrl, parse_url
+from foreload.cache.errors import (
+    CommandRefused,
+    Fenced,
+    RowError,
+    StoreAuth,
+    StoreError,
+    StoreSilent,
+    StoreUnavailable,
+)
+
+COMMAND_ROWS = 2048
+NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone
+_OUT_BYTES = 1 << 17  # a processor's nearer caches hold both buffers
+_IN_BYTES = 1 << 18
+_PAUSE_NS = 500_000_000  # how often, at least, Python may see to signals
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+@dataclass(slots=True)
+class Read:
+    """Rows wanted from one store shard, and the marker.
+
+    fields: uint64 [n]; rows: uint8 [n, row_bytes], its last axis contiguous. exchange fills rows in place (those of missing rows stay as
+    they were), missing (bool [n], or None where nothing is missing) and marker (None where there is none). any_length: a value that is not as
+    long as a row counts as missing, and is no error.
+    """
+
+    shard: int
+    key: bytes
+    fields: np.ndarray
+    rows: np.ndarray
+    missing: np.ndarray | None = None
+    marker: bytes | None = None
+    any_length: bool = False
+
+
+@dataclass(slots=True)
+class Write:
+    """Rows for one store shard, written with the marker by one atomic command.
+
+    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes]. new: how many fields, the marker's among them, the hash may lack yet; None where
+    that is not known. exchange fills added: how many it lacked, as the server says; None where that has not answered.
+    """
+
+    shard: int
+    key: bytes
+    fields: np.ndarray
+    rows: np.ndarray
+    marker: bytes | None = None
+    new: range | None = None
+    added: int | None = None
+
+    @property
+    def surprise(self) -> str | None:
+        """What the server's answer says of rows that are no longer there; None where it is as it must be."""
+        if self.new is None or self.added is None or self.added in self.new:
+            return None
+        least, most = self.new.start, self.new.stop - 1
+        must = f"{least}" if least == most else f"at most {most}"
+        return f"of {len(self.fields) + (self.marker is not None)} fields written {self.added} were new to it, must be {must}"
+
+
+def _check_arrays(request: Read | Write) -> None:
+    # The kernels copy without looking at bounds.
+    fields, rows = request.fields, request.rows
+    if rows.ndim != 2 or rows.dtype != np.uint8 or (rows.size and rows.strides[1] != 1):
+        raise ValueError(f"rows: must be uint8 [n, row_bytes], the last axis contiguous; got {rows.dtype} {rows.shape}")
+    if isinstance(request, Read) and not rows.flags.writeable:
+        raise ValueError("rows: must be writeable, for a Read fills them")
+    if fields.dtype != np.uint64 or fields.shape != rows.shape[:1]:
+        raise ValueError(f"fields: must be uint64 [{len(rows)}], one a row; got {fields.dtype} {fields.shape}")
+
+
+def server_version(info: Mapping[str, str]) -> str:
+    """A server's kind and version, from its INFO: "redis 7.0.15". (A Valkey calls itself a redis 7.2.4 as well.)"""
+    kind = next((kind for kind in ("valkey", "redis") if f"{kind}_version" in info), None)
+    return f"{kind} {info[f'{kind}_version']}" if kind else "unknown"
+
+
+class Store:
+    """Connections to all store shards. One thread uses a Store; another makes its own.
+
+    timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. connect_timeout:
+    for how long a server that cannot be reached is tried at the start. optional: such a shard stands in `down` (with the reason) instead of
+    being an error. Nothing reconnects by itself: after StoreUnavailable the Store is closed, but for the shards that `attempt` goes on without,
+    which `adopt` brings back.
+    Counters: bytes_sent, bytes_received, commands, rows_read, rows_written, retries.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str | StoreUrl],
+        timeout: timedelta = timedelta(seconds=30),
+        connect_timeout: timedelta = timedelta(seconds=10),
+        optional: bool = False,
+    ) -> None:
+        if not urls:
+            raise StoreError("store: needs the URL of at least one store shard; got none")
+        self.timeout = timeout
+        self.commands = self.rows_read = self.rows_written = self.retries = 0
+        self._closed = ""
+        self.down: dict[int, StoreError] = {}
+        self._channels: list[Channel] = []
+        try:
+            for url in urls:
+                parsed = url if isinstance(url, StoreUrl) else parse_url(url)
+                try:
+                    self._channels.append(Channel(parsed, timeout, connect_timeout))
+                except StoreUnavailable as error:
+                    if not optional:
+                        raise
+                    self.down[len(self._channels)] = error
+                    self._channels.append(Channel.absent(parsed))
+            self._states = np.zeros((self.shards, frames.CONNECTION_COLUMNS), np.int64)
+            self._make_buffers(_OUT_BYTES, _IN_BYTES)
+            for shard in range(self.shards) if optional else ():
+                # A stopped server takes connections, and no more.
+                self._perform({} if shard in self.down else {shard: [plain("PING")]}, self.down)
+            for shard in self.down.keys() ^ range(self.shards):
+                self._check_server(shard)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def sparing(cls, urls: Sequence[str | StoreUrl], timeout: timedelta, spared: int) -> Self:
+        """One for rows that parity has, too, if `spared` shards may be lost: a server that is gone is then not waited for, and no error."""
+        return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout)
+
+    @property
+    def shards(self) -> int:
+        """How many store shards there are."""
+        return len(self._channels)
+
+    @property
+    def urls(self) -> tuple[StoreUrl, ...]:
+        """The store shards' addresses, in order."""
+        return tuple(channel.url for channel in self._channels)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent to all shards so far."""
+        return sum(channel.bytes_sent for channel in self._channels)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes received from all shards so far."""
+        return sum(channel.bytes_received for channel in self._channels)
+
+    def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
+        """Do all reads, then all writes of each shard, all shards at once; returns when every reply is in.
+
+        Reads go first so that a slow link is used both ways at once: rows come while others go. A read may see the writes all the same,
+        where a server was not ready at first. The arrays of a Write must stay as they are until the end. Raises RowError for a stored value
+        of another length; StoreFull, StoreAuth, Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable for a
+        connection that fails.
+        """
+        requests, replies, counts = self._prepare(reads, writes)
+        self._perform(requests)
+        for read, parts in replies:
+            self._finish(read, parts)
+        for write, count in counts:
+            write.added = count.number
+
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
+        """Like `exchange`, but goes on without the shards whose connection fails, that stay silent or refuse what is asked, or that failed before.
+
+        Returns why, by shard; what was asked of these is undone or done, and their connections are closed. Raises RowError, and Fenced, for an
+        owner that is no more stops.
+        """
+        asked = {read.shard for read in reads} | {write.shard for write in writes}
+        failures = {shard: self.down[shard] for shard in asked & self.down.keys()}
+        reads, writes = (
+            [read for read in reads if read.shard not in failures],
+            [write for write in writes if write.shard not in failures],
+        )
+        requests, replies, counts = self._prepare(reads, writes)
+        self._perform(requests, failures)
+        for read, parts in replies:
+            if read.shard not in failures:
+                try:
+                    self._finish(read, parts)
+                except StoreError as error:
+                    failures[read.shard] = error
+                    self._channels[read.shard].close()
+        self.down |= failures
+        for write, count in counts:
+            if write.shard not in failures:
+                write.added = count.number
+        return failures
+
+    def adopt(self, shard: int, other: Store) -> None:
+        """Take over the connection of a Store of one shard, which ends with that, as a shard's that failed in `attempt`."""
+        channel, other._channels = other._channels[0], []
+        self._channels[shard].close()
+        self._channels[shard] = channel
+        self._states[shard] = 0
+        channel.place(self._states[shard], self._out[shard], self._in[shard])
+        self.down.pop(shard, None)
+
+    def give_up(self, shard: int, why: str) -> None:
+        """Close a shard's connection: from now on it counts as failed in `attempt`."""
+        self._channels[shard].close()
+        self.down[shard] = StoreUnavailable(why)
+
+    def _prepare(
+        self, reads: Sequence[Read], writes: Sequence[Write]
+    ) -> tuple[dict[int, list[Request]], list[tuple[Read, list[HmgetReply]]], list[tuple[Write, NumberReply]]]:
+        """Requests by shard, reads first, and the replies to each read and write."""
+        requests: dict[int, list[Request]] = {}
+        replies: list[tuple[Read, list[HmgetReply]]] = []
+        for read in reads:
+            _check_arrays(read)
+            parts: list[HmgetReply] = []
+            for start in range(0, max(len(read.fields), 1), COMMAND_ROWS):
+                fields = read.fields[start : start + COMMAND_ROWS]
+                request = hmget(read.key, fields, read.rows[start : start + COMMAND_ROWS])
+                requests.setdefault(read.shard, []).append(request)
+                assert isinstance(request.reply, HmgetReply)
+                parts.append(request.reply)
+            replies.append((read, parts))
+        counts: list[tuple[Write, NumberReply]] = []
+        for write in writes:
+            request = self._write_request(write)
+            requests.setdefault(write.shard, []).append(request)
+            assert isinstance(request.reply, NumberReply)
+            counts.append((write, request.reply))
+        return requests, replies, counts
+
+    def command(self, shard: int, *words: bytes | str | int) -> object:
+        """An occasional command to one shard.
+
+        Returns bytes, int, None, a list of these, or str for a status. Raises as exchange does.
+        """
+        return self.commands_at_once(shard, [words])[0]
+
+    def commands_at_once(self, shard: int, commands: Sequence[Sequence[bytes | str | int]]) -> list[object]:
+        """Several commands to one shard in one go, each atomic by itself: keys of different lanes may not stand in one (CROSSSLOT in a cluster).
+
+        Returns and raises as `command`.
+        """
+        requests = [plain(*words) for words in commands]
+        if requests:
+            self._perform({shard: requests})
+        return [request.reply.value for request in requests if isinstance(request.reply, PlainReply)]
+
+    def info(self, shard: int) -> dict[str, str]:
+        """What INFO says, by name."""
+        text = self.command(shard, "INFO")
+        assert isinstance(text, bytes)
+        pairs = (line.split(":", 1) for line in text.decode(errors="replace").splitlines() if ":" in line)
+        return dict(pairs)
+
+    def close(self) -> None:
+        """Close all connections. Does nothing the second time."""
+        self._closed = self._closed or "it was closed before"
+        for channel in self._channels:
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_server(self, shard: int) -> None:
+        """Refuse a server that would evict rows, and one that does not say, unless its URL does."""
+        url = self.urls[shard]
+        policy = self.info(shard).get("maxmemory_policy")
+        if policy is None:
+            with contextlib.suppress(StoreAuth, CommandRefused):
+                answer = self.command(shard, "CONFIG", "GET", "maxmemory-policy")
+                policy = answer[1].decode() if isinstance(answer, list) and len(answer) == 2 else None
+        if policy is None and not url.never_evicts:
+            raise StoreError(
+                f"store {url}: does not say whether it would evict rows: neither INFO nor CONFIG GET has a maxmemory-policy; where it never "
+                f"does, add {NEVER_EVICTS} to its URL"
+            )
+        # volatile-*: of keys with a TTL only, which these never have.
+        if policy is not None and policy != "noeviction" and not policy.startswith("volatile-"):
+            raise StoreError(
+                f"store {url}: maxmemory-policy must be noeviction or volatile-*, or rows would vanish; got {policy}; run CONFIG SET "
+                "maxmemory-policy noeviction there, or, where a provider does not allow that, set it in the server's parameter group"
+            )
+
+    def _write_request(self, write: Write) -> Request:
+        _check_arrays(write)
+        if not len(write.fields) and write.marker is None:
+            raise ValueError("Write: needs at least one row or a marker")
+        if len(write.fields) > COMMAND_ROWS:
+            raise ValueError(f"Write: at most {COMMAND_ROWS} rows a command; got {len(write.fields)}")
+        self.rows_written += len(write.fields)
+        return hset(write.key, write.fields, write.rows, write.marker)
+
+    def _make_buffers(self, out_bytes: int, in_bytes: int) -> None:
+        """Buffers for all connections, none of which has a request under way."""
+        self._out = np.empty((self.shards, out_bytes), np.uint8)
+        self._in = np.empty((self.shards, in_bytes), np.uint8)
+        for channel, state, out, data in zip(self._channels, self._states, self._out, self._in, strict=True):
+            channel.place(state, out, data)
+
+    def _finish(self, read: Read, parts: list[HmgetReply]) -> None:
+        """Gather what the commands of one read found."""
+        url = self.urls[read.shard]
+        for part, reply in enumerate(parts):
+            if reply.other_length is not None and not read.any_length:
+                row, length = reply.other_length
+                field = int(read.fields[part * COMMAND_ROWS + row])
+                raise RowError(
+                    f"store {url}: the value of field {field:#018x} of {read.key.decode()} has {length} bytes, a row of this model and "
+                    f"optimizer has {read.rows.shape[1]}; name the run that wrote it, or --overwrite"
+                )
+        read.marker = parts[0].marker
+        if any(reply.marker != read.marker for reply in parts):
+            raise StoreUnavailable(
+                f"store {url}: the marker of {read.key.decode()} changed within one read; it was emptied, or another trainer writes this lane"
+            )
+        read.missing = None
+        if any(reply.missing is not None for reply in parts):
+            absent = [np.zeros(len(reply.rows), np.bool_) if reply.missing is None else reply.missing for reply in parts]
+            read.missing = np.concatenate(absent)
+        self.rows_read += len(read.rows)
+
+    def _perform(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None = None) -> None:
+        """Run requests to their replies, again where a server was not ready, and raise what a server refused.
+
+        failures: where shards are noted whose connection fails; where it is None, that closes everything and is raised.
+        """
+        if self._closed:
+            raise StoreUnavailable(f"store: the connections are closed ({self._closed}); make a new Store")
+        try:
+            attempts = pauses(self.timeout)
+            while requests:
+                self._begin(requests)
+                self._settle(list(requests), failures)
+                again = self._not_ready(
+                    {shard: some for shard, some in requests.items() if shard not in (failures or ())}, failures
+                )
+                if again and next(attempts, self) is self:
+                    for shard, some in again.items():
+                        error = next(request.reply.error for request in some if request.reply.error is not None)
+                        self._lose(shard, reply_error(self.urls[shard], error), failures)
+                    return
+                for request in (request for some in again.values() for request in some):
+                    request.reply.restart()
+                    self.retries += 1
+                requests = again
+        except StoreError:
+            raise
+        except BaseException as error:
+            # Replies may still be under way: nothing more can be asked on these connections.
+            self._fail(repr(error))
+            raise
+
+    def _not_ready(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None) -> dict[int, list[Request]]:
+        """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.
+
+        A shard that refuses for another reason than that is lost, but for one that has another owner, which is for this one to know.
+        """
+        again: dict[int, list[Request]] = {}
+        for shard, some in requests.items():
+            for request in some:
+                error = request.reply.error
+                if error is None:
+                    continue
+                if error.split(" ", 1)[0] in RETRIED:
+                    again[shard] = some
+                    continue
+                refusal = reply_error(self.urls[shard], error)
+                if isinstance(refusal, Fenced):
+                    raise refusal
+                self._lose(shard, refusal, failures)
+                again.pop(shard, None)
+                break
+        return again
+
+    def _begin(self, requests: dict[int, list[Request]]) -> None:
+        all_requests = [request for some in requests.values() for request in some]
+        frame_bytes = max((request.frame_bytes for request in all_requests), default=0)
+        if 2 * frame_bytes > self._out.shape[1]:
+            self._make_buffers(2 * frame_bytes, max(4 * frame_bytes, _IN_BYTES))
+        self._table = lay_out(all_requests)
+        first = 0
+        for shard, some in requests.items():
+            self._channels[shard].begin(self._table, first, some)
+            self.commands += len(some)
+            first += len(some)
+
+    def _settle(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
+        """Send and receive on the channels of these shards until each has every reply, or has failed."""
+        try:
+            if all(self._channels[shard].compiled for shard in busy):
+                self._converse(failures)
+            else:
+                self._select(busy, failures)
+        except StoreError as error:
+            self._fail(str(error))
+            raise
+
+    def _converse(self, failures: dict[int, StoreError] | None) -> None:
+        timeout_ns = self._timeout_ns
+        while True:
+            why, shard = frames.converse(
+                self._table, self._states, self._out, self._in, time.CLOCK_MONOTONIC, timeout_ns, _PAUSE_NS
+            )
+            if why == frames.ALL_ANSWERED:
+                return
+            if why == frames.SILENT:
+                self._lose(shard, self._silence(shard), failures)
+            elif why == frames.ATTEND:
+                try:
+                    self._channels[shard].attend()
+                except StoreError as error:
+                    self._lose(shard, error, failures)
+
+    def _select(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
+        """The same where TLS is in between."""
+        with selectors.DefaultSelector() as selector:
+            for shard in busy:
+                channel = self._channels[shard]
+                try:
+                    channel.send()
+                except StoreError as error:
+                    self._lose(shard, error, failures)
+                    continue
+                selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, shard)
+            seen = now_ns()
+            while selector.get_map():
+                due_ns = min(self._channels[key.data].progressed_ns for key in selector.get_map().values()) + self._timeout_ns
+                wait_ns = min(max(due_ns - seen, 0), _PAUSE_NS)
+                ready = selector.select(wait_ns * 1e-9)
+                before, seen = seen, now_ns()
+                frames.forgive(self._states, seen - before - wait_ns)
+                for key, events in ready:
+                    try:
+                        self._serve(selector, key, events)
+                    except StoreError as error:
+                        selector.unregister(key.fileobj)
+                        self._lose(key.data, error, failures)
+                silent = self._check_silence(busy, seen, failures)
+                for key in [key for key in selector.get_map().values() if key.data in silent]:
+                    selector.unregister(key.fileobj)
+
+    def _lose(self, shard: int, error: StoreError, failures: dict[int, StoreError] | None) -> None:
+        """Go on without a shard, or raise."""
+        if failures is None:
+            raise error
+        failures[shard] = error
+        self._channels[shard].fail()
+
+    def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
+        channel = self._channels[key.data]
+        if events & _READ or channel.tls_wants_write:
+            channel.receive()
+        if events & _WRITE:
+            channel.send()
+        if channel.answered:
+            selector.unregister(key.fileobj)
+            return
+        wanted = _READ | _WRITE if channel.wants_write else _READ
+        if wanted != key.events:
+            selector.modify(key.fileobj, wanted, key.data)
+
+    @property
+    def _timeout_ns(self) -> int:
+        return self.timeout // timedelta(microseconds=1) * 1000
+
+    def _check_silence(self, busy: list[int], at_ns: int, failures: dict[int, StoreError] | None) -> list[int]:
+        """Find the shards that owe an answer and have been silent for too long: raise StoreUnavailable, or go on without them."""
+        silent = []
+        for shard in busy:
+            channel = self._channels[shard]
+            if not channel.answered and at_ns - channel.progressed_ns >= self._timeout_ns:
+                self._lose(shard, self._silence(shard), failures)
+                silent.append(shard)
+        return silent
+
+    def _silence(self, shard: int) -> StoreSilent:
+        return StoreSilent(
+            f"store {self.urls[shard]}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
+            "--store-timeout sets the limit"
+        )
+
+    def _fail(self, why: str) -> None:
+        self._closed = self._closed or why
+        self.close()

@@ -1,0 +1,203 @@
+"""Store URLs: redis://, rediss:// (TLS) and unix://, with user, password, database, TLS options; passwords are never printed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from foreload.cache.errors import StoreError, StoreTls
+
+PASSWORD_VARIABLE = "FORELOAD_STORE_PASSWORD"
+_FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ca_path")
+_CHOICES = {"ssl_cert_reqs": ("required", "optional", "none"), "ssl_check_hostname": ("true", "false")}
+_PLACE = r"[a-z]+://(/|([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?($|[/?#]))"
+NEVER_EVICTS = "?evicts=never"
+_EVICTS = "evicts"
+_FORMS = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE], rediss://... or unix://[USER[:PASSWORD]@]/PATH[?db=DATABASE]"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """The address of one store shard. `str()` masks the password; `plain` leaves it out, for files.
+
+    host is None for a Unix socket (path), else path is None. options: TLS options as redis-py names them, as text, and evicts=never, by which
+    the user says what some servers do not.
+    """
+
+    scheme: str
+    host: str | None
+    port: int
+    path: str | None
+    username: str | None
+    password: str | None = field(repr=False)
+    database: int
+    options: tuple[tuple[str, str], ...] = ()
+    password_from_environment: bool = False
+
+    def __str__(self) -> str:
+        return self._text("***" if self.password is not None else None)
+
+    @property
+    def plain(self) -> str:
+        """The URL without its password; parsed again, it takes the password of the environment."""
+        return self._text(None)
+
+    @property
+    def place(self) -> tuple[str | None, int, str | None]:
+        """Where the server is, the same for any user, database and options."""
+        return self.host, self.port, self.path
+
+    def without_password(self) -> StoreUrl:
+        """The same address, for a server that asks for no password."""
+        return replace(self, password=None, password_from_environment=False)
+
+    @property
+    def never_evicts(self) -> bool:
+        """Whether the URL says that the server evicts nothing."""
+        return (_EVICTS, "never") in self.options
+
+    def _text(self, password: str | None) -> str:
+        user = quote(self.username or "", safe="")
+        credentials = f"{user}:{password}@" if password is not None else f"{user}@" if user else ""
+        query = dict(self.options)
+        if self.path is not None:
+            location = quote(self.path)
+            query |= {"db": str(self.database)} if self.database else {}
+        else:
+            host = f"[{self.host}]" if self.host and ":" in self.host else self.host
+            location = f"{host}:{self.port}" + (f"/{self.database}" if self.database else "")
+        return f"{self.scheme}://{credentials}{location}" + (f"?{urlencode(query, safe='/')}" if query else "")
+
+    def connection(self, timeout: timedelta) -> Any:
+        """A redis-py connection, not yet connected, that never retries or reconnects by itself.
+
+        timeout: for connecting and for each answer of the handshake. Raises StoreTls where an option names a file that is not there.
+        """
+        settings: dict[str, Any] = {
+            "db": self.database,
+            "username": self.username,
+            "password": self.password,
+            "socket_timeout": timeout.total_seconds(),
+            "socket_connect_timeout": timeout.total_seconds(),
+            "retry": Retry(NoBackoff(), 0),
+            "retry_on_timeout": False,
+            "health_check_interval": 0,
+            "protocol": 2,
+        }
+        if self.path is not None:
+            return redis.UnixDomainSocketConnection(path=self.path, **settings)
+        settings |= {"host": self.host, "port": self.port, "socket_keepalive": True}
+        if self.scheme == "redis":
+            return redis.Connection(**settings)
+        for name, value in self.options:
+            if name == _EVICTS:
+                continue
+            if name in _FILE_OPTIONS and not os.path.exists(value):
+                raise StoreTls(f"store {self}: {name} names no file: {value}")
+            settings[name] = value == "true" if name == "ssl_check_hostname" else value
+        return redis.SSLConnection(**settings)
+
+
+def _hidden(text: str) -> str:
+    # Up to the last @, so that no part of a password with a stray @ or / is shown.
+    hidden = re.sub(r"(?s)^(.*?//)?.*@", r"\1***@", text)
+    # A password with a stray comma ends the URL before its @.
+    return hidden if "@" in text or re.match(_PLACE, text) else re.sub(r"(?s)//.*", "//***", hidden)
+
+
+def _refusal(text: str, why: str) -> StoreError:
+    return StoreError(f"store URL {_hidden(text)}: {why}")
+
+
+def _options(text: str, query: str, scheme: str) -> tuple[dict[str, str], str | None]:
+    options: dict[str, str] = {}
+    database = None
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name == "db" and scheme == "unix":
+            database = value
+        elif name == _EVICTS and value.lower() == "never":
+            options[name] = "never"
+        elif scheme == "rediss" and (name in _FILE_OPTIONS or value.lower() in _CHOICES.get(name, ())):
+            options[name] = value if name in _FILE_OPTIONS else value.lower()
+        elif scheme == "rediss" and name in _CHOICES:
+            raise _refusal(text, f"{name} must be one of {', '.join(_CHOICES[name])}; got {value!r}")
+        else:
+            known = {"unix": ["db"], "redis": []}.get(scheme, [*_FILE_OPTIONS, *_CHOICES])
+            raise _refusal(text, f"option {name!r} is not known; {scheme}:// takes {', '.join([*known, 'evicts=never'])}")
+    return options, database
+
+
+def _split(text: str) -> tuple[SplitResult, int]:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        # urlsplit quotes what it failed on, which may be a piece of the password.
+        raise _refusal(
+            text,
+            f"the port must be a number, 1 to 65535, and the host well-formed; a comma in a password is written as %2C; use {_FORMS}",
+        ) from error
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise _refusal(text, f"must begin with redis://, rediss:// or unix://; use {_FORMS}")
+    if port == 0:
+        raise _refusal(text, "the port must be a number, 1 to 65535")
+    return parts, port or 6379
+
+
+def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreUrl:
+    """Read one store URL.
+
+    Without a password in it, that of FORELOAD_STORE_PASSWORD in `environment` (default: os.environ) is taken. Raises StoreError, the
+    password masked.
+    """
+    environment = os.environ if environment is None else environment
+    parts, port = _split(text)
+    if parts.fragment:
+        raise _refusal(text, "a # in a user or password is written as %23")
+    options, database_text = _options(text, parts.query, parts.scheme)
+    host: str | None = None
+    path: str | None = None
+    if parts.scheme == "unix":
+        path = unquote(parts.path)
+        if parts.hostname or not path.startswith("/"):
+            raise _refusal(text, "the path of a Unix socket must be absolute, as in unix:///tmp/redis.sock")
+    else:
+        host = unquote(parts.hostname or "")
+        if not host:
+            raise _refusal(text, f"names no host; use {_FORMS}")
+        database_text = parts.path.strip("/") or None
+    if database_text is not None and not (database_text.isascii() and database_text.isdigit()):
+        raise _refusal(text, f"the database must be a number; got {database_text!r}")
+    username = unquote(parts.username) if parts.username else None
+    password = unquote(parts.password) if parts.password else None
+    from_environment = password is None and bool(environment.get(PASSWORD_VARIABLE))
+    if from_environment:
+        password = environment[PASSWORD_VARIABLE]
+    database = int(database_text or 0)
+    return StoreUrl(parts.scheme, host, port, path, username, password, database, tuple(options.items()), from_environment)
+
+
+def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[StoreUrl, ...]:
+    """Read the URLs of all store shards, in order: one text with commas, or a sequence. Raises StoreError, also for one named twice."""
+    texts = text.split(",") if isinstance(text, str) else list(text)
+    for number, part in enumerate(texts[1:], 2):
+        if "//" not in part:  # the rest of a password, perhaps, and so not shown
+            raise StoreError(
+                f"store URL {number} of {len(texts)}: must begin with redis://, rediss:// or unix://; a comma in a password is written as %2C"
+            )
+    urls = tuple(parse_url(part.strip(), environment) for part in texts)
+    seen: dict[tuple[object, ...], StoreUrl] = {}
+    for url in urls:
+        if url.place in seen:
+            raise StoreError(f"store URLs {seen[url.place]} and {url}: every store shard must be a server of its own")
+        seen[url.place] = url
+    return urls

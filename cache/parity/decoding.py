@@ -1,0 +1,239 @@
+"""Rows of lost store shards, from what is left of their stripes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numba as nb
+import numpy as np
+
+from foreload.cache.client.store import Read
+from foreload.cache.errors import RowsLost
+from foreload.cache.parity.erasure import accumulate
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes, stripe_hash
+
+_TABLE_SHIFT = np.uint64(48)
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """From which rows of a stripe the lost ones are decoded, for each placement group.
+
+    pattern: int64 [groups], which of the patterns of lost places a group has; known: int64 [patterns, k], the places that are read; factors: uint8
+    [patterns, k + r, k], with which they add up to the row at a place.
+    """
+
+    pattern: np.ndarray
+    known: np.ndarray
+    factors: np.ndarray
+
+    @classmethod
+    def of(cls, placement: Placement, lost: np.ndarray, every_group: bool = True) -> Survivors:
+        """lost: bool [shards]. Raises RowsLost where a group has lost more than r of its shards, unless these are not asked for."""
+        code = placement.code
+        assert code is not None
+        gone = lost[placement.members]
+        if every_group and gone.sum(axis=1).max() > code.r:
+            raise RowsLost(np.flatnonzero(lost).tolist(), code.r)
+        patterns, pattern = np.unique(gone, axis=0, return_inverse=True)
+        known = np.array(
+            [np.flatnonzero(~gone if gone.sum() <= code.r else gone | True)[: code.k] for gone in patterns], np.int64
+        )
+        factors = [[code.decoding(own.tolist(), place) for place in range(code.k + code.r)] for own in known]
+        return cls(pattern.reshape(-1).astype(np.int64), known, np.array(factors, np.uint8))
+
+
+@nb.njit(nogil=True, cache=True)
+def _sources(prefix, table, stripe, place, members, k, pattern, known, factors, flags, starts, room):  # type: ignore[no-untyped-def]
+    """What to read for the rows at `place` of stripes: by shard (bounds), the field, the place among those wanted and the factor of each."""
+    groups = np.uint64(members.shape[0])
+    n = place.size
+    shards_of, fields = np.empty(n * k, np.int64), np.empty(n * k, np.uint64)
+    targets, scales = np.empty(n * k, np.int64), np.empty(n * k, np.uint8)
+    count, shards = 0, 0
+    for i in range(n):
+        group = np.int64(stripe_hash(prefix, table[i], stripe[i]) % groups)
+        own = pattern[group]
+        begin = stripe[i] * k
+        exists = False
+        for j in range(begin, min(begin + k, room[table[i]])):
+            exists |= flags[starts[table[i]] + j] == 1
+        if not exists:
+            continue
+        name = np.uint64(table[i]) << _TABLE_SHIFT
+        for q in range(k):
+            source = known[own, q]
+            if source >= k:
+                field = name | np.uint64(stripe[i]) | PARITY_BIT
+            elif flags[starts[table[i]] + begin + source]:
+                field = name | np.uint64(begin + source)
+            else:
+                continue  # never written: zeros
+            shards_of[count] = members[group, source]
+            shards = max(shards, shards_of[count] + 1)
+            fields[count] = field
+            targets[count] = i
+            scales[count] = factors[own, place[i], q]
+            count += 1
+    bounds = np.zeros(shards + 1, np.int64)
+    for i in range(count):
+        bounds[shards_of[i] + 1] += 1
+    for shard in range(shards):
+        bounds[shard + 1] += bounds[shard]
+    nexts = bounds.copy()
+    sorted_fields, sorted_targets, sorted_scales = (
+        np.empty(count, np.uint64),
+        np.empty(count, np.int64),
+        np.empty(count, np.uint8),
+    )
+    for i in range(count):
+        at = nexts[shards_of[i]]
+        nexts[shards_of[i]] += 1
+        sorted_fields[at] = fields[i]
+        sorted_targets[at] = targets[i]
+        sorted_scales[at] = scales[i]
+    return bounds, sorted_fields, sorted_targets, sorted_scales
+
+
+@dataclass(slots=True)
+class Decoding:
+    """Rows of one shape to be decoded: what to read, and how it adds up. rows: uint8 [sources, row_bytes], which the reads fill."""
+
+    wanted: int
+    reads: list[Read]
+    rows: np.ndarray
+    targets: np.ndarray
+    factors: np.ndarray
+
+    def decode(self) -> np.ndarray:
+        """The rows wanted, uint8 [n, row_bytes], once the reads are done and nothing is missing."""
+        out = np.zeros((self.wanted, self.rows.shape[1]), np.uint8)
+        accumulate(self.rows, np.arange(len(self.rows)), self.factors, out, self.targets)
+        return out
+
+
+def plan_decoding(
+    stripes: LaneStripes,
+    survivors: Survivors,
+    wanted: tuple[np.ndarray, np.ndarray, np.ndarray],
+    row_bytes: int,
+    keys: list[bytes],
+) -> Decoding:
+    """How to decode rows of one shape and lane.
+
+    wanted: table int16, stripe int64 and place in the stripe int64 (0 .. k-1 a member, k .. a parity row), [n] each. keys: of the lane's hash on
+    each store shard. A row that was never written, and the parity of a stripe without rows, decodes to zeros.
+    """
+    written = stripes.written
+    bounds, fields, targets, factors = _sources(
+        stripes.prefix, *wanted, stripes.members, stripes.k, survivors.pattern, survivors.known, survivors.factors,
+        written.flags, written.starts, written.room,
+    )  # fmt: skip
+    rows = np.empty((len(fields), row_bytes), np.uint8)
+    reads = [
+        Read(shard, keys[shard], fields[first:last], rows[first:last], any_length=True)
+        for shard, (first, last) in enumerate(pairwise(bounds.tolist()))
+        if last > first
+    ]
+    return Decoding(len(wanted[2]), reads, rows, targets, factors)
+
+
+def plan_alone(
+    stripes: LaneStripes,
+    placement: Placement,
+    lost: np.ndarray,
+    wanted: tuple[np.ndarray, np.ndarray, np.ndarray],
+    row_bytes: int,
+    keys: list[bytes],
+) -> Decoding | None:
+    """The same for single rows while more shards are lost (bool [shards]) than parity covers; None if a stripe of theirs has lost too many."""
+    table, stripe, _ = wanted
+    for one in np.unique(table).tolist():
+        if (lost[stripes.shards(one, stripe[table == one])].sum(axis=1) > placement.r).any():
+            return None
+    return plan_decoding(stripes, Survivors.of(placement, lost, every_group=False), wanted, row_bytes, keys)
+
+
+@nb.njit(nogil=True, cache=True)
+def _on_shard(prefix, table, first, end, members, k, shard, flags, start, room, stripe_of, place_of):  # type: ignore[no-untyped-def]
+    """The rows and parity rows that a shard has of stripes [first, end) of a table, as many as fit: (how many, the stripe after the last)."""
+    groups = np.uint64(members.shape[0])
+    count = 0
+    for stripe in range(first, end):
+        group = np.int64(stripe_hash(prefix, table, stripe) % groups)
+        for place in range(members.shape[1]):
+            if members[group, place] != shard:
+                continue
+            begin = stripe * k
+            if place < k:
+                there = begin + place < room and flags[start + begin + place] == 1
+            else:
+                there = False
+                for j in range(begin, min(begin + k, room)):
+                    there |= flags[start + j] == 1
+            if there:
+                if count == stripe_of.size:
+                    return count, stripe
+                stripe_of[count] = stripe
+                place_of[count] = place
+                count += 1
+    return count, end
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """Rows and parity rows of one table on a store shard: stripe and place int64 [n]; the next chunk begins at stripe `end`."""
+
+    stripe: np.ndarray
+    place: np.ndarray
+    end: int
+
+    def fields(self, table: int, k: int) -> np.ndarray:
+        """Their fields: uint64 [n]."""
+        name = np.uint64(table) << _TABLE_SHIFT
+        member = self.place < k
+        numbers = np.where(member, self.stripe * k + self.place, self.stripe).astype(np.uint64)
+        return np.where(member, numbers | name, numbers | name | PARITY_BIT)
+
+
+def rows_on_shard(stripes: LaneStripes, table: int, first: int, shard: int, most: int) -> ShardRows:
+    """The next rows, at most `most`, that a store shard must have of a table, from stripe `first` on; of stripes that were written only."""
+    written = stripes.written
+    end = -(-int(written.counts[table]) // stripes.k)
+    stripe, place = np.empty(most, np.int64), np.empty(most, np.int64)
+    count, after = _on_shard(
+        stripes.prefix, table, first, end, stripes.members, stripes.k, shard, written.flags, written.starts[table],
+        written.room[table], stripe, place,
+    )  # fmt: skip
+    return ShardRows(stripe[:count], place[:count], int(after))
+
+
+@nb.njit(nogil=True, cache=True)
+def _count_lost(prefix, table, count, members, k, gone, covered, flags):  # type: ignore[no-untyped-def]
+    groups = np.uint64(members.shape[0])
+    lost = 0
+    for ordinal in range(count):
+        stripe = ordinal // k
+        group = np.int64(stripe_hash(prefix, table, stripe) % groups)
+        missing = 0
+        for place in range(members.shape[1]):
+            missing += gone[members[group, place]]
+        if flags[ordinal] and missing > covered and gone[members[group, ordinal - stripe * k]]:
+            lost += 1
+    return lost
+
+
+def lost_rows(stripes: LaneStripes, tables: int, gone: np.ndarray) -> np.ndarray:
+    """How many rows of each table cannot be had where the shards `gone` (bool [shards]) are lost: int64 [tables]."""
+    written, covered = stripes.written, stripes.members.shape[1] - stripes.k
+    return np.array(
+        [
+            _count_lost(
+                stripes.prefix, table, int(written.counts[table]), stripes.members, stripes.k, gone, covered,
+                written.flags[written.starts[table] :],
+            )
+            for table in range(tables)
+        ]
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Counting what each store shard holds of a lane, from what was written and where it belongs; nothing is asked of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba as nb
+import numpy as np
+
+from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes, stripe_hash
+from foreload.cache.rows.layout import RowLayout
+
+_TABLE_SHIFT = np.uint64(48)
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Rows and parity rows by table and store shard: int64 [tables, shards] each."""
+
+    rows: np.ndarray
+    parity_rows: np.ndarray
+
+    def __add__(self, other: Census) -> Census:
+        return Census(self.rows + other.rows, self.parity_rows + other.parity_rows)
+
+    @property
+    def fields(self) -> np.ndarray:
+        """Rows and parity rows of all tables together: int64 [shards]."""
+        found: np.ndarray = (self.rows + self.parity_rows).sum(axis=0)
+        return found
+
+    def row_bytes(self, layouts: Sequence[RowLayout]) -> np.ndarray:
+        """What they take by themselves on each shard: int64 [shards]."""
+        widths = np.array([layout.row_bytes for layout in layouts], np.int64)
+        found: np.ndarray = widths @ (self.rows + self.parity_rows)
+        return found
+
+    @classmethod
+    def none(cls, tables: int, shards: int) -> Census:
+        """Nothing at all."""
+        return cls(np.zeros((tables, shards), np.int64), np.zeros((tables, shards), np.int64))
+
+
+@nb.njit(nogil=True, cache=True)
+def _count(prefix, table, count, members, k, cursors, flags, rows, parity_rows):  # type: ignore[no-untyped-def]
+    groups = np.uint64(members.shape[0])
+    for stripe in range((count + k - 1) // k):
+        group = np.int64(stripe_hash(prefix, table, stripe) % groups)
+        name = (np.uint64(table) << _TABLE_SHIFT) | np.uint64(stripe)
+        exists = False
+        for place in range(k):
+            ordinal = stripe * k + place
+            if ordinal < count and flags[ordinal]:
+                exists = True
+                rows[members[group, place]] += name < cursors[members[group, place]]
+        if exists:
+            for place in range(k, members.shape[1]):
+                parity_rows[members[group, place]] += name < cursors[members[group, place]]
+
+
+def take_census(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarray | None = None) -> Census:
+    """What the shards hold of a lane. cursors: uint64 [shards], a shard has the stripes below its cursor; None: all have all."""
+    found, written = Census.none(tables, shards), stripes.written
+    below = np.full(shards, ALL_STRIPES, np.uint64) if cursors is None else cursors
+    for table in range(tables):
+        flags = written.flags[written.starts[table] :]
+        _count(
+            stripes.prefix, table, int(written.counts[table]), stripes.members, stripes.k, below, flags,
+            found.rows[table], found.parity_rows[table],
+        )  # fmt: skip
+    return found

@@ -1,0 +1,279 @@
+"""Compiled: where the rows of a write-back batch and the parity rows of their stripes go, shard by shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numba as nb
+import numpy as np
+
+from foreload.pipelines.base.hashing import key, mix
+
+PARITY_BIT = np.uint64(1 << 63)  # of the field of a parity row: the table's top bit
+ALL_STRIPES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the cursor of a store shard that has them all
+_TABLE_SHIFT = np.uint64(48)
+_FIRST_ROOM = 1024  # ordinals of a table
+
+
+@nb.njit(nogil=True, cache=True)
+def stripe_hash(prefix, table, stripe):  # type: ignore[no-untyped-def]
+    """The hash of a stripe whose remainder is its placement group; prefix: key(lane)."""
+    return mix(mix(prefix ^ np.uint64(table)) ^ np.uint64(stripe))
+
+
+@nb.njit(nogil=True, cache=True)
+def _most(table, ordinal, most):  # type: ignore[no-untyped-def]
+    for i in range(table.size):
+        most[table[i]] = max(most[table[i]], ordinal[i] + 1)
+
+
+@nb.njit(nogil=True, cache=True)
+def _note(table, ordinal, flags, starts):  # type: ignore[no-untyped-def]
+    for i in range(table.size):
+        flags[starts[table[i]] + ordinal[i]] = 1
+
+
+@dataclass(slots=True)
+class Written:
+    """Which rows of a lane were ever written: what is not there is absent from the store by right, and counts as zeros.
+
+    flags: uint8, 1 for each written row, at starts[table] + ordinal; room: ordinals of each table that have a place. Both int64 [tables].
+    """
+
+    counts: np.ndarray
+    k: int
+    flags: np.ndarray = field(init=False)
+    starts: np.ndarray = field(init=False)
+    room: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """counts: int64 [tables], all ordinals below which were written; k: rows of a stripe, all of which have a place."""
+        self.counts = self.counts.astype(np.int64)
+        self.room = -(-np.maximum(_FIRST_ROOM, self.counts) // self.k) * self.k
+        self._lay_out()
+        for start, count in zip(self.starts, self.counts, strict=True):
+            self.flags[start : start + count] = 1
+
+    def _lay_out(self) -> None:
+        self.starts = np.concatenate([[0], np.cumsum(self.room)[:-1]]).astype(np.int64)
+        self.flags = np.zeros(int(self.room.sum()), np.uint8)
+
+    def cover(self, table: np.ndarray, ordinal: np.ndarray) -> None:
+        """Have room for these rows (table int16 [n], ordinal int64 [n]) and for all members of their stripes."""
+        most = self.counts.copy()
+        _most(table, ordinal, most)
+        most = -(-most // self.k) * self.k
+        if (most <= self.room).all():
+            return
+        flags, starts, room = self.flags, self.starts, self.room
+        self.room = np.where(most > room, 2 * most, room)
+        self._lay_out()
+        for own, start, other, count in zip(self.starts, starts, self.room, room, strict=True):
+            self.flags[own : own + min(count, other)] = flags[start : start + min(count, other)]
+
+    def note(self, table: np.ndarray, ordinal: np.ndarray) -> None:
+        """These rows are written from now on; `cover` made room for them."""
+        _most(table, ordinal, self.counts)
+        _note(table, ordinal, self.flags, self.starts)
+
+    def has(self, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
+        """Whether rows were ever written: bool [n]; any ordinal may be asked for."""
+        found: np.ndarray = ordinal < self.counts[table]
+        found[found] = self.flags[self.starts[table[found]] + ordinal[found]] == 1
+        return found
+
+
+@nb.njit(nogil=True, cache=True)
+def _room_for(prefix, table, ordinal, places, first, members, k, limit, rows, parities):  # type: ignore[no-untyped-def]
+    """How many of places[first:] fit beside what rows and parities (int64 [shards]) count, so that none passes the limit."""
+    groups = np.uint64(members.shape[0])
+    width = members.shape[1]
+    for i in range(first, places.size):
+        at = places[i]
+        stripe = ordinal[at] // k
+        group = np.int64(stripe_hash(prefix, table[at], stripe) % groups)
+        shard = members[group, ordinal[at] - stripe * k]
+        if rows[shard] == limit:
+            return i - first
+        for j in range(k, width):
+            # Every row as if its stripe had no other: never too few.
+            if parities[members[group, j]] == limit:
+                return i - first
+        rows[shard] += 1
+        for j in range(k, width):
+            parities[members[group, j]] += 1
+    return places.size - first
+
+
+@nb.njit(nogil=True, cache=True)
+def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # type: ignore[no-untyped-def]
+    n, shards, r = table.size, cursors.size, members.shape[1] - k
+    groups = np.uint64(members.shape[0])
+    size = 16
+    while size < 2 * n:
+        size *= 2
+    heads = np.full(size, -1, np.int64)
+    stripe_of, member = np.empty(n, np.int64), np.empty(n, np.uint8)
+    shard_of = np.empty(n, np.int64)
+    keys, group_of = np.empty(n, np.uint64), np.empty(n, np.int64)
+    others = np.zeros(n, np.int64)  # of a stripe: rows that the store has and the batch has not
+    row_starts = np.zeros(shards + 2, np.int64)
+    count = 0
+    for i in range(n):
+        stripe = ordinal[i] // k
+        hashed = stripe_hash(prefix, table[i], stripe)
+        group = np.int64(hashed % groups)
+        name = (np.uint64(table[i]) << _TABLE_SHIFT) | np.uint64(stripe)
+        at = np.int64(hashed >> np.uint64(20)) & (size - 1)
+        while heads[at] >= 0 and keys[heads[at]] != name:
+            at = (at + 1) & (size - 1)
+        if heads[at] < 0:
+            heads[at] = count
+            keys[count] = name
+            group_of[count] = group
+            if r > 0:
+                begin = starts[table[i]] + stripe * k
+                for j in range(begin, begin + k):
+                    others[count] += flags[j]
+            count += 1
+        if r > 0:
+            others[heads[at]] -= flags[starts[table[i]] + ordinal[i]]
+        stripe_of[i] = heads[at]
+        member[i] = ordinal[i] - stripe * k
+        shard = members[group, member[i]]
+        shard_of[i] = shard if name < cursors[shard] else shards
+        row_starts[shard_of[i] + 1] += 1
+    for shard in range(shards + 1):
+        row_starts[shard + 1] += row_starts[shard]
+    position, next_rows = np.empty(n, np.int64), row_starts.copy()
+    names, updates = np.empty(n, np.uint64), np.empty(n, np.bool_)
+    for i in range(n):
+        position[i] = next_rows[shard_of[i]]
+        next_rows[shard_of[i]] += 1
+        names[position[i]] = (np.uint64(table[i]) << _TABLE_SHIFT) | np.uint64(ordinal[i])
+        updates[position[i]] = others[stripe_of[i]] > 0
+    # Parity rows by shard, those to be read first in each.
+    entry_starts = np.zeros(2 * shards + 1, np.int64)
+    for t in range(count):
+        for j in range(r):
+            shard = members[group_of[t], k + j]
+            if keys[t] < cursors[shard]:
+                entry_starts[2 * shard + (others[t] == 0) + 1] += 1
+    for bucket in range(2 * shards):
+        entry_starts[bucket + 1] += entry_starts[bucket]
+    entry_of, next_entries = np.full((count, r), -1, np.int64), entry_starts.copy()
+    entry_fields = np.empty(entry_starts[2 * shards], np.uint64)
+    for t in range(count):
+        for j in range(r):
+            shard = members[group_of[t], k + j]
+            if keys[t] < cursors[shard]:
+                bucket = 2 * shard + (others[t] == 0)
+                entry_of[t, j] = next_entries[bucket]
+                entry_fields[next_entries[bucket]] = keys[t] | PARITY_BIT
+                next_entries[bucket] += 1
+    return position, names, row_starts, stripe_of, member, entry_of, entry_fields, entry_starts, updates, group_of[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where the rows of a batch and the parity rows of their stripes go.
+
+    position: int64 [n], of each row in the order of the store shards, where row_fields (uint64 [n]) and row_starts (int64 [shards + 2]: where
+    each shard's rows begin, those of no live shard last) refer to. stripe_of: int64 [n], member: uint8 [n], of the rows as they came.
+    entry_of: int64 [stripes, r], the parity row's place among the entries, -1 where its shard is not live; entry_fields: uint64 [entries], by
+    shard; entry_starts: int64 [2 * shards + 1], where a shard's entries that are updated, and those that are made anew, begin: a stripe all
+    of whose stored rows are in the batch needs no parity row read. updates: bool [n], by position, whether a row's stripe is updated. group_of:
+    int64 [stripes], their placement groups.
+    """
+
+    position: np.ndarray
+    row_fields: np.ndarray
+    row_starts: np.ndarray
+    stripe_of: np.ndarray
+    member: np.ndarray
+    entry_of: np.ndarray
+    entry_fields: np.ndarray
+    entry_starts: np.ndarray
+    updates: np.ndarray
+    group_of: np.ndarray
+
+    def rows_of(self, shard: int) -> slice:
+        """Where a shard's rows lie."""
+        return slice(int(self.row_starts[shard]), int(self.row_starts[shard + 1]))
+
+    def updated_of(self, shard: int) -> slice:
+        """Entries of a shard that are updated, and so read first."""
+        return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 1]))
+
+    def entries_of(self, shard: int) -> slice:
+        """All entries of a shard."""
+        return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Rows and parity rows of a batch that were never written before: int64 [shards] each, those for shards that are live, and all of them."""
+
+    rows: np.ndarray
+    parity_rows: np.ndarray
+    all_rows: np.ndarray
+    all_parity_rows: np.ndarray
+
+
+@nb.njit(nogil=True, cache=True)
+def _groups(prefix, table, stripe, groups, out):  # type: ignore[no-untyped-def]
+    for i in range(stripe.size):
+        out[i] = np.int64(stripe_hash(prefix, table, stripe[i]) % np.uint64(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStripes:
+    """The stripes of one lane: which rows were written, and the arrangement of batches. members: of the placement, k of them for rows."""
+
+    lane: int
+    k: int
+    members: np.ndarray
+    written: Written
+
+    @property
+    def prefix(self) -> np.uint64:
+        """What the lane's hashes begin with."""
+        return np.uint64(key(self.lane))
+
+    def arrange(self, table: np.ndarray, ordinal: np.ndarray, cursors: np.ndarray) -> Arrangement:
+        """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
+        if self.members.shape[1] > self.k:
+            self.written.cover(table, ordinal)
+        found = _arrange(self.prefix, table, ordinal, self.members, self.k, cursors, self.written.flags, self.written.starts)
+        return Arrangement(*found)
+
+    def fresh(self, placed: Arrangement, stored: np.ndarray, shards: int) -> Fresh:
+        """What of an arranged batch the store has not. stored: bool [n], of the rows as they came, whether they were written before."""
+        home = self.members[placed.group_of[placed.stripe_of], placed.member]
+        live = placed.position < placed.row_starts[shards]
+        before = np.zeros(len(placed.group_of), bool)
+        before[placed.stripe_of[stored | placed.updates[placed.position]]] = True
+        parity_home, parity_live = self.members[placed.group_of[~before], self.k :], placed.entry_of[~before] >= 0
+        of = (home[~stored & live], parity_home[parity_live], home[~stored], parity_home.reshape(-1))
+        return Fresh(*(np.bincount(one, minlength=shards) for one in of))
+
+    def room_for(
+        self,
+        table: np.ndarray,
+        ordinal: np.ndarray,
+        places: np.ndarray,
+        first: int,
+        limit: int,
+        counts: tuple[np.ndarray, np.ndarray],
+    ) -> int:
+        """How many of the rows at places[first:] fit into a batch, of which counts are the rows and parity rows so far (int64 [shards] each).
+
+        No shard gets more than `limit` of either; the counts go up by those that fit.
+        """
+        return int(_room_for(self.prefix, table, ordinal, places, first, self.members, self.k, limit, *counts))
+
+    def shards(self, table: int, stripe: np.ndarray) -> np.ndarray:
+        """The store shards of stripes (int64 [n]) of a table, members first: int32 [n, k + r]."""
+        group = np.empty(len(stripe), np.int64)
+        _groups(self.prefix, table, stripe, len(self.members), group)
+        return self.members[group]

@@ -1,0 +1,161 @@
+"""Write-back staging of one lane: ended rows that wait for their write-back, and the numbered batches that are cut from them.
+
+Pure: no store, no thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreload.cache.parity.erasure import Code, accumulate, difference
+from foreload.cache.parity.stripes import Arrangement, Fresh, LaneStripes
+from foreload.cache.rows.layout import encode_rows_at
+from foreload.cache.rows.staging import EndedRows, RowShapes
+
+BATCH_ROWS = 2048  # and parity rows, of one write-back batch on one store shard: one atomic command for each
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows of one shape that ended at a boundary: those at places[first:] (int64) of `ended` still wait."""
+
+    boundary: int
+    ended: EndedRows
+    places: np.ndarray
+    first: int = 0
+
+
+@dataclass(slots=True)
+class WriteBackBatch:
+    """One numbered write-back batch: rows of one shape, at most 2,048 rows and 2,048 parity rows a store shard.
+
+    table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
+    what it replaces (zeros where nothing was stored; None where there is no parity). parity: uint8 [entries, row_bytes], to be filled with the
+    parity rows that are updated before `update`. rows_of: boundary -> rows of it in this batch. fresh: what of it the store has not yet.
+    """
+
+    number: int
+    table: np.ndarray
+    ordinal: np.ndarray
+    arrangement: Arrangement
+    new: np.ndarray
+    old: np.ndarray | None
+    parity: np.ndarray
+    rows_of: dict[int, int]
+    fresh: Fresh
+
+    @property
+    def rows(self) -> int:
+        """Rows on all store shards."""
+        return len(self.new)
+
+    def part(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """A store shard's rows: fields uint64 [n], rows uint8 [n, row_bytes]; n may be 0."""
+        own = self.arrangement.rows_of(shard)
+        return self.arrangement.row_fields[own], self.new[own]
+
+    def updated_parity(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """A store shard's parity rows that are updated, to be read in place: fields, rows."""
+        own = self.arrangement.updated_of(shard)
+        return self.arrangement.entry_fields[own], self.parity[own]
+
+    def parity_part(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """A store shard's parity rows: fields, rows."""
+        own = self.arrangement.entries_of(shard)
+        return self.arrangement.entry_fields[own], self.parity[own]
+
+    def update(self, code: Code) -> None:
+        """Make the parity rows: parity_i ^= c_ij * (new ^ old) where they were read, parity_i = the sum of c_ij * new elsewhere."""
+        assert self.old is not None
+        placed = self.arrangement
+        delta = difference(self.new, self.old, placed.updates)
+        for i in range(code.r):
+            factors = code.coefficients[i][placed.member]
+            accumulate(delta, placed.position, factors, self.parity, placed.entry_of[:, i][placed.stripe_of])
+
+
+@dataclass(slots=True)
+class WriteBackStaging:
+    """Write-back staging of one lane: ended rows in one queue a shape, from which batches are cut.
+
+    number: of the last batch cut. A batch has one shape, so that it is one atomic command a store shard; rows of several boundaries share
+    a batch where the store is slower than the trainer. code: None where there is no parity.
+    """
+
+    shapes: RowShapes
+    stripes: LaneStripes
+    code: Code | None
+    number: int = 0
+    _queues: dict[int, deque[_Chunk]] = field(default_factory=dict)
+
+    def add(self, boundary: int, ended: EndedRows) -> None:
+        """Queue rows that ended at a boundary."""
+        if not len(ended):
+            return
+        if len(self.shapes.shapes) == 1:
+            self._queue(0, boundary, ended, np.arange(len(ended)))
+            return
+        shape_of = self.shapes.of_table[ended.table]
+        for shape in range(len(self.shapes.shapes)):
+            places = np.flatnonzero(shape_of == shape)
+            if len(places):
+                self._queue(shape, boundary, ended, places)
+
+    def _queue(self, shape: int, boundary: int, ended: EndedRows, places: np.ndarray) -> None:
+        self._queues.setdefault(shape, deque()).append(_Chunk(boundary, ended, places))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a batch to cut."""
+        return any(self._queues.values())
+
+    def cut(self, cursors: np.ndarray) -> WriteBackBatch | None:
+        """The next batch: rows of the shape that has waited longest; None when nothing waits. cursors: as `LaneStripes.arrange` has it."""
+        waiting = [(queue[0].boundary, shape) for shape, queue in self._queues.items() if queue]
+        if not waiting:
+            return None
+        shape = min(waiting)[1]
+        pieces = self._take(self._queues[shape], len(cursors))
+        self.number += 1
+        rows_of: dict[int, int] = {}
+        for boundary, _, places in pieces:
+            rows_of[boundary] = rows_of.get(boundary, 0) + len(places)
+        table = np.concatenate([ended.table[places] for _, ended, places in pieces])
+        ordinal = np.concatenate([ended.ordinal[places] for _, ended, places in pieces])
+        stored = np.concatenate([ended.stored_tag[places] != 0 for _, ended, places in pieces])
+        placed = self.stripes.arrange(table, ordinal, cursors)
+        fresh = self.stripes.fresh(placed, stored, len(cursors))
+        row_bytes = self.shapes.row_bytes(shape)
+        new = np.empty((len(table), row_bytes), np.uint8)
+        old = np.empty_like(new) if self.code is not None else None
+        first = 0
+        for _, ended, places in pieces:
+            at = placed.position[first : first + len(places)]
+            encode_rows_at((ended.weights, ended.state, ended.id, ended.tag), places, at, *self.shapes.shapes[shape], new)
+            if old is not None:
+                assert ended.base_weights is not None
+                assert ended.base_state is not None
+                base = (ended.base_weights, ended.base_state, ended.id, ended.stored_tag)
+                encode_rows_at(base, places, at, *self.shapes.shapes[shape], old)
+            first += len(places)
+        parity = np.zeros((len(placed.entry_fields), row_bytes), np.uint8)
+        return WriteBackBatch(self.number, table, ordinal, placed, new, old, parity, rows_of, fresh)
+
+    def _take(self, queue: deque[_Chunk], shards: int) -> list[tuple[int, EndedRows, np.ndarray]]:
+        """Rows from the front of a queue, as many as a batch may have: (boundary, ended rows, places)."""
+        counts = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
+        pieces = []
+        while queue:
+            chunk = queue[0]
+            ended, left = chunk.ended, len(chunk.places) - chunk.first
+            fits = self.stripes.room_for(ended.table, ended.ordinal, chunk.places, chunk.first, BATCH_ROWS, counts)
+            if fits:
+                pieces.append((chunk.boundary, ended, chunk.places[chunk.first : chunk.first + fits]))
+                chunk.first += fits
+            if fits < left:
+                break
+            queue.popleft()
+        return pieces

@@ -1,0 +1,85 @@
+"""What runs have rows on a store shard: every namespace there, with its size and whose it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import Store
+from foreload.cache.errors import (
+    CommandRefused,
+    StoreAuth,
+    StoreError,
+    StoreUnavailable,
+)
+from foreload.cache.protocol.namespace import (
+    NAME,
+    lane_keys,
+    owner,
+    scan,
+)
+
+_LANE = re.compile(rb"\{(%b):(\d+)\}:\d+" % NAME.encode())
+_NOTE = re.compile(rb"(%b):run" % NAME.encode())
+_SAMPLES = 200  # values of a hash that Redis looks at to tell its size
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a store shard holds of a namespace.
+
+    note: what `claim` left there, None where that is gone. lanes: that have a hash; rows: with parity rows; bytes: as the server tells, None where it
+    may not be asked.
+    """
+
+    namespace: str
+    note: Mapping[str, Any] | None
+    lanes: int
+    rows: int
+    bytes: int | None
+
+
+def all_holdings(store: Store, shard: int) -> list[Holding]:
+    """Those of every namespace on a store shard, by name. Goes through all keys, some at a time. Raises StoreError."""
+    found: dict[str, set[bytes]] = {}
+    for keys in scan(store, shard):
+        for key in keys:
+            if lane := _LANE.fullmatch(key):
+                found.setdefault(lane[1].decode(), set()).add(key)
+            elif note := _NOTE.fullmatch(key):
+                found.setdefault(note[1].decode(), set())
+    held = [_holding(store, shard, namespace, keys) for namespace, keys in sorted(found.items())]
+    # Other programs' keys may look alike.
+    return [holding for holding in held if holding.note is not None or holding.lanes]
+
+
+def holding_of(store: Store, shard: int, namespace: str) -> Holding:
+    """That of one namespace, nothing where it is not there. Raises StoreError."""
+    keys = {key for some in lane_keys(store, shard, namespace) for key in some if _LANE.fullmatch(key)}
+    return _holding(store, shard, namespace, keys)
+
+
+def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Holding:
+    ordered = sorted(keys)
+    # At the epochs before, a string stands in the place of each hash.
+    kinds = store.commands_at_once(shard, [("TYPE", key) for key in ordered])
+    hashes = [key for key, kind in zip(ordered, kinds, strict=True) if kind == "hash"]
+    marked = store.commands_at_once(shard, [("HEXISTS", key, MARKER) for key in hashes])
+    hashes = [key for key, there in zip(hashes, marked, strict=True) if there]
+    fields = store.commands_at_once(shard, [("HLEN", key) for key in hashes])
+    rows = sum(int(str(count)) - 1 for count in fields)
+    try:
+        sizes = store.commands_at_once(shard, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in hashes])
+        used: int | None = sum(size for size in sizes if isinstance(size, int))
+    except (StoreAuth, CommandRefused):
+        used = None
+    try:
+        note = owner(store, namespace, shard)
+    except StoreUnavailable:
+        raise
+    except StoreError:  # not this program's
+        note = None
+    return Holding(namespace, note, len(hashes), rows, used)

@@ -1,0 +1,97 @@
+"""What the traffic's thread and the trainer know of one lane: what is to come, what is staged, and what waits for its write-back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreload.cache.parity.row_counts import take_census
+from foreload.cache.protocol.batches import WriteBackStaging
+from foreload.cache.protocol.reading import Expected, StoredRows
+from foreload.cache.protocol.rounds import LaneWrites, PlannedFetch
+from foreload.cache.rows.staging import EndedRows, EventStaging
+from foreload.pipelines.schedule.format import Arrivals
+
+Plan = Iterator[tuple[int, Arrivals] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """What one lane will need, and where its traffic stands at the start.
+
+    plan: (event index, arrivals) in order of the program; None where the next event is not known yet (it is asked for again, after a
+    while). An exception that it raises is raised by the `take` of the event that it stands for. batches: the number of the lane's last
+    write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: int64 [tables], the lane's
+    ordinals that the store has, all below it (None: none).
+    """
+
+    lane: int
+    plan: Plan
+    batches: int = 0
+    released_boundary: int = -1
+    written: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Boundary:
+    """Rows that ended at a boundary; left: those that are not yet acknowledged."""
+
+    number: int
+    left: int
+    beyond: bool
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Arrivals of an event, at places int64 [n], that nothing was asked for yet."""
+
+    event: EventStaging
+    places: np.ndarray
+
+
+class LaneTraffic:
+    """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor."""
+
+    def __init__(self, plan: LanePlan, stored: StoredRows) -> None:
+        self.lane = plan.lane
+        self.plan = plan.plan
+        self.next: tuple[int, Arrivals] | None = None
+        self.unknown = False  # the plan's next event is not known yet
+        self.fetches: list[Fetch] = []
+        written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
+        stripes = stored.placement.stripes(plan.lane, written)
+        staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.batches)
+        held = take_census(stripes, len(stored.layouts), stored.placement.shard_count).fields
+        self.writes = LaneWrites(plan.lane, stripes, staging, plan.batches, held)
+
+        self.pulled = -1  # index of the last event staged or taken
+        self.wanted = -1  # index of the last event that the trainer waits for
+        self.ended = False
+        self.plan_error: Exception | None = None
+        self.events: dict[int, EventStaging] = {}
+        self.staged_rows = 0
+        self.handed: deque[tuple[int, EndedRows]] = deque()
+        self.last_boundary = plan.released_boundary
+        self.boundaries: deque[Boundary] = deque()
+        self.unwritten_rows = 0
+        self.batches = plan.batches
+        self.released_boundary = plan.released_boundary
+
+    def release(self) -> None:
+        """Note the boundaries all of whose rows are acknowledged, as far as every earlier one's are.
+
+        Beyond the schedule rows are not what the schedule says of that boundary, so no fetch that comes after it is released.
+        """
+        while self.boundaries and not self.boundaries[0].left:
+            done = self.boundaries.popleft()
+            if not done.beyond:
+                self.released_boundary = done.number
+
+    def planned(self, fetch: Fetch) -> PlannedFetch:
+        """What is expected of a fetch, and where its rows go."""
+        arrivals, places = fetch.event.arrivals, fetch.places
+        arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
+        return PlannedFetch(self.writes, Expected(self.lane, *arrays), fetch.event.rows, places)

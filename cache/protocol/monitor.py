@@ -1,0 +1,49 @@
+"""What a trainer and its traffic's thread share: a lock, a way to wait for each other, and the failure or the end of the thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from foreload.cache.errors import CacheError
+
+
+class Monitor(threading.Condition):
+    """A condition over the state that both sides see; whoever looks at that or changes it holds this.
+
+    Whatever the thread fails with is raised by every later wait of the trainer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure: BaseException | None = None
+        self.stopping = False
+        self.signals = 1  # raised by whatever may give the thread something to do
+
+    def signal(self) -> None:
+        """Wake the thread, and whoever waits."""
+        self.signals += 1
+        self.notify_all()
+
+    def wake(self) -> None:
+        """The same, for who does not hold this."""
+        with self:
+            self.signal()
+
+    def fail(self, error: BaseException) -> None:
+        """The thread is over."""
+        with self:
+            self.failure = error
+            self.notify_all()
+
+    def wait_until(self, satisfied: Callable[[], bool], poll: timedelta | None = None) -> None:
+        """Wait until it is so; poll: asked that often even if nobody signals. Raises the thread's failure, and CacheError where it was stopped."""
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            if self.stopping:
+                raise CacheError("traffic: is closed")
+            if satisfied():
+                return
+            self.wait(poll.total_seconds() if poll is not None else None)

@@ -1,0 +1,172 @@
+"""A namespace per run: two jobs share a store without touching each other's rows, and a run left over is never taken for a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from foreload.cache.client.store import Store
+from foreload.cache.errors import NamespaceInUse, RowsLost, StoreError
+
+FORMAT = 1
+NAME = "[A-Za-z0-9_.-]{1,100}"
+_SCAN_KEYS = 1000
+EPOCH = b":epoch"
+
+
+def check_name(namespace: str) -> None:
+    """Raise StoreError unless the namespace is 1 to 100 letters, digits, dots, dashes and underscores."""
+    if not re.fullmatch(NAME, namespace):
+        raise StoreError(f"namespace: must be 1 to 100 letters, digits, '.', '-' or '_'; got {namespace!r}")
+
+
+def lane_key(namespace: str, lane: int, epoch: int) -> bytes:
+    """The key of a lane's hash on every store shard; the braces keep its epochs in one slot of a Redis cluster."""
+    return b"{%b:%d}:%d" % (namespace.encode(), lane, epoch)
+
+
+def run_key(namespace: str) -> bytes:
+    """The key that says whose the namespace is."""
+    return b"%b:run" % namespace.encode()
+
+
+def owner(store: Store, namespace: str, shard: int) -> dict[str, Any] | None:
+    """What `claim` noted on a store shard: {"format", "shard", "shards", "identity"}; None if the namespace is not there."""
+    check_name(namespace)
+    text = store.command(shard, "GET", run_key(namespace))
+    if text is None:
+        return None
+    try:
+        stored = json.loads(text if isinstance(text, bytes) else b"")
+        if stored["format"] == FORMAT and isinstance(stored["identity"], dict):
+            return dict(stored)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise StoreError(
+        f"store {store.urls[shard]}: the key {run_key(namespace).decode()} was not written by this program's version"
+    )
+
+
+def claim(
+    store: Store, namespace: str, identity: Mapping[str, Any], mode: Literal["new", "resume", "overwrite"], spared: int = 0
+) -> None:
+    """Make the namespace this run's, on all store shards or on none.
+
+    identity: what must be the same for the run to go on ("run", its id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
+    has it for another run. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
+    if another run has it, RowsLost if more than `spared` shards have lost it or are down.
+    """
+    check_name(namespace)
+    if mode == "resume":
+        everyone = range(store.shards)
+        gone = [s for s in everyone if s in store.down or (spared > 0 and owner(store, namespace, s) is None)]
+        for shard in everyone:
+            if shard not in gone:
+                _check_owner(store, namespace, identity, shard)
+        if len(gone) > spared:
+            urls = ", ".join(str(store.urls[shard].plain) for shard in gone)
+            raise RowsLost(gone, spared, why=f"{urls}: no answer there, or no namespace {namespace}")
+        return
+    if mode == "overwrite":
+        remove(store, namespace)
+    claimed: list[int] = []
+    for shard in range(store.shards):
+        note = {"format": FORMAT, "shard": shard, "shards": store.shards, "identity": dict(identity)}
+        text = json.dumps(note, sort_keys=True)
+        if store.command(shard, "SET", run_key(namespace), text, "NX") is None:
+            found = None
+            with contextlib.suppress(StoreError):
+                found = owner(store, namespace, shard)
+            if found is not None and "run" in identity and found["identity"].get("run") == identity["run"]:
+                # Claimed by the same run before, which then was killed.
+                store.command(shard, "SET", run_key(namespace), text)
+                continue
+            for earlier in claimed:
+                store.command(earlier, "UNLINK", run_key(namespace))
+            raise NamespaceInUse(
+                f"store {store.urls[shard]}: namespace {namespace} belongs to a run already; "
+                "--resume goes on with that run, --overwrite removes its rows"
+            )
+        claimed.append(shard)
+
+
+def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, shards: int) -> bool:
+    """Make a Store of one server shard number `shard` of a run, if that has no namespace of this name; whether it is the run's then."""
+    note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
+    store.command(0, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX")
+    found = owner(store, namespace, 0)
+    return found is not None and json.dumps(found, sort_keys=True) == json.dumps(note, sort_keys=True)
+
+
+def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
+    """Whether the store's shard (its number `at` of the Store, the same by default) is shard `shard` of the run with this identity."""
+    note = owner(store, namespace, shard if at is None else at)
+    return note is not None and is_run(note, identity) and note["shard"] == shard
+
+
+def is_run(note: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    """Whether a note of `owner` is of the run with this identity."""
+    return bool(note["identity"] == json.loads(json.dumps(dict(identity))))
+
+
+def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int) -> None:
+    note = owner(store, namespace, shard)
+    url = store.urls[shard]
+    if note is None:
+        raise StoreError(
+            f"store {url}: has no namespace {namespace}, so its rows are lost or it is another server; check --store"
+        )
+    if (note["shard"], note["shards"]) != (shard, store.shards):
+        raise StoreError(
+            f"store {url}: is shard {note['shard']} of {note['shards']} of namespace {namespace}, not {shard} of {store.shards}; "
+            "give --store the same servers in the same order as before"
+        )
+    wanted = json.loads(json.dumps(dict(identity)))
+    different = sorted(name for name in wanted.keys() | note["identity"].keys() if wanted.get(name) != note["identity"].get(name))
+    if different:
+        name = different[0]
+        raise NamespaceInUse(
+            f"store {url}: namespace {namespace} is another run's: {name} there is {note['identity'].get(name)!r}, here "
+            f"{wanted.get(name)!r}; --overwrite removes its rows"
+        )
+
+
+def lane_keys(store: Store, shard: int, namespace: str) -> Iterator[list[bytes]]:
+    """The keys of a namespace's lanes on a store shard, some at a time: hashes, strings in the place of those of epochs before, fence epochs."""
+    check_name(namespace)
+    # The pattern finds at least these; the expression decides.
+    pattern = b"{%b:*}:*" % re.sub(rb"([\[\]?*\\])", rb"\\\1", namespace.encode())
+    mine = re.compile(rb"\{%b:\d+\}:.*" % re.escape(namespace.encode()))
+    for keys in scan(store, shard, pattern):
+        yield [key for key in keys if mine.fullmatch(key)]
+
+
+def scan(store: Store, shard: int, pattern: bytes = b"*") -> Iterator[list[bytes]]:
+    """The keys of a store shard that match a pattern, some at a time; one may come twice."""
+    cursor = b"0"
+    while True:
+        page = store.command(shard, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_KEYS)
+        assert isinstance(page, list)
+        cursor, keys = page
+        yield keys
+        if cursor == b"0":
+            return
+
+
+def remove(store: Store, namespace: str) -> int:
+    """Remove a namespace from all store shards; returns how many keys of lanes there were. Others' keys are not touched."""
+    check_name(namespace)
+    removed = 0
+    for shard in range(store.shards):
+        for keys in lane_keys(store, shard, namespace):
+            # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again.
+            keys = [key for key in keys if not key.endswith(EPOCH)]
+            # UNLINK frees in the background; DEL would block the server for everyone.
+            store.commands_at_once(shard, [("UNLINK", key) for key in keys])
+            removed += len(keys)
+        # Last: while lanes are left, the namespace is still taken.
+        store.command(shard, "UNLINK", run_key(namespace))
+    return removed

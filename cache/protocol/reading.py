@@ -1,0 +1,336 @@
+"""Reading rows at rest and checking each against what the schedule expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from foreload.cache.client.store import (
+    COMMAND_ROWS,
+    Read,
+    Store,
+    Write,
+)
+from foreload.cache.errors import RowError, RowsLost, StoreError
+from foreload.cache.parity.decoding import (
+    Decoding,
+    Survivors,
+    plan_alone,
+    plan_decoding,
+)
+from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.row_counts import take_census
+from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.rows.layout import RowLayout, decode_rows
+from foreload.cache.rows.staging import Rows, RowShapes, put_rows
+
+READ_ROWS = 1 << 16  # of one exchange when many rows are read at once
+
+
+@dataclass(slots=True)
+class StoredRows:
+    """Where the rows of a run rest: the store, the placement, the layout of each table, and the namespace.
+
+    epochs: the fence epoch of a (lane, store shard), 0 for those not there; whoever fences one notes it here. held: how many rows and parity
+    rows its hash has, if that has a marker; one that is not there has neither. lost: shards whose rows are decoded from their stripes by
+    `read_rows`, for which stripes(lane) tells what was written.
+    """
+
+    store: Store
+    placement: Placement
+    layouts: Sequence[RowLayout]
+    namespace: str
+    epochs: dict[tuple[int, int], int] = field(default_factory=dict)
+    held: dict[tuple[int, int], int] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    stripes: Callable[[int], LaneStripes] | None = None
+    shapes: RowShapes = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.placement.shard_count != self.store.shards:
+            raise StoreError(
+                f"store shards: must be as many as the run's placement has, {self.placement.shard_count}; got {self.store.shards}; "
+                "name those that the run was started with, in order"
+            )
+        self.shapes = RowShapes.of(self.layouts)
+
+    def key(self, lane: int, shard: int) -> bytes:
+        """The key of a lane's hash on a store shard."""
+        return lane_key(self.namespace, lane, self.epochs.get((lane, shard), 0))
+
+    def keys(self, lane: int) -> list[bytes]:
+        """The key of a lane's hash on every store shard."""
+        return [self.key(lane, shard) for shard in range(self.placement.shard_count)]
+
+    def write(self, lane: int, shard: int, fields: np.ndarray, rows: np.ndarray, marker: Marker, fresh: int) -> Write:
+        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker."""
+        new = fresh + ((lane, shard) not in self.held)
+        return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1))
+
+    def note(self, lane: int, write: Write) -> None:
+        """Count in what a write that was acknowledged brought to its shard."""
+        if write.new is not None and write.marker is not None:
+            where = lane, write.shard
+            self.held[where] = self.held[where] + write.new.start if where in self.held else write.new.start - 1
+
+    def covers(self, lost: Collection[int]) -> bool:
+        """Whether parity covers the loss of these shards."""
+        if not self.placement.r:
+            return False
+        try:
+            Survivors.of(self.placement, self.placement.mask(lost))
+        except RowsLost:
+            return False
+        return True
+
+    def lose(self, shard: int) -> bool:
+        """Read without a shard from now on, if parity covers that; whether it does."""
+        covered = self.covers({*self.lost, shard})
+        if covered:
+            self.lost.add(shard)
+        return covered
+
+    def expected(self, lane: int) -> np.ndarray:
+        """How many rows and parity rows of a lane every shard has, by arithmetic: int64 [shards]."""
+        assert self.stripes is not None
+        return take_census(self.stripes(lane), len(self.layouts), self.placement.shard_count).fields
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Rows of one lane and what the schedule says of them: table int16, ordinal int64, id int64, tag int32, all [n].
+
+    Any tag from 1 to `tag` is right where `tag_at_most` is set, else only `tag` itself.
+    """
+
+    lane: int
+    table: np.ndarray
+    ordinal: np.ndarray
+    id: np.ndarray
+    tag: np.ndarray
+    tag_at_most: bool = False
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, which: np.ndarray | slice) -> Expected:
+        """The rows of a mask, of places or of a slice."""
+        arrays = (self.table[which], self.ordinal[which], self.id[which], self.tag[which])
+        return Expected(self.lane, *arrays, tag_at_most=self.tag_at_most)
+
+
+@dataclass(slots=True)
+class Request:
+    """A Read of rows of one shape, and the places (int64 [n]) of its rows among those that were asked for. decoded: its stripes gave the rows."""
+
+    read: Read
+    places: np.ndarray
+    shape: int
+    decoded: bool = False
+
+
+def plan_reads(stored: StoredRows, expected: Expected) -> list[Request]:
+    """The reads that fetch these rows: one per shape and store shard."""
+    shards = stored.placement.shard_count
+    shard_of = stored.placement.shards(expected.lane, expected.table, expected.ordinal)
+    owner = stored.shapes.of_table[expected.table] * shards + shard_of
+    order = np.argsort(owner, kind="stable")
+    owner = owner[order]
+    names = fields(expected.table, expected.ordinal)[order]
+    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    requests = []
+    for start, end in pairwise([*starts, len(owner)]):
+        shape, shard = divmod(int(owner[start]), shards)
+        rows = np.empty((end - start, stored.shapes.row_bytes(shape)), np.uint8)
+        # Where there is parity, a value that is no row is as good as none.
+        read = Read(shard, stored.key(expected.lane, shard), names[start:end], rows, any_length=stored.placement.r > 0)
+        requests.append(Request(read, order[start:end], shape))
+    return requests
+
+
+def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Marker]) -> None:
+    """Refuse a store shard whose marker for the lane is none of `markers`, those that it may have now."""
+    found = Marker.parse(read.marker)
+    if found not in markers:
+        raise StoreError(
+            f"store {stored.store.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {found}, must be {markers[0]}; "
+            "it was emptied, restarted from an older save, or belongs to another run: restore it and --resume, or start again with --overwrite"
+        )
+
+
+def check_answer(stored: StoredRows, lane: int, write: Write) -> None:
+    """Refuse a store shard whose answer to a write says that it lost rows."""
+    if write.surprise is not None:
+        raise StoreError(
+            f"store {stored.store.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}; it was emptied, or rows were deleted there: "
+            "restore it and --resume, or start again with --overwrite"
+        )
+
+
+def accept(stored: StoredRows, expected: Expected, request: Request, into: Rows, places: np.ndarray, check_tags: bool) -> None:
+    """Check the rows that a finished Read brought and copy them to `into` at `places` (int64 [n], for the rows of `expected`).
+
+    Raises RowError for a missing row and, with check_tags, for a wrong id or tag.
+    """
+    read = request.read
+    if read.missing is not None:
+        raise _row_error(stored, expected, request, read.missing, "is missing", None)
+    width, state_width = stored.shapes.shapes[request.shape]
+    count = len(read.rows)
+    weights, state = np.empty((count, width), np.float32), np.empty((count, state_width), np.float32)
+    ids, tags = np.empty(count, np.int64), np.empty(count, np.int32)
+    decode_rows(read.rows, width, state_width, weights, state, ids, tags)
+    if check_tags:
+        wanted = expected.select(request.places)
+        others = ids != wanted.id
+        wrong = others | ((tags < 1) | (tags > wanted.tag) if expected.tag_at_most else tags != wanted.tag)
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            what = f"is not there, but id {ids[first]}" if others[first] else "is another version"
+            raise _row_error(stored, expected, request, wrong, what, int(tags[first]))
+    targets = places[request.places]
+    put_rows(weights, targets, into.weights)
+    put_rows(state, targets, into.state)
+    into.tag[targets] = tags
+
+
+def _row_error(
+    stored: StoredRows, expected: Expected, request: Request, wrong: np.ndarray, what: str, found: int | None
+) -> RowError:
+    place = int(request.places[np.flatnonzero(wrong)[0]])
+    layout = stored.layouts[int(expected.table[place])]
+    tag = ("at most " if expected.tag_at_most else "") + str(int(expected.tag[place]))
+    return RowError(
+        f"table {layout.name}, row id {int(expected.id[place])} (lane {expected.lane}, ordinal {int(expected.ordinal[place])}) {what} on store "
+        f"{stored.store.urls[request.read.shard]}: tag must be {tag}, found {'none' if found is None else found}; the store lost or mixed up "
+        "writes: restore its data and --resume, or start again with --overwrite",
+        wrong,
+    )
+
+
+def read_rows(stored: StoredRows, expected: Expected, batches: int | None = None, check_tags: bool = True) -> Rows:
+    """Read rows of one lane, in the order of `expected`, 65,536 at a time; those on lost shards are decoded.
+
+    A shard that is stale, or lacks a row, is lost from then on; where more are than parity covers, the row alone is decoded. batches: the number of
+    the lane's last write-back batch, checked against every store shard that is asked; None: not checked. Raises RowError for a row
+    that is missing or has another id or tag, and cannot be decoded, StoreError for a stale shard or what the store answers.
+    """
+    count = len(expected)
+    rows = Rows.zeros(count, stored.shapes)
+    for start in range(0, count, READ_ROWS):
+        part = expected.select(slice(start, start + READ_ROWS))
+        places = np.arange(start, start + len(part))
+        while not _read_part(stored, part, rows, places, batches, check_tags):
+            pass
+    return rows
+
+
+def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, batches: int | None, check_tags: bool) -> bool:
+    """Read rows once; False if a shard is lost since."""
+    requests = plan_reads(stored, part)
+    lost = [request for request in requests if request.read.shard in stored.lost]
+    decodings = [_plan_lost(stored, part, request) for request in lost]
+    reads = [request.read for request in requests if request.read.shard not in stored.lost]
+    further = [read for decoding in decodings for read in decoding.reads]
+    stored.store.exchange(reads + further, [])
+    if batches is not None:
+        for read in reads + further:
+            if Marker.parse(read.marker) != Marker(batches, batches) and stored.lose(read.shard):
+                return False
+            check_marker(stored, part.lane, read, [Marker(batches, batches)])
+    for read in further:
+        if read.missing is not None and stored.lose(read.shard):
+            return False
+        if read.missing is not None:
+            raise missing_value(stored, part.lane, read)
+    for request, decoding in zip(lost, decodings, strict=True):
+        request.read.rows[:] = decoding.decode()
+    for request in requests:
+        try:
+            accept(stored, part, request, rows, places, check_tags)
+        except RowError as error:
+            if request.read.shard in stored.lost:
+                raise
+            if stored.lose(request.read.shard):
+                return False
+            _read_alone(stored, part, request, error)
+            accept(stored, part, request, rows, places, check_tags)
+    return True
+
+
+def _read_alone(stored: StoredRows, expected: Expected, request: Request, error: RowError) -> None:
+    """Decode the wrong rows of a read of a shard that is one too many to be lost; who owns the lane repairs them. Raises RowError."""
+    if not stored.placement.r:
+        raise error
+    assert stored.stripes is not None
+    lane, read = expected.lane, request.read
+    lost = stored.placement.mask(stored.lost | {read.shard})
+    found = decode_wrong(stored, stored.stripes(lane), expected, request, error, lost)
+    stored.store.exchange(found.reads, [])
+    if any(one.missing is not None for one in found.reads):
+        raise error
+    repairs = found.put(read)
+    if (lane, read.shard) in stored.held:
+        stored.store.exchange([], repairs)
+
+
+@dataclass(frozen=True, slots=True)
+class WrongRows:
+    """Rows of a read that are wrong, at places int64 [n] of it, and how they are decoded."""
+
+    places: np.ndarray
+    decoding: Decoding
+
+    @property
+    def reads(self) -> list[Read]:
+        """What must be read first."""
+        return self.decoding.reads
+
+    def put(self, read: Read) -> list[Write]:
+        """Put what was decoded in the place of what was read; returns the Writes that repair the store, with no marker."""
+        read.rows[self.places] = self.decoding.decode()
+        read.missing = None
+        names, rows = read.fields[self.places], read.rows[self.places]
+        parts = [slice(start, start + COMMAND_ROWS) for start in range(0, len(names), COMMAND_ROWS)]
+        return [Write(read.shard, read.key, names[part], rows[part], None, range(len(names[part]) + 1)) for part in parts]
+
+
+def decode_wrong(
+    stored: StoredRows, stripes: LaneStripes, expected: Expected, request: Request, error: RowError, lost: np.ndarray
+) -> WrongRows:
+    """How the wrong rows of a read are decoded alone. lost: bool [shards], the read's among them. Raises the error where they cannot be."""
+    assert error.wrong is not None
+    places, k = np.flatnonzero(error.wrong), stored.placement.k
+    ordinal = expected.ordinal[request.places[places]]
+    wanted = expected.table[request.places[places]], ordinal // k, ordinal % k
+    row_bytes = request.read.rows.shape[1]
+    decoding = plan_alone(stripes, stored.placement, lost, wanted, row_bytes, stored.keys(expected.lane))
+    if decoding is None:
+        raise error
+    return WrongRows(places, decoding)
+
+
+def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Decoding:
+    assert stored.stripes is not None
+    gone = stored.placement.mask(stored.lost)
+    ordinal, k = expected.ordinal[request.places], stored.placement.k
+    wanted = expected.table[request.places], ordinal // k, ordinal % k
+    survivors = Survivors.of(stored.placement, gone)
+    return plan_decoding(stored.stripes(expected.lane), survivors, wanted, request.read.rows.shape[1], stored.keys(expected.lane))
+
+
+def missing_value(stored: StoredRows, lane: int, read: Read) -> RowError:
+    """The error for a row or parity row that a shard with the right marker lacks."""
+    assert read.missing is not None
+    name = int(read.fields[int(np.flatnonzero(read.missing)[0])])
+    table, number = stored.layouts[name >> 48 & 0x7FFF].name, name & ((1 << 48) - 1)
+    what = f"the parity of stripe {number}" if name & int(PARITY_BIT) else f"the row with ordinal {number}"
+    return RowError(
+        f"table {table}: {what} (lane {lane}) is missing on store {stored.store.urls[read.shard]}: the store lost writes; restore its data and "
+        "--resume, or start again with --overwrite"
+    )

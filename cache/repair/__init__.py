@@ -1,0 +1,1 @@
+"""What is done beside the traffic: rebuilding lost shards, scrubbing, counting."""

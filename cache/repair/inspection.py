@@ -1,0 +1,149 @@
+"""What is looked at beside the traffic, in its thread and between its rounds, when somebody asks: a scrub, a census, the lag, the markers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from foreload.cache.client.store import NO_ROWS, Read
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.row_counts import Census, take_census
+from foreload.cache.protocol.lanes import LaneTraffic
+from foreload.cache.protocol.monitor import Monitor
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds import Rounds
+from foreload.cache.protocol.shards import Shards
+from foreload.cache.repair.live_scrub import KnownRows, LiveScrub
+from foreload.cache.repair.scrub import Findings
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """How far a scrub of lanes that are trained is. stripes: how many there were when it began."""
+
+    stripes: int
+    findings: Findings
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """What is on its way to the store: batches not yet released, boundaries with rows not yet acknowledged (both of all lanes), and these rows."""
+
+    batches: int
+    boundaries: int
+    rows: int
+
+
+class Inspection:
+    """Of the lanes of one traffic."""
+
+    def __init__(
+        self,
+        stored: StoredRows,
+        shards: Shards | None,
+        rounds: Rounds,
+        lanes: Sequence[LaneTraffic],
+        monitor: Monitor,
+    ) -> None:
+        self._stored, self._shards, self._rounds, self._lanes = stored, shards, rounds, list(lanes)
+        self._monitor = monitor
+        self._scrub: LiveScrub | None = None
+        self._counting = False
+        self._census: Census | None = None
+        self._probing = False
+
+    def probe(self) -> None:
+        """Ask every shard for its markers, so that one that died since the last round, or lost them, is noticed now."""
+        with self._monitor:
+            self._probing = True
+            self._monitor.signal()
+            self._monitor.wait_until(lambda: not self._probing)
+
+    def begin_scrub(self, known: KnownRows) -> None:
+        """Check every stripe of the lanes from now on, beside the training. Raises CacheError without parity, and while one is under way."""
+        if self._shards is None:
+            raise CacheError("scrub: there is no parity to check rows against")
+        with self._monitor:
+            if self._scrub is not None and not self._scrub.done:
+                raise CacheError("scrub: one is under way already; wait for its end")
+            writes = [state.writes for state in self._lanes]
+            self._scrub = LiveScrub(self._stored, self._shards, self._rounds, writes, known)
+            self._monitor.signal()
+
+    def scrubbed(self, finish: bool = False) -> Scrubbed | None:
+        """How far the last scrub is; None if there was none. finish: wait for its end, at full speed."""
+        with self._monitor:
+            scrub = self._scrub
+            if scrub is None:
+                return None
+            if finish:
+                scrub.throttled = False
+                self._monitor.signal()
+                self._monitor.wait_until(lambda: scrub.done)
+            found = Findings()
+            found.add(scrub.findings)
+            return Scrubbed(scrub.stripes, found, scrub.done)
+
+    def begin_census(self) -> None:
+        """Have what the shards hold of the lanes counted."""
+        with self._monitor:
+            self._counting = True
+            self._census = None
+            self._monitor.signal()
+
+    def census(self) -> Census | None:
+        """What was counted; None until it is."""
+        with self._monitor:
+            return self._census
+
+    def lag(self) -> Lag:
+        """What the store still lacks."""
+        with self._monitor:
+            batches = sum(state.writes.staging.number - state.batches for state in self._lanes)
+            boundaries = sum(len(state.boundaries) for state in self._lanes)
+            return Lag(batches, boundaries, sum(state.unwritten_rows for state in self._lanes))
+
+    # The traffic's thread.
+
+    def patience(self) -> float | None:
+        """Seconds after which the next chunk of a scrub is due; None if there is none."""
+        with self._monitor:
+            if self._scrub is None or self._scrub.done:
+                return None
+            return self._scrub.wait().total_seconds()
+
+    def work(self, settle: Callable[[], object]) -> bool:
+        """Do what was asked for, a chunk of it; False if there was nothing. settle: sends the rows of all batches under way."""
+        with self._monitor:
+            counting, scrub, probing = self._counting, self._scrub, self._probing
+        if probing:
+            self._probe()
+        if counting:
+            self._count()
+        if scrub is None or scrub.done or scrub.wait():
+            return counting
+        settle()
+        found = scrub.chunk()
+        with self._monitor:
+            scrub.findings.add(found)
+            self._monitor.notify_all()
+        return True
+
+    def _probe(self) -> None:
+        lanes = [state.lane for state in self._lanes]
+        reads = [(lane, Read(shard, key, *NO_ROWS)) for lane in lanes for shard, key in enumerate(self._stored.keys(lane))]
+        self._rounds.exchange_alone(reads, [])
+        with self._monitor:
+            self._probing = False
+            self._monitor.notify_all()
+
+    def _count(self) -> None:
+        tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
+        found = Census.none(tables, shards)
+        for state in self._lanes:
+            cursors = self._shards.cursors[state.lane] if self._shards is not None else None
+            found += take_census(state.writes.stripes, tables, shards, cursors)
+        with self._monitor:
+            self._census, self._counting = found, False
+            self._monitor.notify_all()

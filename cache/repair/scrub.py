@@ -1,0 +1,285 @@
+"""Scrubbing: every stripe of a lane is read and checked, and repaired where the rest of the stripe tells what a row must be.
+
+A chunk of stripes says what is to be read, judges what came, and says what is to be written; whoever owns the lane does both while no write-back
+batch is under way. Nothing is scanned: which stripes there are follows from the ordinals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from foreload.cache.client.store import COMMAND_ROWS, Read, Write
+from foreload.cache.parity.locate_errors import Verdict, examine
+from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.reading import StoredRows, check_answer, check_marker
+from foreload.pipelines.planning.sizing import TRAILER_BYTES
+
+CHUNK_STRIPES = 8192
+NAMED = 1000  # findings that are kept one by one
+NEVER, MAY, MUST = 0, 1, 2  # whether a row stands in the store: never written, unknown, written
+_TABLE_SHIFT = np.uint64(48)
+_FINE, _MISSING, _WRONG, _APART = range(4)
+_WHAT = {_MISSING: "is missing", _WRONG: "has another id or tag", _APART: "is not what the rest of its stripe says"}
+
+_DISAGREES = "its rows and parity rows do not agree, and nothing tells which of them is wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """What is known of the rows of one table in a lane, by ordinal.
+
+    presence: uint8 [n], NEVER, MAY or MUST; id: int64 [n]; tag: int32 [n], the latest that a row may have; exact: bool [n], it must have that one.
+    """
+
+    table: int
+    presence: np.ndarray
+    id: np.ndarray
+    tag: np.ndarray
+    exact: np.ndarray
+
+    def part(self, first: int, count: int) -> TableRows:
+        """Ordinals first .. first + count - 1, of which those beyond the last were never written."""
+        arrays = []
+        for whole in (self.presence, self.id, self.tag, self.exact):
+            array = np.zeros(count, whole.dtype)
+            found = whole[first : first + count]
+            array[: len(found)] = found
+            arrays.append(array)
+        return TableRows(self.table, *arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A stripe that was not as it must be: ordinals first to last of a table in a lane, its store shards in order, members first; what was wrong."""
+
+    lane: int
+    table: int
+    first: int
+    last: int
+    shards: tuple[int, ...]
+    what: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """What scrubbing found: how many stripes, rows and parity rows were checked; stripes repaired, and damaged, which were left alone.
+
+    repaired, damaged: the first 1,000 of each.
+    """
+
+    stripes: int = 0
+    rows: int = 0
+    parity_rows: int = 0
+    stripes_repaired: int = 0
+    stripes_damaged: int = 0
+    repaired: list[Finding] = field(default_factory=list)
+    damaged: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Findings:
+        """The inverse of dataclasses.asdict, after JSON."""
+        listed = {
+            name: [Finding(**{**one, "shards": tuple(one["shards"])}) for one in value[name]] for name in ("repaired", "damaged")
+        }
+        return cls(**{**value, **listed})
+
+    def add(self, other: Findings) -> None:
+        """Count in what another part found."""
+        for name in ("stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.repaired += other.repaired[: NAMED - len(self.repaired)]
+        self.damaged += other.damaged[: NAMED - len(self.damaged)]
+
+
+@dataclass(slots=True)
+class StripeChunk:
+    """Consecutive stripes of one table in a lane, under examination.
+
+    known: of their members. shards: int32 [n, k + r]. wanted, absent: bool [n, k + r], rows that are read, and those on shards that cannot be
+    read. reads: to be done before `judge`; places: int64 [rows of the read] each, where among the n * (k + r) its rows belong.
+    """
+
+    stored: StoredRows
+    lane: int
+    known: TableRows
+    stripe: np.ndarray
+    shards: np.ndarray
+    wanted: np.ndarray
+    absent: np.ndarray
+    reads: list[Read]
+    places: list[np.ndarray]
+
+    @classmethod
+    def plan(cls, stored: StoredRows, stripes: LaneStripes, first: int, known: TableRows, unreadable: np.ndarray) -> StripeChunk:
+        """The stripes of these rows, of which stripe `first` is the first. unreadable: bool [shards], lost or still being rebuilt."""
+        k, width = stripes.k, stripes.members.shape[1]
+        count = len(known.id) // k
+        stripe = np.arange(first, first + count)
+        shards = stripes.shards(known.table, stripe)
+        some = known.presence.reshape(count, k) != NEVER
+        there = np.concatenate([some, np.repeat(some.any(axis=1, keepdims=True), width - k, axis=1)], axis=1)
+        absent = there & unreadable[shards]
+        wanted = there & ~absent
+        places = np.flatnonzero(wanted.reshape(-1))
+        order = np.argsort(shards.reshape(-1)[places], kind="stable")
+        bounds = np.searchsorted(shards.reshape(-1)[places][order], np.arange(stored.placement.shard_count + 1))
+        row_bytes = stored.layouts[known.table].row_bytes
+        names = _fields(known.table, stripe, k, width).reshape(-1)
+        reads, of_reads = [], []
+        for shard, (start, end) in enumerate(pairwise(bounds.tolist())):
+            if end > start:
+                own = places[order[start:end]]
+                values = np.zeros((len(own), row_bytes), np.uint8)
+                reads.append(Read(shard, stored.key(stripes.lane, shard), names[own], values, any_length=True))
+                of_reads.append(own)
+        return cls(stored, stripes.lane, known, stripe, shards, wanted, absent, reads, of_reads)
+
+    def judge(self) -> tuple[Findings, list[Write]]:
+        """What is wrong, once the reads are done, and the rows that repair it: at most 2,048 a Write, with no marker."""
+        code = self.stored.placement.code
+        assert code is not None
+        shape = self.shards.shape
+        rows = np.zeros((*shape, self.stored.layouts[self.known.table].row_bytes), np.uint8)
+        missing = np.zeros(shape, bool)
+        flat_rows, flat_missing = rows.reshape(self.shards.size, -1), missing.reshape(-1)
+        for read, places in zip(self.reads, self.places, strict=True):
+            flat_rows[places] = read.rows
+            if read.missing is not None:
+                flat_missing[places] = read.missing
+        rows[missing] = 0
+        wrong = self._wrong(rows, missing)
+        erased = (wrong != _FINE) | self.absent
+        verdict = examine(code, rows, erased)
+        self._try_absent(rows, missing, erased, verdict)
+        # What was restored must be the row that belongs there, or something else is wrong than it seems.
+        members = verdict.restored[:, : code.k]
+        verdict.beyond[:] |= (members & ~self._valid(rows[:, : code.k])).any(axis=1)
+        verdict.restored[verdict.beyond] = False
+        fine = verdict.restored & (wrong == _FINE)
+        wrong[fine] = np.where(missing[fine], _MISSING, _APART)
+        restored = verdict.restored & ~self.absent
+        return self._findings(wrong, restored, verdict.beyond, missing), self._writes(rows, restored, missing)
+
+    def _wrong(self, rows: np.ndarray, missing: np.ndarray) -> np.ndarray:
+        """What is wrong with rows by themselves: uint8 [n, k + r]."""
+        k = self.stored.placement.k
+        presence = self.known.presence.reshape(-1, k)
+        wrong = np.zeros(missing.shape, np.uint8)
+        here = self.wanted[:, :k] & ~missing[:, :k]
+        wrong[:, :k][here & ~self._valid(rows[:, :k])] = _WRONG
+        wrong[:, :k][missing[:, :k] & (presence == MUST)] = _MISSING
+        # A stripe of rows that may be there has parity rows if it has any row.
+        some = ((presence == MUST) | here).any(axis=1, keepdims=True)
+        wrong[:, k:][missing[:, k:] & some] = _MISSING
+        return wrong
+
+    def _valid(self, members: np.ndarray, which: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Whether members (uint8 [m, k, row_bytes]) of the stripes `which` have the ids and tags of rows that may stand there: bool [m, k]."""
+        trailer = np.ascontiguousarray(members[..., -TRAILER_BYTES:])
+        ids = np.ascontiguousarray(trailer[..., :8]).view(np.int64)[..., 0]
+        tags = np.ascontiguousarray(trailer[..., 8:]).view(np.int32)[..., 0]
+        known, k = self.known, self.stored.placement.k
+        presence, id, latest, exact = (
+            array.reshape(-1, k)[which] for array in (known.presence, known.id, known.tag, known.exact)
+        )
+        tag_right = np.where(exact, tags == latest, (tags >= 1) & (tags <= latest))
+        found: np.ndarray = (presence != NEVER) & (ids == id) & tag_right
+        return found
+
+    def _try_absent(self, rows: np.ndarray, missing: np.ndarray, erased: np.ndarray, verdict: Verdict) -> None:
+        """Where it is not known whether a row was ever written, and its stripe does not agree without it: restore it if its id and tag tell."""
+        code = self.stored.placement.code
+        assert code is not None
+        k = code.k
+        doubtful = missing[:, :k] & (self.known.presence.reshape(-1, k) == MAY) & verdict.beyond[:, None]
+        fits, solved, apart = np.zeros(len(rows), np.int64), rows.copy(), erased.copy()
+        for place in range(k):
+            some = np.flatnonzero(doubtful[:, place])
+            trial, gone = rows[some], erased[some]
+            gone[:, place] = True
+            tried = examine(code, trial, gone)
+            right = ~tried.beyond & (tried.restored == gone).all(axis=1)
+            right &= (self._valid(trial[:, :k], some) | ~gone[:, :k]).all(axis=1)
+            fits[some[right]] += 1
+            solved[some[right]], apart[some[right]] = trial[right], gone[right]
+        once = fits == 1
+        rows[once], verdict.restored[once], verdict.beyond[once] = solved[once], apart[once], False
+
+    def _findings(self, wrong: np.ndarray, restored: np.ndarray, beyond: np.ndarray, missing: np.ndarray) -> Findings:
+        k = self.stored.placement.k
+        there = self.wanted & ~missing
+        mended = restored.any(axis=1)
+        found = Findings(len(self.stripe), int(there[:, :k].sum()), int(there[:, k:].sum()), int(mended.sum()), int(beyond.sum()))
+        found.repaired = [self._finding(i, wrong[i]) for i in np.flatnonzero(mended)[:NAMED].tolist()]
+        found.damaged = [
+            replace(one, what=f"{one.what}; the rest of the stripe does not tell what belongs there" if one.what else _DISAGREES)
+            for one in (self._finding(i, wrong[i]) for i in np.flatnonzero(beyond)[:NAMED].tolist())
+        ]
+        return found
+
+    def _finding(self, i: int, wrong: np.ndarray) -> Finding:
+        k, stripe = self.stored.placement.k, int(self.stripe[i])
+        first = stripe * k
+        last = first + int(np.flatnonzero(self.known.presence.reshape(-1, k)[i] != NEVER)[-1])
+        what = []
+        for place in np.flatnonzero(wrong).tolist():
+            name = f"row {first + place}" if place < k else f"parity row {place - k}"
+            what.append(f"{name} (shard {self.shards[i, place]}) {_WHAT[int(wrong[place])]}")
+        lost = int(self.absent[i].sum())
+        if lost:
+            what.append(f"{lost} more on lost shards")
+        return Finding(self.lane, self.known.table, first, last, tuple(self.shards[i].tolist()), "; ".join(what))
+
+    def _writes(self, rows: np.ndarray, restored: np.ndarray, missing: np.ndarray) -> list[Write]:
+        names = _fields(self.known.table, self.stripe, self.stored.placement.k, self.shards.shape[1])
+        writes = []
+        for shard in np.unique(self.shards[restored]).tolist():
+            own = restored & (self.shards == shard)
+            fields, values, lacked = names[own], rows[own], missing[own]
+            for start in range(0, len(fields), COMMAND_ROWS):
+                part = slice(start, start + COMMAND_ROWS)
+                new = range(int(lacked[part].sum()) + 1)
+                # No marker: one that the shard has lost meanwhile must not come back.
+                writes.append(Write(int(shard), self.stored.key(self.lane, shard), fields[part], values[part], None, new))
+        return writes
+
+
+def _fields(table: int, stripe: np.ndarray, k: int, width: int) -> np.ndarray:
+    """The fields of all rows and parity rows of stripes: uint64 [n, k + r]."""
+    name = np.uint64(table) << _TABLE_SHIFT
+    members = (stripe[:, None] * k + np.arange(k)).astype(np.uint64) | name
+    parity = np.repeat(stripe.astype(np.uint64)[:, None] | name | PARITY_BIT, width - k, axis=1)
+    return np.concatenate([members, parity], axis=1)
+
+
+def scrub_table(
+    stored: StoredRows, lane: int, rows: TableRows, batches: int | None = None, repair: bool = True
+) -> Iterator[Findings]:
+    """Check all stripes of one table of a lane that nobody writes, in chunks, and repair them, if `repair`.
+
+    Rows on shards in stored.lost are left out. A row that is missing, or has a wrong id or tag, and a parity row that is missing, are decoded
+    from their stripe; of the others one that the parity rows single out, where r >= 2. batches: the number of the lane's last write-back batch,
+    checked against every shard. Raises StoreError.
+    """
+    stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
+    unreadable = stored.placement.mask(stored.lost)
+    end = -(-len(rows.id) // stripes.k)
+    for first in range(0, end, CHUNK_STRIPES):
+        count = min(CHUNK_STRIPES, end - first)
+        chunk = StripeChunk.plan(stored, stripes, first, rows.part(first * stripes.k, count * stripes.k), unreadable)
+        stored.store.exchange(chunk.reads, [])
+        if batches is not None:
+            for read in chunk.reads:
+                check_marker(stored, lane, read, [Marker(batches, batches)])
+        found, writes = chunk.judge()
+        if repair and writes:
+            stored.store.exchange([], writes)
+            for write in writes:
+                check_answer(stored, lane, write)
+        yield found

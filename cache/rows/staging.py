@@ -1,0 +1,171 @@
+"""Arrival staging of one lane: arrived rows that wait for their slots; and rows on their way out. Pure: no store, no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+
+import numba as nb
+import numpy as np
+
+from foreload.cache.errors import CacheError
+from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.prefetch import prefetch
+from foreload.pipelines.planning.sizing import stored_bytes
+from foreload.pipelines.schedule.format import Arrivals
+
+_AHEAD = 16  # rows that are asked for early: they lie at random in a partition
+_LINE = 16  # 4-byte values in a cache line
+
+
+@nb.njit(nogil=True, cache=True)
+def _take(source, places, out):  # type: ignore[no-untyped-def]
+    columns, last = out.shape[1], places.shape[0] - 1
+    for i in range(places.shape[0]):
+        ahead = np.int64(places[min(i + _AHEAD, last)]) * source.shape[1]
+        for j in range(0, columns, _LINE):
+            prefetch(source, ahead + j)
+        place = np.int64(places[i])
+        for j in range(columns):
+            out[i, j] = source[place, j]
+
+
+@nb.njit(nogil=True, cache=True)
+def _put(rows, places, target):  # type: ignore[no-untyped-def]
+    columns, last = rows.shape[1], places.shape[0] - 1
+    for i in range(places.shape[0]):
+        ahead = np.int64(places[min(i + _AHEAD, last)]) * target.shape[1]
+        for j in range(0, columns, _LINE):
+            prefetch(target, ahead + j)
+        place = np.int64(places[i])
+        for j in range(columns):
+            target[place, j] = rows[i, j]
+
+
+def take_rows(source: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+    """out[i] = source[places[i]]: source float32 [m, W], contiguous; places integers [n]; out float32 [n, W]. Bits are copied as they are."""
+    _take(source.view(np.int32), places, out.view(np.int32))
+
+
+def copies_of_rows(source: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """source[places], float32 [n, W], in memory of its own."""
+    out = np.empty((len(places), source.shape[1]), np.float32)
+    take_rows(source, places, out)
+    return out
+
+
+def put_rows(rows: np.ndarray, places: np.ndarray, target: np.ndarray) -> None:
+    """Copy rows float32 [n, w] to target[places, :w]; places integers [n], distinct; target float32 [m, >= w], contiguous."""
+    _put(rows.view(np.int32), places, target.view(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class RowShapes:
+    """The distinct (W, S) among tables, for requests grouped by width.
+
+    shapes: (W, S) each; of_table: int64 [tables], the place of a table's shape in them; width, state_width: the largest W and S.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    of_table: np.ndarray
+    width: int
+    state_width: int
+
+    @classmethod
+    def of(cls, layouts: Sequence[RowLayout]) -> RowShapes:
+        """The shapes of these layouts, in order of first occurrence; layout k must be that of table k."""
+        if not layouts or any(layout.table != k for k, layout in enumerate(layouts)):
+            raise CacheError(f"row layouts: must be one a table, in order; got tables {[layout.table for layout in layouts]}")
+        of_rows = [(layout.width, layout.state_width) for layout in layouts]
+        shapes = tuple(dict.fromkeys(of_rows))
+        places = np.array([shapes.index(shape) for shape in of_rows], np.int64)
+        return cls(shapes, places, max(w for w, _ in shapes), max(s for _, s in shapes))
+
+    def row_bytes(self, shape: int) -> int:
+        """Bytes of a stored row of a shape."""
+        width, state_width = self.shapes[shape]
+        return stored_bytes(width + state_width)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows at hand: weights float32 [n, Wmax], state float32 [n, Smax], zero beyond a row's own width; tag int32 [n]."""
+
+    weights: np.ndarray
+    state: np.ndarray
+    tag: np.ndarray
+
+    @classmethod
+    def zeros(cls, count: int, shapes: RowShapes) -> Rows:
+        """Room for `count` rows of any table."""
+        weights, state = (np.zeros((count, width), np.float32) for width in (shapes.width, shapes.state_width))
+        return cls(weights, state, np.zeros(count, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Rows that arrived for an event, in the order of its arrivals.
+
+    weights: float32 [A, Wmax]; state: float32 [A, Smax]; waited: how long the caller was held up.
+    """
+
+    weights: np.ndarray
+    state: np.ndarray
+    waited: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRows:
+    """Copies of the rows whose residency ended, for their write-back.
+
+    weights: float32 [E, Wmax]; state: float32 [E, Smax]; table int16, ordinal int64, id int64, tag int32, stored_tag int32, all [E].
+    base_weights, base_state: the same rows as the store has them, undefined where the stored tag is 0; None where no base is kept.
+    """
+
+    weights: np.ndarray
+    state: np.ndarray
+    table: np.ndarray
+    ordinal: np.ndarray
+    id: np.ndarray
+    tag: np.ndarray
+    stored_tag: np.ndarray
+    base_weights: np.ndarray | None = None
+    base_state: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, which: np.ndarray) -> EndedRows:
+        """The rows of a mask or of places."""
+        rows = EndedRows(*(getattr(self, name)[which] for name in self.__slots__[:7]))
+        if self.base_weights is None or self.base_state is None:
+            return rows
+        return replace(rows, base_weights=self.base_weights[which], base_state=self.base_state[which])
+
+
+class EventStaging:
+    """Arrival staging of one event: arrays [A, ...] that fill up, and which of the rows are there."""
+
+    def __init__(self, arrivals: Arrivals, shapes: RowShapes) -> None:
+        self.arrivals = arrivals
+        self.rows = Rows.zeros(len(arrivals), shapes)
+        self.ready = np.zeros(len(arrivals), bool)
+        self.undue = 0  # rows whose fetch must wait for a boundary that is not yet released
+
+    def fill_initial(self, seed: int, layouts: Sequence[RowLayout]) -> np.ndarray:
+        """Make the rows that were never written (tag 0). Returns their places, int64 [n]; `ready` is left to the caller."""
+        places = np.flatnonzero(self.arrivals.tag == 0)
+        tables = self.arrivals.table[places]
+        order = np.argsort(tables, kind="stable")
+        places, tables = places[order], tables[order]
+        made = np.empty((len(places), self.rows.weights.shape[1]), np.float32)
+        starts = np.flatnonzero(np.diff(tables, prepend=-1))
+        for start, end in pairwise([*starts, len(tables)]):
+            layout = layouts[tables[start]]
+            ids = self.arrivals.id[places[start:end]]
+            initial_weights(seed, layout.table, ids, layout.scale, made[start:end], layout.init_columns)
+        put_rows(made, places, self.rows.weights)
+        return places

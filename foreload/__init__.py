@@ -1,0 +1,1 @@
+"""Trains recommendation models exactly, with embedding tables larger than memory, and keeps training when machines die."""

@@ -1,0 +1,1 @@
+"""The Beam pipeline: its stages, and running it."""

@@ -1,0 +1,188 @@
+"""The stages that bring pieces into the global order: sort by a column, hold out a tail, shuffle each epoch. (pipelines/samples/external_sort.py)
+
+Sorting writes the samples once more, in buckets that workers sort independently; a shuffle writes them twice for every epoch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.beam.stages import GroupStage, Stage
+from foreload.pipelines.errors import SourceError
+from foreload.pipelines.planning.plan import Plan, piece_name
+from foreload.pipelines.samples.external_sort import (
+    PieceOrder,
+    PieceRuns,
+    PieceSource,
+    ShuffledKeys,
+    buckets,
+    gather,
+    held_out,
+    read_order,
+    shuffle_keys,
+    stable_order,
+)
+from foreload.pipelines.samples.pieces import read_piece, write_piece
+
+SETS = ("training", "evaluation")
+"""The samples of the training sources and of the evaluation sources: ordered apart, in the same way."""
+
+
+def load_orders(plan: Plan, name: str) -> dict[str, PieceOrder]:
+    """The order of both sets after a stage."""
+    return {which: PieceOrder.from_dict(order) for which, order in plan.load(name).items()}
+
+
+def save_orders(plan: Plan, name: str, orders: dict[str, PieceOrder]) -> None:
+    """Write the order of both sets after a stage."""
+    plan.save(name, {which: order.to_dict() for which, order in orders.items()})
+
+
+def source_of(plan: Plan) -> PieceSource:
+    """What the schedule is compiled from, once every stage here has run."""
+    orders = load_orders(plan, "cut")
+    epochs: tuple[PieceOrder, ...] = ()
+    if plan.settings.shuffle_seed is not None:
+        epochs = tuple(PieceOrder.from_dict(order) for order in plan.load("epochs"))
+    return PieceSource(plan.pieces, orders["training"], orders["evaluation"], epochs)
+
+
+class CutBuckets(Stage):
+    """Orders as read -> (set, bucket), each a part of the key order that fits in memory; its bounds in a file."""
+
+    def outputs(self, element: Any) -> Iterator[Any]:
+        for which, order in load_orders(self.plan, "read").items():
+            parts = list(buckets(PieceRuns(self.plan.pieces, order.names), order.starts, order.ends, self.plan.piece_rows))
+            for bucket, (starts, ends) in enumerate(parts):
+                kept = np.flatnonzero(ends > starts)
+                part = PieceOrder(tuple(order.names[i] for i in kept), starts[kept], ends[kept])
+                self.plan.save(_bucket_name(which, bucket), part.to_dict())
+            yield from ((which, bucket) for bucket in range(len(parts)))
+
+
+class SortBucket(Stage):
+    """(set, bucket) -> (set, bucket, piece, rows): the bucket's samples as one piece, in order."""
+
+    def name(self, element: Any) -> str:
+        return _bucket_name(*element)
+
+    def outputs(self, element: Any) -> Iterator[Any]:
+        which, bucket = element
+        part = PieceOrder.from_dict(self.plan.load(_bucket_name(which, bucket)))
+        samples, keys = gather(self.plan.pieces, part)
+        name = piece_name("sorted", which, bucket)
+        # Runs are gathered in the order of their names, so a stable sort leaves ties in the order of the sources.
+        write_piece(self.plan.pieces / name, samples.take(stable_order(keys)), None, {})
+        yield which, bucket, name, len(samples)
+
+
+def _bucket_name(which: str, bucket: int) -> str:
+    return piece_name("bucket", which, bucket)
+
+
+class CollectSorted(GroupStage):
+    """All sorted pieces -> the orders that they make."""
+
+    def together(self, values: list[Any]) -> Iterator[Any]:
+        orders = {w: PieceOrder.whole([(name, rows) for which, _, name, rows in values if which == w]) for w in SETS}
+        save_orders(self.plan, "sorted", orders)
+        yield "sorted"
+
+
+class HoldOut(Stage):
+    """The name of the orders so far -> training and evaluation samples, final but for a shuffle; puts out every training range."""
+
+    def outputs(self, element: str) -> Iterator[Any]:
+        orders = load_orders(self.plan, element)
+        if self.plan.evaluation_fraction:
+            order = orders["training"]
+            kept = order.rows - held_out(order.rows, self.plan.evaluation_fraction)
+            orders = {"training": order.slice(0, kept), "evaluation": order.slice(kept, order.rows)}
+        if orders["training"].rows == 0 and not self.plan.evaluation_only:
+            raise SourceError("source: has no training samples; give files with at least one well-formed record")
+        if self.plan.evaluation_fraction and orders["evaluation"].rows == 0:
+            raise SourceError(
+                f"--eval-fraction: must hold out at least one of {orders['training'].rows} samples, "
+                f"is {self.plan.evaluation_fraction}; give a larger one, or --eval-source"
+            )
+        save_orders(self.plan, "cut", orders)
+        yield from range(max(len(orders["training"].names), 1))  # what follows goes by what is put out here
+
+
+class SortRuns(Stage):
+    """A training range -> for every epoch a run of its samples by shuffle key, with their numbers; puts out the range."""
+
+    def name(self, element: int) -> str:
+        return str(element)
+
+    def outputs(self, element: int) -> Iterator[Any]:
+        order = load_orders(self.plan, "cut")["training"]
+        first = int((order.ends[:element] - order.starts[:element]).sum())
+        samples, _ = next(read_order(self.plan.pieces, order.range(element)))
+        numbers = np.arange(first, first + len(samples), dtype=np.int64)
+        seed = self.plan.settings.shuffle_seed
+        assert seed is not None
+        for epoch in range(self.plan.settings.epochs):
+            places = stable_order(shuffle_keys(seed, epoch, numbers + self.plan.first_number))
+            write_piece(self.plan.pieces / _run_name(epoch, element), samples.take(places), pa.array(numbers[places]), {})
+        yield element
+
+
+def _run_name(epoch: int, index: int) -> str:
+    return piece_name("run", epoch, index)
+
+
+class CutShuffle(GroupStage):
+    """All runs -> (epoch, bucket, buckets): equal parts of the range of shuffle keys."""
+
+    def together(self, values: list[Any]) -> Iterator[Any]:
+        self.plan.save("runs", len(values))
+        count = -(-load_orders(self.plan, "cut")["training"].rows // self.plan.piece_rows)
+        for epoch in range(self.plan.settings.epochs):
+            yield from ((epoch, bucket, count) for bucket in range(count))
+
+
+class ShuffleBucket(Stage):
+    """(epoch, bucket, buckets) -> (epoch, bucket, piece, rows): the samples of an epoch that fall into the bucket, in its order."""
+
+    def name(self, element: Any) -> str:
+        return piece_name(*element)
+
+    def outputs(self, element: Any) -> Iterator[Any]:
+        epoch, bucket, count = element
+        seed = self.plan.settings.shuffle_seed
+        assert seed is not None
+        low, high = (bucket << 64) // count, (bucket + 1 << 64) // count
+        names, starts, ends = [], [], []
+        for index in range(self.plan.load("runs")):
+            keys = read_piece(self.plan.pieces / _run_name(epoch, index))[1]
+            assert keys is not None
+            shuffled = ShuffledKeys(seed, epoch, keys.to_numpy(), self.plan.first_number)
+            start, end = bisect_left(shuffled, low), bisect_left(shuffled, high)
+            if end > start:
+                names.append(_run_name(epoch, index))
+                starts.append(start)
+                ends.append(end)
+        if not names:
+            return
+        samples, column = gather(self.plan.pieces, PieceOrder(tuple(names), np.array(starts), np.array(ends)))
+        numbers = column.to_numpy()
+        places = stable_order(shuffle_keys(seed, epoch, numbers + self.plan.first_number))
+        name = piece_name("epoch", epoch, bucket)
+        write_piece(self.plan.pieces / name, samples.take(places), pa.array(numbers[places]), {})
+        yield epoch, bucket, name, len(samples)
+
+
+class CollectShuffled(GroupStage):
+    """All shuffled pieces -> the order of every epoch."""
+
+    def together(self, values: list[Any]) -> Iterator[Any]:
+        epochs = range(self.plan.settings.epochs)
+        orders = [PieceOrder.whole([(name, rows) for e, _, name, rows in values if e == epoch]) for epoch in epochs]
+        self.plan.save("epochs", [order.to_dict() for order in orders])
+        yield "shuffled"

@@ -1,0 +1,298 @@
+"""The stages that read the sources: survey and count (for vocabularies and standardisation), then encode into pieces.
+
+A source is read once where nothing has to be counted, twice where it has, and three times where in addition a tail is held out:
+which samples are training data, and so counted, is known only once all are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.base.files import write_atomically, write_json
+from foreload.pipelines.beam.order import SETS, save_orders
+from foreload.pipelines.beam.stages import (
+    GroupStage,
+    Stage,
+    Wrap,
+    each,
+    grouped,
+)
+from foreload.pipelines.errors import RecordError, SourceError
+from foreload.pipelines.planning.plan import REJECTS, Plan, ReadTask
+from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.column_counts import ColumnCounts
+from foreload.pipelines.samples.dense import DenseStatistics
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.external_sort import (
+    PieceOrder,
+    PieceRuns,
+    first_rows,
+    held_out,
+    order_keys,
+    stable_order,
+)
+from foreload.pipelines.samples.pieces import Samples, write_piece
+from foreload.pipelines.samples.records import Cause
+from foreload.pipelines.samples.rejects import (
+    add_causes,
+    by_frequency,
+    remedy,
+    summed_up,
+)
+from foreload.pipelines.samples.vocabulary import (
+    COUNTS,
+    Vocabulary,
+    count_values,
+    merge_counts,
+)
+from foreload.pipelines.sources import MOST_REJECTS, Records, read_records
+
+REJECTS_FILE = "rejects.jsonl"
+"""In the schedule: the first malformed records, one JSON object a line."""
+
+_SHOWN = 3  # malformed records named in an error
+_MOST_KEPT = 10 * MOST_REJECTS  # in the rejects file
+
+
+class ReadStage(Stage):
+    """Reads a task's records, piece by piece, and keeps its malformed ones in a file."""
+
+    def name(self, element: ReadTask) -> str:
+        return element.name
+
+    def outputs(self, element: ReadTask) -> Iterator[Any]:
+        """Puts out (task, pieces as (name, rows), malformed records)."""
+        rejects: list[Any] = []
+        causes: Counter[Cause] = Counter()
+        rejected = 0
+        pieces = []
+        for place, records in enumerate(read_records(element.split, self.plan.spec)):
+            rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
+            add_causes(causes, records.causes)
+            rejected += records.rejected
+            if rejected > self.plan.max_rejects:
+                break  # what has been read is enough to say so
+            if len(records):
+                name = f"{element.name}-{place:08d}"
+                self.piece(name, records)
+                pieces.append((name, len(records)))
+        if rejected:
+            found = {"first": rejects, "causes": by_frequency(causes)}
+            write_json(self.plan.work / REJECTS / f"{element.name}.json", found)
+        self.finish(element.name)
+        yield element.name, pieces, rejected
+
+    def piece(self, name: str, records: Records) -> None:
+        """Do what the stage is for with some records."""
+        raise NotImplementedError
+
+    def finish(self, task: str) -> None:
+        """Write what was gathered over the task's pieces."""
+
+
+class CollectStage(GroupStage):
+    """What follows a ReadStage: RecordError where more records are malformed than allowed. Puts out tasks."""
+
+    def __init__(self, plan: Plan, tasks: Sequence[ReadTask] = ()) -> None:
+        super().__init__(plan)
+        self.tasks = list(tasks)
+
+    def together(self, values: list[Any]) -> Iterator[Any]:
+        rejected = sum(count for _, _, count in values)
+        # Training records first, as the user gave them.
+        names = [name for which in SETS for name, _, count in values if count and name.startswith(which)]
+        rejects = [json.loads((self.plan.work / REJECTS / f"{name}.json").read_bytes()) for name in names]
+        kept = [reject for part in rejects for reject in part["first"]][:_MOST_KEPT]
+        counted: Counter[Cause] = Counter()
+        for part in rejects:
+            add_causes(counted, {Cause(*cause): count for cause, count in part["causes"]})
+        causes = by_frequency(counted)
+        if kept:
+            lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in kept)
+            write_atomically(self.plan.out / REJECTS_FILE, lines.encode())
+        if rejected > self.plan.max_rejects:
+            shown = "; ".join(f"{r['file']}:{r['line']}: {r['field']}: {r['reason']}, not {r['value']!r}" for r in kept[:_SHOWN])
+            more = f"; of those read: {summed_up(causes, rejected)}" if rejected > _SHOWN else ""
+            mended = remedy(causes, self.plan.spec)
+            raise RecordError(
+                f"--max-rejects: more than {self.plan.max_rejects} records are malformed; correct them or allow more ({REJECTS_FILE} in "
+                f"--out has them): {shown}{more}" + (f"; if that means missing values, write {mended}" if mended else "")
+            )
+        self.plan.save("rejected", {"count": rejected, "causes": causes})
+        yield from self.collected([piece for _, pieces, _ in values for piece in pieces])
+
+    def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
+        """What follows from all pieces, (name, rows) in order of their names."""
+        raise NotImplementedError
+
+
+class Survey(ReadStage):
+    """Training tasks -> how many samples they have, and with order_by their sorted keys."""
+
+    def piece(self, name: str, records: Records) -> None:
+        if records.keys is not None:
+            keys = order_keys(records.keys)
+            nothing = Samples(np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, np.int64))
+            write_piece(self.plan.pieces / _keys_name(name), nothing, keys.take(pa.array(stable_order(keys))), {})
+
+
+def _keys_name(piece: str) -> str:
+    return f"keys-{piece}"
+
+
+class FindTraining(CollectStage):
+    """The survey -> how many samples of each piece, in the order of the sort, are training samples. Puts out the training tasks."""
+
+    def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
+        order = PieceOrder.whole(pieces)
+        count = order.rows - held_out(order.rows, self.plan.evaluation_fraction)
+        if self.plan.spec.order_by is None:
+            kept = order.slice(0, count)
+            training = dict(zip(kept.names, kept.ends.tolist(), strict=True))
+        else:
+            keys = PieceRuns(self.plan.pieces, [_keys_name(name) for name in order.names])
+            training = dict(zip(order.names, first_rows(keys, count, self.plan.piece_rows).tolist(), strict=True))
+        self.plan.save("training", training)
+        yield from self.tasks
+
+
+class Count(ReadStage):
+    """Training tasks -> the values of vocabularies with their counts, and the sums of dense columns, in files."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._counts: dict[int, pa.Table] = {}
+        self._statistics = DenseStatistics.empty(0)
+        self._training: dict[str, int] | None = None
+
+    def outputs(self, element: ReadTask) -> Iterator[Any]:
+        self._counts = {table: COUNTS.empty_table() for table in self.plan.spec.vocabulary_tables}
+        self._statistics = DenseStatistics.empty(len(self.plan.spec.dense))
+        self._training = self.plan.load("training") if self.plan.evaluation_fraction else None
+        yield from super().outputs(element)
+
+    def piece(self, name: str, records: Records) -> None:
+        if self._training is not None:
+            count = self._training.get(name, 0)
+            order = np.arange(len(records)) if records.keys is None else stable_order(order_keys(records.keys))
+            mask = np.zeros(len(records), bool)
+            mask[order[:count]] = True
+            records = records.filter(mask)
+        for table, counts in self._counts.items():
+            self._counts[table] = merge_counts([counts, count_values(records, self.plan.spec, table)])
+        self._statistics = self._statistics.merge(DenseStatistics.of(records.dense))
+
+    def finish(self, task: str) -> None:
+        for table, counts in self._counts.items():
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, COUNTS) as writer:
+                writer.write_table(counts)
+            write_atomically(self.plan.pieces / _counts_name(table, task), sink.getvalue())
+        write_json(self.plan.pieces / _sums_name(task), self._statistics.to_dict())
+
+
+def _counts_name(table: int, task: str) -> str:
+    return f"counts-{table:05d}-{task}"
+
+
+def _sums_name(task: str) -> str:
+    return f"sums-{task}.json"
+
+
+class MergeCounts(CollectStage):
+    """All counts -> the encoding in the schedule. Puts out all tasks."""
+
+    def __init__(self, plan: Plan, counted: Sequence[str], tasks: Sequence[ReadTask]) -> None:
+        super().__init__(plan, tasks)
+        self.counted = sorted(counted)
+
+    def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
+        spec = self.plan.spec
+        vocabularies = {}
+        for table in spec.vocabulary_tables:
+            counts = COUNTS.empty_table()
+            for task in self.counted:
+                with pa.memory_map(str(self.plan.pieces / _counts_name(table, task))) as source:
+                    counts = merge_counts([counts, pa.ipc.open_file(source).read_all()])
+            vocabularies[table] = Vocabulary.of(counts, spec.min_count(table))
+        statistics = DenseStatistics.empty(len(spec.dense))
+        for task in self.counted:
+            sums = json.loads((self.plan.pieces / _sums_name(task)).read_bytes())
+            statistics = statistics.merge(DenseStatistics.from_dict(sums))
+        standard = any(dense.transform == "standard" for dense in spec.dense)
+        encoding_state.save(self.plan.encoding, vocabularies, statistics.finish() if standard else ())
+        yield from self.tasks
+
+
+class Encode(ReadStage):
+    """Tasks -> encoded pieces; with order_by each is sorted, so that it is a run."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._encoder: Encoder | None = None
+        self._columns = ColumnCounts.none(plan.spec)
+
+    def outputs(self, element: ReadTask) -> Iterator[Any]:
+        self._columns = ColumnCounts.none(self.plan.spec)
+        if self._encoder is None:
+            self._encoder = encoding_state.load(self.plan.encoding, self.plan.spec)[1]
+        yield from super().outputs(element)
+
+    def piece(self, name: str, records: Records) -> None:
+        assert self._encoder is not None
+        samples = self._encoder.encode(records)
+        self._columns += ColumnCounts.of(records, samples, self.plan.spec)
+        keys = None
+        if records.keys is not None:
+            keys = order_keys(records.keys)
+            order = stable_order(keys)
+            samples, keys = samples.take(order), keys.take(pa.array(order))
+        write_piece(self.plan.pieces / name, samples, keys, {})
+
+    def finish(self, task: str) -> None:
+        write_json(self.plan.pieces / _columns_name(task), self._columns.to_dict())
+
+
+def _columns_name(task: str) -> str:
+    return f"columns-{task}.json"
+
+
+class CollectPieces(CollectStage):
+    """All encoded pieces -> the orders as read; puts out their name."""
+
+    def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
+        orders = {which: PieceOrder.whole([piece for piece in pieces if piece[0].startswith(which)]) for which in SETS}
+        for task in self.tasks:
+            if orders[task.which].rows == 0:
+                flag = "SOURCE" if task.which == "training" else "--eval-source"
+                raise SourceError(f"{flag}: has no well-formed record; check the files and --format")
+        columns = {which: ColumnCounts.none(self.plan.spec) for which in SETS}
+        for task in self.tasks:
+            columns[task.which] += ColumnCounts.from_dict(json.loads((self.plan.pieces / _columns_name(task.name)).read_bytes()))
+        self.plan.save("columns", {which: counts.to_dict() for which, counts in columns.items()})
+        save_orders(self.plan, "read", orders)
+        yield "read"
+
+
+def add_reading(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap) -> beam.PCollection:
+    """Add the stages from the tasks to the name of the orders as read."""
+    training = [task for task in tasks if task.which == "training"]
+    # Create spreads its elements over all workers; without that they would be read by one.
+    current = pipeline | "Tasks" >> beam.Create(training if plan.counted else list(tasks))
+    spread = False
+    if plan.counted and plan.evaluation_fraction:
+        surveyed = each(current, Survey(plan), wrap, spread)
+        current, spread = grouped(surveyed, FindTraining(plan, training), wrap), True
+    if plan.counted:
+        counted = each(current, Count(plan), wrap, spread)
+        names = [task.name for task in training]
+        current, spread = grouped(counted, MergeCounts(plan, names, tasks), wrap), True
+    return grouped(each(current, Encode(plan), wrap, spread), CollectPieces(plan, tasks), wrap)

@@ -1,0 +1,88 @@
+"""Run the pipeline on whichever runner the flags name."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+
+from foreload.pipelines.beam.pipeline import add_schedule
+from foreload.pipelines.beam.stages import Wrap
+from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.planning import options
+from foreload.pipelines.planning.plan import Plan, ReadTask
+
+_LOCAL_RUNNERS = ("", "direct", "directrunner", "fnapirunner")
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Refuse what neither this program nor Beam knows, where Beam would drop it without a word. Raises PipelineError."""
+    if not runs_locally(flags):
+        return  # a job service has flags of its own
+    known = options.beam_flags()
+    for flag in flags:
+        if flag.startswith("-") and flag.partition("=")[0] not in known:
+            raise PipelineError(f"{flag}: is not an option; see `foreload prepare --help` for those there are")
+
+
+def runner_name(flags: Sequence[str]) -> str:
+    """The runner that the flags name, or ""."""
+    return PipelineOptions(list(flags)).view_as(StandardOptions).runner or ""
+
+
+def runs_locally(flags: Sequence[str]) -> bool:
+    """Whether the pipeline runs in this process (or in workers that it starts)."""
+    return runner_name(flags).lower().rpartition(".")[2] in _LOCAL_RUNNERS
+
+
+def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wrap: Wrap) -> None:
+    """Run to the end. The plan's work folder exists; failures that the user can mend are noted there, others are raised."""
+    # Beam's own default first tries to download another runner, so name the one in this process.
+    runner = FnApiRunner() if runs_locally(flags) else None
+    with _temporary_folders_in(plan.work):
+        pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
+    add_schedule(pipeline, plan, tasks, wrap)
+    logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
+    try:
+        result = pipeline.run()
+        try:
+            result.wait_until_finish()
+        except KeyboardInterrupt:
+            result.cancel()
+            raise
+    except RuntimeError as error:
+        if _interrupted(error):  # Beam wraps what its workers meet, Ctrl-C too
+            raise KeyboardInterrupt from error
+        raise
+
+
+@contextlib.contextmanager
+def _temporary_folders_in(folder: Path) -> Iterator[None]:
+    """A pipeline makes a temporary folder at once, and removes it only if it comes to run: so it gets one that is removed in any case."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:
+    """Beam logs the stack where Ctrl-C met it, as it does for a failure."""
+    return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt)) and not record.getMessage().startswith(
+        KeyboardInterrupt.__name__
+    )
+
+
+def _interrupted(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, KeyboardInterrupt):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

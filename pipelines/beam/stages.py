@@ -1,0 +1,100 @@
+"""What all stages of the pipeline share: the plan, the work folder, groups, and errors that reach the user as one line.
+
+Only names and counts go through Beam; arrays lie in files on a disk that all workers share. A stage names its files and their contents
+from its input alone and writes them under a temporary name, so that Beam may run any of it twice, at once, or from the beginning again.
+An error of the user's making is noted in a file: a runner that retries would only meet it again. The stages after a group look first
+whether any before it has failed.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.typehints import with_output_types
+
+from foreload.pipelines import errors
+from foreload.pipelines.base.files import write_json
+from foreload.pipelines.planning.plan import FAILURES, RESERVE, Plan
+
+Wrap = Callable[[beam.DoFn], beam.DoFn]
+
+
+class Stage(beam.DoFn):
+    """A DoFn of the pipeline: `outputs` does the work. PipelineErrors and a full disk are noted; anything else is raised."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    @property
+    def label(self) -> str:
+        """How the stage is named in Beam."""
+        return type(self).__name__
+
+    def name(self, element: Any) -> str:
+        """A file name for the element, unique in the stage."""
+        return "all"
+
+    def outputs(self, element: Any) -> Iterator[Any]:
+        """What follows from an element."""
+        raise NotImplementedError
+
+    def process(self, element: Any) -> Iterator[Any]:
+        """Beam's entry."""
+        try:
+            yield from self.outputs(element)
+        except errors.PipelineError as error:
+            self._note(element, error)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._note(element, errors.DiskError(f"--out {self.plan.out}: the disk is full; free space or choose another folder"))
+
+    def _note(self, element: Any, error: errors.PipelineError) -> None:
+        path = self.plan.work / FAILURES / f"{self.label}-{self.name(element)}.json"
+        failure = {"type": type(error).__name__, "message": str(error)}
+        try:
+            write_json(path, failure)
+        except OSError:
+            (self.plan.work / RESERVE).unlink(missing_ok=True)
+            write_json(path, failure)
+
+
+class GroupStage(Stage):
+    """A stage that gets all outputs of the stage before it at once, sorted; it does nothing where any has failed."""
+
+    def outputs(self, element: Any) -> Iterator[Any]:
+        _, values = element
+        if not self.plan.failed():
+            yield from self.together(sorted(values))
+
+    def together(self, values: list[Any]) -> Iterator[Any]:
+        """What follows from all values."""
+        raise NotImplementedError
+
+
+@with_output_types(tuple[str, Any])
+def _with_one_key(value: Any) -> tuple[str, Any]:
+    return "", value
+
+
+class Together(beam.PTransform):
+    """All elements as one group, in any order."""
+
+    def expand(self, elements: beam.PCollection) -> beam.PCollection:
+        return elements | "WithOneKey" >> beam.Map(_with_one_key) | "Group" >> beam.GroupByKey()
+
+
+def grouped(elements: beam.PCollection, stage: GroupStage, wrap: Wrap) -> beam.PCollection:
+    """Run a group stage."""
+    return elements | f"Before{stage.label}" >> Together() | stage.label >> beam.ParDo(wrap(stage))
+
+
+def each(elements: beam.PCollection, stage: Stage, wrap: Wrap, spread: bool = True) -> beam.PCollection:
+    """Run a stage on every element; spread: over all workers, which what one group stage put out would not be."""
+    if spread:
+        elements = elements | f"Spread{stage.label}" >> beam.Reshuffle()
+    return elements | stage.label >> beam.ParDo(wrap(stage))

@@ -1,0 +1,37 @@
+"""The slices of the first epoch's steps, kept for later epochs in the same order (docs/definitions.md, Steps and slices)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from foreload.pipelines.compiler.serial_pass import Step
+
+
+class KeptSlices:
+    """Which lane took each sample: a file of one byte a sample. What the disk has no room for raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w+b")
+
+    def keep(self, step: Step) -> None:
+        """Add the step after the last one kept."""
+        if step.order is None:
+            raise ValueError("step: must have an order of its samples to keep")
+        lane = np.empty(len(step.order), np.uint8)
+        lane[step.order] = np.repeat(np.arange(len(step.firsts) - 1, dtype=np.uint8), np.diff(step.firsts))
+        self._file.write(lane.data)
+
+    def order(self, first: int, samples: int) -> np.ndarray:
+        """Samples `first` .. `first` + `samples` - 1 of the epoch, a batch, slice by slice: int64 [samples], places in the batch."""
+        self._file.seek(first)
+        lane = np.frombuffer(self._file.read(samples), np.uint8)
+        return np.argsort(lane, kind="stable")
+
+    def __enter__(self) -> KeptSlices:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()

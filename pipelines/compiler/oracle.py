@@ -1,0 +1,471 @@
+"""The oracle: which row sits in which slot, when it arrives and when it leaves, by Belady's MIN over a lookahead window.
+
+Pure kernels over arrays. The serial pass appends the accesses of a step, lane by lane, to a ring (`link`), which tells every pending access
+its row's next use; `plan_steps` then takes one lane's part of the oldest steps and decides. Rows of one step all sit in slots; among the
+others the one whose next use is furthest leaves (Belady 1966), one with no known next use first, oldest first. Slots stand in stacks, one
+per step of next use, so a decision costs O(1) and nothing is sorted. A stack says for which access each slot waits, so the row table is
+looked at for rows that arrive or leave, and not for those that stay.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba as nb
+import numpy as np
+
+from foreload.pipelines.base.prefetch import prefetch
+from foreload.pipelines.compiler.numbering import Scratch
+from foreload.pipelines.compiler.row_table import (
+    ACCESS_MASK,
+    AHEAD,
+    FIELDS,
+    ORDINAL,
+    OWNER,
+    PLACE,
+    TAG,
+    Rows,
+    table_of,
+)
+
+UNKNOWN = np.int64(-1)
+FRONT, TAIL = range(2)  # places in Window.scalars
+RECORD, NEXT = range(2)  # columns of Window.accesses
+USED, FAR, OLDEST, END = range(4)  # columns of Partitions.scalars
+_HIGH = np.int64(32)
+_LOW = np.int64(0xFFFFFFFF)
+
+
+class Window(NamedTuple):
+    """The accesses between the serial pass and the oracle, by step and first lookup.
+
+    Access numbers count up from 0; number c is at c modulo the ring's size. Lists of a step's accesses lane by lane lie in the same places.
+    """
+
+    scalars: np.ndarray  # int64 [2]
+    accesses: (
+        np.ndarray
+    )  # int64 [ring, 2]: record, and its next access: step << 32 | place among its lane's of that step, or UNKNOWN
+    tables: np.ndarray  # int16 [ring]
+    recent: np.ndarray  # uint8 [ring]: 1: the step before changes the row
+    next_users: np.ndarray  # unsigned [ring]: the lanes of the next use, where that is the step after
+    mine: np.ndarray  # int32 [ring], lane by lane: the lane's accesses in a step, counted from the step's first one
+    stacks: np.ndarray  # int64 [ring], lane by lane: the slots that a step uses: slot | place among the lane's accesses << 32
+    starts: np.ndarray  # int64 [steps ring, V + 1]: where each lane's lists for a step begin, and where the last one ends
+
+
+class Partitions(NamedTuple):
+    """The slots of all lanes, those of lane v from firsts[v] on; slots are numbered within their lane."""
+
+    scalars: np.ndarray  # int64 [V, 4]
+    heights: np.ndarray  # int32 [V, steps ring]: slots in the stack of a step
+    firsts: np.ndarray  # int64 [V + 1]
+    record: np.ndarray  # int64 [slots]: -1 free
+    tag: np.ndarray  # int32 [slots]: 1 + step of the occupant's last use
+    stored: np.ndarray  # int32 [slots]: tag of the version in the store, 0 never written
+    queue: (
+        np.ndarray
+    )  # int32 [2 x slots]: slots with no known next use, those of lane v from 2 x firsts[v] on; -1 where one was called
+    place: np.ndarray  # int32 [slots]: the place in its lane's queue of a slot that is in it
+    trained: np.ndarray  # int64 [V, tables]: ordinals that the oracle has passed
+
+
+class Moves(NamedTuple):
+    """What `plan_steps` writes: one lane's parts of consecutive steps, one after the other."""
+
+    slots: np.ndarray  # int32
+    early: np.ndarray  # uint8
+    next_users: np.ndarray  # unsigned
+    ends: np.ndarray  # int32
+    slot: np.ndarray  # int32: arrivals
+    table: np.ndarray  # int16
+    ordinal: np.ndarray  # int64
+    id: np.ndarray  # int64
+    tag: np.ndarray  # int32
+    after: np.ndarray  # int32
+
+
+def empty_window(ring: int, steps: int, lanes: int, mask: np.dtype) -> Window:
+    """Room for `ring` accesses and `steps` steps (powers of two); mask: an unsigned type with a bit for every lane.
+
+    The arrays are filled, so that what they take does not depend on the data.
+    """
+    return Window(
+        np.zeros(2, np.int64),
+        np.full((ring, 2), -1, np.int64),
+        np.full(ring, -1, np.int16),
+        np.full(ring, 0, np.uint8),
+        np.full(ring, 0, mask),
+        np.full(ring, -1, np.int32),
+        np.full(ring, -1, np.int64),
+        np.zeros((steps, lanes + 1), np.int64),
+    )
+
+
+def empty_partitions(slots: list[int], steps: int, tables: int) -> Partitions:
+    """Partitions of so many slots each, all free, for a window of `steps` steps."""
+    scalars = np.zeros((len(slots), 4), np.int64)
+    firsts = np.zeros(len(slots) + 1, np.int64)
+    np.cumsum(slots, out=firsts[1:])
+    return Partitions(
+        scalars,
+        np.zeros((len(slots), steps), np.int32),
+        firsts,
+        np.full(firsts[-1], -1, np.int64),
+        np.full(firsts[-1], 0, np.int32),
+        np.full(firsts[-1], 0, np.int32),
+        np.full(2 * firsts[-1], -1, np.int32),
+        np.full(firsts[-1], -1, np.int32),
+        np.zeros((len(slots), tables), np.int64),
+    )
+
+
+def with_ring(window: Window, ring: int) -> Window:
+    """The same window with room for more accesses."""
+    numbers = np.arange(window.scalars[TAIL], window.scalars[FRONT])
+    old, new = numbers & (len(window.tables) - 1), numbers & (ring - 1)
+    grown = {}
+    for name in ("accesses", "tables", "recent", "next_users", "mine", "stacks"):
+        source = getattr(window, name)
+        grown[name] = np.zeros((ring, *source.shape[1:]), source.dtype)
+        grown[name][new] = source[old]
+    return window._replace(**grown)
+
+
+def with_steps(window: Window, parts: Partitions, steps: int, first: int, last: int) -> tuple[Window, Partitions]:
+    """The same with room for more steps; first .. last - 1 are kept."""
+    numbers = np.arange(max(first, 0), last)
+    old, new = numbers & (len(window.starts) - 1), numbers & (steps - 1)
+    starts = np.zeros((steps, window.starts.shape[1]), np.int64)
+    heights = np.zeros((len(parts.heights), steps), np.int32)
+    starts[new] = window.starts[old]
+    heights[:, new] = parts.heights[:, old]
+    return window._replace(starts=starts), parts._replace(heights=heights)
+
+
+@nb.njit(nogil=True, cache=True)
+def _close_ranks(parts: Partitions, lane: int) -> None:
+    """Move a lane's queue to its beginning, without the slots that were called; it holds twice the slots, so half of it is free then."""
+    queue, first, base = parts.queue, 2 * parts.firsts[lane], parts.firsts[lane]
+    kept = 0
+    for k in range(parts.scalars[lane, OLDEST], parts.scalars[lane, END]):
+        slot = queue[first + k]
+        if slot >= 0:
+            queue[first + kept] = slot
+            parts.place[base + slot] = kept
+            kept += 1
+    parts.scalars[lane, OLDEST], parts.scalars[lane, END] = 0, kept
+
+
+@nb.njit(nogil=True, cache=True)
+def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, window: Window, parts: Partitions) -> None:
+    """Append the accesses of a training step to the ring, which has room, and tell each row's last access about this one.
+
+    step: the training step's number; count, owned and s: its distinct rows, settled.
+    """
+    accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
+    mine, stacks, starts = window.mine, window.stacks, window.starts
+    order, record_of, table_of_row, users, state = s.order, s.record, s.table, s.users, s.state
+    queue, place_of = parts.queue, parts.place
+    ring = np.uint64(tables.size - 1)
+    this, before = np.uint64(step & (len(starts) - 1)), np.uint64((step - 1) & (len(starts) - 1))
+    front, tail = np.uint64(window.scalars[FRONT]), np.uint64(window.scalars[TAIL])
+    previous = np.uint64(starts[before, 0])  # first access of the step before
+    newest = front - np.uint64(1)  # at the first access of all this is 2^64 - 1, and `last` below the tail or at least the front
+    low = np.uint64(ACCESS_MASK)
+    end = np.uint64(count)
+    start = np.uint64(0)
+    for lane in range(owned.size):
+        first = front + start
+        base = np.uint64(parts.firsts[lane])
+        waiting = base + base
+        starts[this, lane] = np.int64(first)
+        height = np.uint64(0)
+        for place in range(np.uint64(owned[lane])):
+            k = start + np.uint64(place)
+            near = np.uint64(state[np.uint64(order[min(k + np.uint64(AHEAD), end - np.uint64(1))]), OWNER])
+            prefetch(accesses, np.uint64(2) * ((newest - ((newest - near) & low)) & ring))
+            d = np.uint64(order[k])
+            c = (front + d) & ring
+            record = record_of[d]
+            # The ring entry where the row's last access would be is the row's own only if that is pending.
+            last = newest - ((newest - np.uint64(np.uint32(state[d, OWNER]))) & low)
+            at = last & ring
+            if tail <= last and last < front and accesses[at, RECORD] == record:
+                accesses[at, NEXT] = np.int64(step) << _HIGH | np.int64(place)
+                changed = bool(last >= previous)
+                if changed:
+                    next_users[at] = users[d]
+            else:
+                tag, slot = state[d, TAG], state[d, PLACE]
+                changed = bool(tag == step and tag != 0)  # by the last step of the schedule that this one continues
+                if tag != 0 and slot >= 0:
+                    queue[waiting + np.uint64(place_of[base + np.uint64(slot)])] = -1
+                    stacks[(first + height) & ring] = np.int64(slot) | np.int64(place) << _HIGH
+                    height += np.uint64(1)
+            accesses[c, RECORD] = record
+            accesses[c, NEXT] = UNKNOWN
+            tables[c] = table_of_row[d]
+            recent[c] = changed
+            next_users[c] = 0
+            mine[(front + k) & ring] = d
+        parts.heights[lane, this] = np.int32(height)
+        if height:
+            parts.scalars[lane, FAR] = step
+        start += np.uint64(owned[lane])
+    starts[this, owned.size] = np.int64(front + start)
+    window.scalars[FRONT] = np.int64(front + start)
+
+
+@nb.njit(nogil=True, cache=True)
+def plan_steps(
+    rows: Rows, lane: int, first: int, window: Window, parts: Partitions, fill: np.ndarray, moves: Moves, counts: np.ndarray
+) -> int:
+    """Decide one lane's moves in consecutive training steps from the ring's tail on.
+
+    first: the first step's number; fill int64 [3]: entries of `moves` that are taken by rows used, ends and arrivals, advanced; moves have
+    room for as many more of each as the lane has accesses in these steps; counts int64 [steps, 4]: filled with each step's rows used,
+    residencies ended, arrivals, and initial ones. Returns 0, or the rows that a step needs where the slots do not suffice.
+    """
+    size = parts.firsts[lane + 1] - parts.firsts[lane]
+    for k in range(len(counts)):
+        step = first + k
+        this = np.uint64(step & (len(window.starts) - 1))
+        used = window.starts[this, lane + 1] - window.starts[this, lane]
+        if used > size:
+            return int(used)
+        waiting = _slots_held(lane, this, used, window, parts, fill, moves)
+        found = _arrive(rows, lane, step, waiting, window, parts, fill, moves)
+        if found < 0:
+            return int(used)  # every slot is needed by this step
+        _wait_for_next(lane, step, used, window, parts, moves.slots[fill[0] : fill[0] + used])
+        counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = used, found & _LOW, waiting, found >> _HIGH
+        fill[0] += used
+        fill[1] += found & _LOW
+        fill[2] += waiting
+    return 0
+
+
+@nb.njit(nogil=True, cache=True)
+def _slots_held(lane: int, this: np.uint64, used: int, window: Window, parts: Partitions, fill: np.ndarray, moves: Moves) -> int:
+    """Fill a step's rows used but for the slots of those that must arrive: these go to the arrivals, their places for slots, their records for
+    ordinals.
+
+    Nothing branches on which of them must: it cannot be guessed by the processor. Returns how many.
+    """
+    recent, next_users, members, stacks = window.recent, window.next_users, window.mine, window.stacks
+    ring = np.uint64(len(recent) - 1)
+    start, front = np.uint64(window.starts[this, lane]), np.uint64(window.starts[this, 0])
+    row0, arrival0 = np.uint64(fill[0]), np.uint64(fill[2])
+    accesses, tables = window.accesses, window.tables
+    slots, early_rows, next_users_rows = moves.slots, moves.early, moves.next_users
+    waiting, record_of, table_of_row = moves.slot, moves.ordinal, moves.table
+    for k in range(np.uint64(used)):
+        slots[row0 + np.uint64(k)] = -1
+    # The rows in slots that this step uses are exactly those in its stack: taken out, they cannot leave.
+    for k in range(np.uint64(parts.heights[lane, this])):
+        entry = stacks[(start + np.uint64(k)) & ring]
+        slots[row0 + np.uint64(entry >> _HIGH)] = np.int32(entry & _LOW)
+    parts.heights[lane, this] = 0
+    found = np.uint64(0)
+    for k in range(np.uint64(used)):
+        i = np.uint64(k)
+        c = (front + np.uint64(members[(start + i) & ring])) & ring
+        early_rows[row0 + i] = recent[c] ^ np.uint8(1)
+        next_users_rows[row0 + i] = next_users[c]
+        waiting[arrival0 + found] = np.int32(i)
+        record_of[arrival0 + found] = accesses[c, RECORD]
+        table_of_row[arrival0 + found] = tables[c]
+        found += np.uint64(slots[row0 + i] < 0)
+    return int(found)
+
+
+@nb.njit(nogil=True, cache=True)
+def _arrive(
+    rows: Rows, lane: int, step: int, waiting: int, window: Window, parts: Partitions, fill: np.ndarray, moves: Moves
+) -> int:
+    """Give a slot to every row that `_slots_held` found without: an unused one, or that of the row whose next use is furthest.
+
+    Returns residencies ended | initial arrivals << 32, or -1 where all slots are needed.
+    """
+    records, keys, bases, direct = rows.records, rows.keys, rows.bases, rows.direct
+    base, size = np.uint64(parts.firsts[lane]), parts.firsts[lane + 1] - parts.firsts[lane]
+    held, tags, stored = parts.record, parts.tag, parts.stored
+    row0, end0, arrival0 = np.uint64(fill[0]), np.uint64(fill[1]), np.uint64(fill[2])
+    ahead = np.uint64(AHEAD)
+    unused = parts.scalars[lane, USED]
+    into_unused = np.uint64(min(size - unused, waiting))
+    ends = np.uint64(waiting) - into_unused
+    if not _choose(lane, step, ends, end0, window, parts, moves):
+        return -1
+    for n in range(ends):
+        e = end0 + np.uint64(n)
+        near = np.uint64(moves.ends[min(e + ahead, end0 + ends - np.uint64(1))])
+        prefetch(records, held[base + near] * FIELDS)
+        slot = np.uint64(moves.ends[e])
+        left = np.uint64(held[base + slot])
+        records[left, PLACE] = np.int32(-(step + 2))
+        records[left, TAG] = tags[base + slot]
+    initial = 0
+    last = arrival0 + np.uint64(waiting) - np.uint64(1)
+    for n in range(np.uint64(waiting)):
+        k = np.uint64(n)
+        a = arrival0 + k
+        prefetch(records, moves.ordinal[min(a + ahead, last)] * FIELDS)
+        slot = np.uint64(unused) + k if k < into_unused else np.uint64(moves.ends[end0 + k - into_unused])
+        i = np.uint64(moves.slot[a])
+        record = moves.ordinal[a]
+        r = np.uint64(record)
+        tag, table = records[r, TAG], moves.table[a]
+        after = np.int32(-1) if tag == 0 else np.int32(-records[r, PLACE] - 2)
+        moves.slot[a] = np.int32(slot)
+        moves.ordinal[a] = records[r, ORDINAL] - 1
+        moves.id[a] = keys[r - np.uint64(direct), 1] if record >= direct else record - bases[np.uint64(table)]
+        moves.tag[a] = tag
+        moves.after[a] = after
+        if tag == 0:
+            initial += 1
+            parts.trained[lane, table] += 1
+        held[base + slot] = record
+        stored[base + slot] = tag
+        records[r, PLACE] = np.int32(slot)
+        records[r, TAG] = np.int32(step + 1)  # what it is while the row has the slot, the slot says
+        # A row that left at the boundary before the previous step is written back only once that step's gradients are in.
+        if tag != 0 and after == step - 1:
+            moves.early[row0 + i] = 0
+        moves.slots[row0 + i] = np.int32(slot)
+    parts.scalars[lane, USED] = unused + np.int64(into_unused)
+    return int(np.int64(ends) | np.int64(initial) << _HIGH)
+
+
+@nb.njit(nogil=True, cache=True)
+def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Window, parts: Partitions, moves: Moves) -> bool:
+    """Take so many slots from the rows whose next use is furthest, into moves.ends from end0 on; False where that many do not exist."""
+    stacks, heights, held, tags, queue = window.stacks, parts.heights, parts.record, parts.tag, parts.queue
+    ring, steps = np.uint64(len(stacks) - 1), len(window.starts) - 1
+    base = np.uint64(parts.firsts[lane])
+    waiting = base + base
+    oldest, end, far = parts.scalars[lane, OLDEST], parts.scalars[lane, END], parts.scalars[lane, FAR]
+    found = np.uint64(0)
+    while found < wanted and oldest < end:
+        slot = queue[waiting + np.uint64(oldest)]
+        oldest += 1
+        if slot >= 0:
+            prefetch(held, np.int64(base) + slot)
+            prefetch(tags, np.int64(base) + slot)
+            moves.ends[end0 + found] = slot
+            found += np.uint64(1)
+    while found < wanted:
+        while far > step and heights[lane, far & steps] == 0:
+            far -= 1
+        if far <= step:
+            return False
+        bottom, height = np.uint64(window.starts[far & steps, lane]), np.uint64(heights[lane, far & steps])
+        some = min(height, wanted - found)
+        for k in range(some):
+            slot = np.int32(stacks[(bottom + height - np.uint64(1) - np.uint64(k)) & ring] & _LOW)
+            prefetch(held, np.int64(base) + slot)
+            prefetch(tags, np.int64(base) + slot)
+            moves.ends[end0 + found + np.uint64(k)] = slot
+        found += some
+        heights[lane, far & steps] = np.int32(height - some)
+    parts.scalars[lane, OLDEST], parts.scalars[lane, FAR] = oldest, far
+    return True
+
+
+@nb.njit(nogil=True, cache=True)
+def _wait_for_next(lane: int, step: int, used: int, window: Window, parts: Partitions, slots: np.ndarray) -> None:
+    """Put the slots of a step's rows, int32 [used], on the stacks of their next use, or at the end of those with none known."""
+    accesses, members, stacks, starts = window.accesses, window.mine, window.stacks, window.starts
+    ring, steps = np.uint64(len(stacks) - 1), np.uint64(len(starts) - 1)
+    start, front = np.uint64(starts[np.uint64(step) & steps, lane]), np.uint64(starts[np.uint64(step) & steps, 0])
+    base, v = np.uint64(parts.firsts[lane]), np.uint64(lane)
+    tags, heights, queue, place_of = parts.tag, parts.heights, parts.queue, parts.place
+    waiting, room = base + base, 2 * (parts.firsts[lane + 1] - parts.firsts[lane])
+    furthest, end = parts.scalars[lane, FAR], parts.scalars[lane, END]
+    for k in range(np.uint64(used)):
+        i = np.uint64(k)
+        slot = slots[i]
+        tags[base + np.uint64(slot)] = np.int32(step + 1)
+        access = accesses[(front + np.uint64(members[(start + i) & ring])) & ring, NEXT]
+        if access >= 0:
+            following = access >> _HIGH
+            far = np.uint64(following) & steps
+            height = heights[v, far]
+            stacks[(np.uint64(starts[far, v]) + np.uint64(height)) & ring] = np.int64(slot) | (access & _LOW) << _HIGH
+            heights[v, far] = height + np.int32(1)
+            furthest = max(furthest, following)
+        else:
+            if end == room:
+                parts.scalars[v, END] = end
+                _close_ranks(parts, lane)
+                end = parts.scalars[v, END]
+            queue[waiting + np.uint64(end)] = slot
+            place_of[base + np.uint64(slot)] = end
+            end += 1
+    parts.scalars[lane, END] = end
+    parts.scalars[lane, FAR] = furthest
+
+
+@nb.njit(nogil=True, cache=True)
+def plan_evaluation(
+    rows: Rows, mine: np.ndarray, s: Scratch, first_slot: int, fill: np.ndarray, moves: Moves, counts: np.ndarray
+) -> None:
+    """One lane's part of an evaluation step: rows in slots are read there, others arrive in evaluation slots from `first_slot` on.
+
+    mine int32 [rows]: the lane's distinct rows in s. Fills moves and counts int64 [4] as `plan_steps` does; changes nothing else.
+    """
+    arrivals = fill[2]
+    for i in range(mine.size):
+        d = mine[i]
+        record = s.record[d]
+        row = fill[0] + i
+        moves.early[row] = 0
+        moves.next_users[row] = 0
+        if record >= 0 and rows.records[record, PLACE] >= 0:
+            moves.slots[row] = rows.records[record, PLACE]
+        else:
+            slot = first_slot + arrivals - fill[2]
+            moves.slots[row] = slot
+            moves.slot[arrivals] = slot
+            moves.table[arrivals] = s.table[d]
+            moves.id[arrivals] = s.id[d]
+            moves.ordinal[arrivals] = rows.records[record, ORDINAL] - 1 if record >= 0 else -1
+            moves.tag[arrivals] = rows.records[record, TAG] if record >= 0 else 0
+            moves.after[arrivals] = -rows.records[record, PLACE] - 2 if record >= 0 else -1
+            counts[3] += moves.tag[arrivals] == 0
+            arrivals += 1
+    counts[0], counts[1], counts[2] = mine.size, 0, arrivals - fill[2]
+    fill[0] += mine.size
+    fill[2] = arrivals
+
+
+@nb.njit(nogil=True, cache=True)
+def occupants(
+    rows: Rows,
+    lane: int,
+    parts: Partitions,
+    table: np.ndarray,
+    ordinal: np.ndarray,
+    row_id: np.ndarray,
+    tag: np.ndarray,
+    stored: np.ndarray,
+) -> None:
+    """Who sits in slots 0 .. USED-1 of a lane: fills table int16, ordinal int64, id int64, tag int32 and stored tag int32."""
+    base = parts.firsts[lane]
+    for slot in range(parts.scalars[lane, USED]):
+        record = parts.record[base + slot]
+        table[slot] = table_of(rows, record)
+        ordinal[slot] = rows.records[record, ORDINAL] - 1
+        row_id[slot] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table[slot]]
+        tag[slot] = parts.tag[base + slot]
+        stored[slot] = parts.stored[base + slot]
+
+
+@nb.njit(nogil=True, cache=True)
+def end_residencies(rows: Rows, parts: Partitions) -> None:
+    """Enter into the row table the tags of the rows that still sit in slots."""
+    records = rows.records
+    for slot in range(parts.record.size):
+        if parts.record[slot] >= 0:
+            records[parts.record[slot], TAG] = parts.tag[slot]

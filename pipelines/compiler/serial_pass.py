@@ -1,0 +1,111 @@
+"""The serial pass over one row table: distinct rows, lanes, ordinals and local numbers of every step in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreload.pipelines.compiler import numbering
+from foreload.pipelines.compiler.row_table import RowTable
+from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.pieces import Samples
+
+AssignSamples = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
+"""(inverse int32 [lookups]: distinct row of each lookup, starts int64 [samples + 1]: first lookup of each sample, lane int32 [distinct], -1
+where a row has none yet, lookups int32 [distinct] of each row, lanes) -> int64 [samples]: the batch's samples, slice by slice, ascending
+within each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the serial pass found in a step; its distinct rows are in the scratch until the next one.
+
+    count: distinct rows; firsts, bounds int64 [V + 1]: first sample and first lookup of each slice; inverse int32 [lookups]: distinct row of
+    each lookup, slice by slice; order int64 [samples]: the batch's samples, slice by slice; None: as they come.
+    """
+
+    count: int
+    firsts: np.ndarray
+    bounds: np.ndarray
+    inverse: np.ndarray
+    order: np.ndarray | None
+
+
+class SerialPass:
+    """Distinct rows, lanes, ordinals and local numbers, step by step, over one row table.
+
+    assign: decides which samples of a training batch each lane takes; None: consecutive ones.
+    """
+
+    def __init__(self, features: FeatureSpec, lanes: int, table: RowTable, assign: AssignSamples | None = None) -> None:
+        self.table = table
+        self.lanes = lanes
+        self.counts = np.zeros((lanes, len(features.tables)), np.int64)
+        self.owned = np.zeros(lanes, np.int64)  # rows that each lane owns of the step at hand
+        self.most = np.zeros(lanes, np.int64)
+        self.accesses = 0  # distinct rows of all training steps so far
+        self.scratch = numbering.scratch(1024, lanes)
+        self._assign = assign if lanes > 1 else None
+        self._tables = np.array([f.table for f in features.features], np.int16)
+
+    def train(self, samples: Samples, order: np.ndarray | None = None) -> Step:
+        """A training step; rows that have no lane and no ordinal get them.
+
+        order int64 [samples]: the batch's samples, slice by slice, where they are known; else `assign` is asked.
+        """
+        self.table.reserve(len(samples.ids))
+        step = self._step(samples, True, order)
+        np.maximum(self.most, self.owned, out=self.most)
+        return step
+
+    def look_up(self, samples: Samples) -> Step:
+        """An evaluation step, its samples in order; changes nothing. A row that was never trained has the lane that it would belong to."""
+        return self._step(samples, False, None)
+
+    def local_index(self, step: Step, out: np.ndarray) -> None:
+        """Fill out int32 [lookups] with each lookup's place among its lane's local rows, slice by slice."""
+        numbering.local_index(step.inverse, step.bounds, step.count, self.scratch, out)
+
+    def _step(self, samples: Samples, train: bool, order: np.ndarray | None) -> Step:
+        count = self._distinct(samples, train)
+        step = self._sliced(samples, count, train, order)
+        numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
+        if numbering.settle(count, self.counts, train, self.owned, self.scratch) < 0:
+            raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
+        if train:
+            numbering.remember(self.table.rows, count, self.accesses, self.scratch)
+            self.accesses += count
+        return step
+
+    def _distinct(self, samples: Samples, train: bool) -> int:
+        lookups = len(samples.ids)
+        if lookups > self.scratch.inverse.size:
+            self.scratch = numbering.scratch(max(lookups, 3 * self.scratch.inverse.size // 2), self.lanes)
+        tables = self._tables
+        if samples.offsets is not None:
+            tables = np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
+        if train and lookups:
+            return int(numbering.trained_rows(self.table.rows, samples.ids, tables, self.accesses, self.scratch))
+        return int(numbering.seen_rows(self.table.rows, samples.ids, tables, self.scratch))
+
+    def _sliced(self, samples: Samples, count: int, train: bool, order: np.ndarray | None) -> Step:
+        """The slices of a step: consecutive samples, those of `order`, or those that `assign` chooses."""
+        width = self._tables.size
+        firsts = np.arange(self.lanes + 1, dtype=np.int64) * len(samples) // self.lanes
+        inverse = self.scratch.inverse[: len(samples.ids)]
+        if samples.offsets is None:
+            starts = np.arange(len(samples) + 1, dtype=np.int64) * width
+        else:
+            starts = samples.offsets[::width]
+        if self._assign is None or not train:
+            return Step(count, firsts, starts[firsts], inverse, None)
+        if order is None:
+            lookups = np.zeros(count, np.int32)
+            numbering.lookups_of_rows(inverse, lookups)
+            order = self._assign(inverse, starts, self.scratch.lane[:count], lookups, self.lanes)
+        placed, bounds = np.empty_like(inverse), np.empty(len(samples) + 1, np.int64)
+        numbering.placed_lookups(order, inverse, starts, placed, bounds)
+        return Step(count, firsts, bounds[firsts], placed, order)

@@ -1,0 +1,63 @@
+"""What `prepare` tells of the data: labels, missing, unknown and distinct values, malformed records. A few lines, and all of it as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from foreload.pipelines.samples.column_counts import ColumnCounts
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.records import Cause
+from foreload.pipelines.samples.rejects import remedy, summed_up
+from foreload.pipelines.schedule.reader import Schedule
+
+_SHOWN_COLUMNS = 5
+_FLAGS = {"training": "", "evaluation": " of --eval-source"}
+
+
+def data_summary(
+    schedule: Schedule, spec: FeatureSpec, causes: Sequence[tuple[Sequence[str], int]], columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """For the summary: "malformed", "tables" (rows of each that were ever trained), and "data" of each set (ColumnCounts.told).
+
+    causes: of malformed records, most frequent first, each as (column, value, rule) with how many there are. columns: set -> its
+    ColumnCounts as JSON.
+    """
+    counts = {which: ColumnCounts.from_dict(columns[which]) for which in _FLAGS}
+    names = [table.name for table in spec.tables]
+    return {
+        "malformed": [{"column": c[0], "value": c[1], "rule": c[2], "records": count} for c, count in causes],
+        "tables": [{"name": name, "rows": rows} for name, rows in zip(names, schedule.rows_per_table(), strict=True)],
+        "data": {which: count.told(spec) for which, count in counts.items() if count.samples},
+    }
+
+
+def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
+    """The lines that are printed of data_summary, of bounded length whatever the number of columns."""
+    lines = []
+    rates = [f"{told['label_rate']:.2%}{_FLAGS[which]}" for which, told in summary["data"].items()]
+    lines.append(f"labels        {', '.join(rates)} are 1")
+    for kind in ("missing", "unknown"):
+        for which, told in summary["data"].items():
+            shares = {c["name"]: c[kind] / c["values"] for c in told["columns"] if c.get(kind)}
+            if shares:
+                lines.append(f"{kind:13} {_most(shares, _percent)}{_FLAGS[which]}")
+    rows = {table["name"]: table["rows"] for table in summary["tables"]}
+    lines.append(f"distinct ids  {_most(rows, '{:,}'.format)}")
+    if summary["malformed"]:
+        causes = [(Cause(c["column"], c["value"], c["rule"]), c["records"]) for c in summary["malformed"]]
+        mended = remedy(causes, spec)
+        lines.append(f"malformed     {summed_up(causes, summary['rejected'])}")
+        lines += [f"              if that means missing values, write {mended}"] if mended else []
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 else "< 0.01%"
+
+
+def _most(values: Mapping[str, float], text: Callable[[float], str]) -> str:
+    """The largest values with their names, and how many more there are."""
+    ordered = sorted(values.items(), key=lambda item: -item[1])
+    parts = [f"{name[:40]} {text(value)}" for name, value in ordered[:_SHOWN_COLUMNS]]
+    return ", ".join(parts) + (f", and {len(ordered) - _SHOWN_COLUMNS:,} more" if len(ordered) > _SHOWN_COLUMNS else "")

@@ -1,0 +1,237 @@
+"""What is to be done: the plan that every worker knows, and the splits to read. Knows no Beam."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from foreload.pipelines import errors
+from foreload.pipelines.base.files import write_json
+from foreload.pipelines.compiler.compile import CompileSettings
+from foreload.pipelines.errors import PipelineError, ScheduleError, SourceError
+from foreload.pipelines.planning.options import Options, feature_spec
+from foreload.pipelines.planning.sizing import (
+    DEFAULT_DIMENSION,
+    columns_of,
+    default_columns,
+    lane_bytes,
+    most_rows,
+    slots_of_size,
+    stored_bytes,
+)
+from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.schedule.format import WORK
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.sources import (
+    PIECE_ROWS,
+    Source,
+    Split,
+    plan_splits,
+)
+from foreload.pipelines.sources.splits import Format
+
+FAILURES, ORDERS, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
+FOLDERS = (FAILURES, ORDERS, PIECES, REJECTS)
+
+RESERVE = "reserve"
+"""In the work folder: takes the room that noting a failure needs, and is removed for it where the disk is full."""
+
+RESERVE_BYTES = 1 << 16
+
+PROGRESS = "progress"
+"""In the work folder: steps compiled and steps in all, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every worker knows.
+
+    spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
+    features stand only where there is a parent; their slots, where `sized`, are those that the memory has room for, as long as it is not
+    known how many rows there can be. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
+    writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training sample.
+    """
+
+    out: Path
+    spec: FeatureSpec
+    settings: CompileSettings
+    sized: bool
+    evaluation_only: bool
+    evaluation_fraction: float
+    max_rejects: int
+    piece_rows: int
+    counted: bool
+    first_number: int
+
+    @property
+    def work(self) -> Path:
+        """The folder of everything that is removed at the end."""
+        return self.out / WORK
+
+    @property
+    def pieces(self) -> Path:
+        """The folder of pieces."""
+        return self.work / PIECES
+
+    @property
+    def encoding(self) -> Path:
+        """The folder of vocabularies and scales."""
+        return self.out / encoding_state.FOLDER
+
+    def compile_settings(self, training_samples: int) -> CompileSettings:
+        """The settings, with what is known only once the data has been read."""
+        features = self.settings.features
+        if self.settings.parent is None:
+            features = encoding_state.load(self.encoding, self.spec)[0]
+        settings = {**self.settings.settings, "encoding": encoding_state.identity(self.encoding)}
+        slots = self.settings.slots
+        if self.sized and isinstance(slots, int):
+            slots = max(min(slots, most_rows(features, training_samples) or slots), 1)
+        threads = min(self.settings.lanes, os.cpu_count() or 1)
+        return replace(self.settings, features=features, slots=slots, settings=settings, threads=threads)
+
+    def order_path(self, name: str) -> Path:
+        """The file of an order or another result of a group."""
+        return self.work / ORDERS / f"{name}.json"
+
+    def save(self, name: str, value: Any) -> None:
+        """Write the result of a group."""
+        write_json(self.order_path(name), value)
+
+    def load(self, name: str) -> Any:
+        """Read the result of a group."""
+        return json.loads(self.order_path(name).read_bytes())
+
+    def failed(self) -> list[Path]:
+        """The failures noted, in an order that does not depend on time."""
+        return sorted((self.work / FAILURES).iterdir())
+
+    def raise_failure(self) -> None:
+        """Raise the first failure noted as the error that it was."""
+        for path in self.failed():
+            failure = json.loads(path.read_bytes())
+            raise getattr(errors, failure["type"])(failure["message"])
+
+
+def piece_name(*parts: int | str) -> str:
+    """A piece's file name; names sort as their parts do."""
+    return "-".join(part if isinstance(part, str) else f"{part:08d}" for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTask:
+    """A split, and which set it belongs to (one of SETS)."""
+
+    which: str
+    split: Split
+
+    @property
+    def name(self) -> str:
+        """Names sort as the samples of a set are ordered."""
+        return piece_name(self.which, self.split.file_index, self.split.split_index)
+
+
+def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
+    """The splits of all sources. Raises SourceError."""
+    kind: Format = "csv" if options.format == "tsv" else options.format
+    rows = options.rows or 0
+    tasks = []
+    if not options.evaluation_only:
+        source = Source(kind, options.sources, rows, options.seed, options.values)
+        tasks += [ReadTask("training", s) for s in plan_splits(source, spec)]
+    if options.eval_sources:
+        tasks += [ReadTask("evaluation", s) for s in plan_splits(Source(kind, options.eval_sources), spec)]
+    return tasks
+
+
+def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
+    """Look at the feature file, the parent and the sources' names. Raises PipelineError."""
+    spec = feature_spec(options, None if parent is None else parent.header.features)
+    if parent is not None:
+        spec = _continued(parent, spec, options)
+    row_bytes, slots = _row_bytes(options, spec), options.slots
+    if slots is None:
+        slots = _slots_of_memory(options.memory_bytes, row_bytes)
+    settings = CompileSettings(
+        features=spec if parent is None else parent.header.features,
+        batch_size=options.batch_size,
+        lanes=options.lanes,
+        slots=slots,
+        epochs=options.epochs,
+        shuffle_seed=options.shuffle_seed,
+        placement=options.placement or ("locality" if parent is None else parent.header.placement),
+        segment_bytes=options.segment_bytes,
+        parent=None if options.after is None else options.after.absolute(),
+        settings={
+            "slots": options.slots,
+            "memory_bytes": options.memory_bytes if options.slots is None else None,
+            "row_bytes": row_bytes,
+            "segment_bytes": options.segment_bytes,
+            "eval_fraction": options.eval_fraction,
+            "eval_source": bool(options.eval_sources),
+        },
+    )
+    tasks = plan_reading(options, spec)
+    for which, flag, wanted in (
+        ("training", "SOURCE", not options.evaluation_only),
+        ("evaluation", "--eval-source", bool(options.eval_sources)),
+    ):
+        if wanted and not any(task.which == which for task in tasks):
+            raise SourceError(f"{flag}: has no records; give files that hold some")
+    plan = Plan(
+        out=options.out.absolute(),
+        spec=spec,
+        settings=settings,
+        sized=options.slots is None,
+        evaluation_only=options.evaluation_only,
+        evaluation_fraction=options.eval_fraction,
+        max_rejects=options.max_rejects,
+        piece_rows=PIECE_ROWS,
+        counted=parent is None and encoding_state.needs_state(spec),
+        first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
+    )
+    return plan, tasks
+
+
+def _row_bytes(options: Options, spec: FeatureSpec) -> int:
+    """What the header says that a row takes at rest. Where the slots are given as a number nothing follows from it."""
+    if options.row_bytes is not None:
+        return options.row_bytes
+    if options.slots is None:
+        return stored_bytes(default_columns(spec))
+    return stored_bytes((max((table.dimension or 0 for table in spec.tables), default=0) or DEFAULT_DIMENSION) + 1)
+
+
+def _slots_of_memory(memory_bytes: int, row_bytes: int) -> int:
+    columns = columns_of(row_bytes)
+    slots = slots_of_size(memory_bytes, columns, with_base=True)
+    if not slots:
+        raise PipelineError(
+            f"--memory: must be at least {lane_bytes(1, columns, with_base=True)} bytes, staging included, for rows of {row_bytes} bytes, "
+            f"is {memory_bytes}; give more, or --slots N"
+        )
+    return slots
+
+
+def _continued(parent: Schedule, spec: FeatureSpec, options: Options) -> FeatureSpec:
+    """The features as read now, with the parent's vocabularies. Raises ScheduleError where the parent has other ones."""
+    if parent.header.lanes != options.lanes:
+        raise ScheduleError(
+            f"--lanes: must be the parent's {parent.header.lanes}, is {options.lanes}; lanes cannot change along --after"
+        )
+    if options.placement not in (None, parent.header.placement):
+        raise ScheduleError(
+            f"--placement: must be the parent's {parent.header.placement}, is {options.placement}; leave it out with --after"
+        )
+    theirs = parent.header.features
+    sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}
+    # How files are laid out, and in what order they are read, may change from one schedule to the next.
+    layout = {name: getattr(spec, name) for name in ("text", "order_by", "order_type")}
+    if len(spec.tables) != len(theirs.tables) or dataclasses.replace(theirs, **layout) != spec.with_vocabulary(sizes):
+        raise ScheduleError(f"--features: must be those of {options.after}; prepare with the same, or start anew without --after")
+    return spec.with_vocabulary(sizes)

@@ -1,0 +1,72 @@
+"""How many bytes rows take: at rest, in a lane's slots, and on the way there and back. Pure; `prepare`, `train` and `stores status` go by it.
+
+A row has *columns*: its float32 numbers, weights and optimizer state together. Slots of one lane are all as wide as the widest row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from foreload.pipelines.samples.features import FeatureSpec
+
+TRAILER_BYTES = 12  # of a row at rest: id (8) and tag (4)
+OCCUPANT_BYTES = 26  # of a slot, who sits in it: table (2), ordinal (8), id (8), tag (4), stored tag (4)
+STORE_OVERHEAD_BYTES = 76  # of a row of 132 bytes in a large hash of Redis 7.0, measured; where no server is up to be asked
+DEFAULT_DIMENSION = 32
+MOST_SLOTS = 2**31 - 1
+_FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16
+
+
+def stored_bytes(columns: int) -> int:
+    """A row at rest."""
+    return 4 * columns + TRAILER_BYTES
+
+
+def columns_of(row_bytes: int) -> int:
+    """The columns of a row that takes so many bytes at rest, the last one perhaps not whole."""
+    return -(-(row_bytes - TRAILER_BYTES) // 4)
+
+
+def slot_bytes(columns: int, with_base: bool) -> int:
+    """A slot: its row and who sits there; with_base: and the row as the store has it, which is kept where there is parity."""
+    return 4 * columns * (2 if with_base else 1) + OCCUPANT_BYTES
+
+
+def staging_rows(slots: int) -> int:
+    """Rows that a lane may hold that wait for their slots, and as many that wait for their write-back: a quarter of its slots, within bounds."""
+    return max(_FEWEST_STAGED, min(_MOST_STAGED, slots // 4))
+
+
+def lane_bytes(slots: int, columns: int, with_base: bool) -> int:
+    """What a lane takes of a trainer's memory: its slots, and rows on their way in and out."""
+    return slot_bytes(columns, with_base) * (slots + 2 * staging_rows(slots))
+
+
+def slots_of_size(size_bytes: int, columns: int, with_base: bool) -> int:
+    """The most slots of a lane that may take so many bytes, staging included; 0 where not even one may."""
+    held = size_bytes // slot_bytes(columns, with_base)  # slots and staged rows
+    possible = range(min(held, MOST_SLOTS) + 1)
+    return max(bisect_right(possible, held, key=lambda slots: slots + 2 * staging_rows(slots)) - 1, 0)
+
+
+def default_columns(features: FeatureSpec) -> int:
+    """The widest row of a training with nothing said of it: a dimension of 32 where the features state none, a column more, as some models have
+    one, and the state of Adagrad, which is as wide."""
+    return 2 * (max((table.dimension or DEFAULT_DIMENSION for table in features.tables), default=DEFAULT_DIMENSION) + 1)
+
+
+def most_rows(features: FeatureSpec, samples: int | None = None) -> int | None:
+    """A bound on the distinct rows that a training may use: what the tables have and, where the samples have been counted, their lookups.
+
+    None where a table is not bounded by what is known.
+    """
+    total = 0
+    for number, table in enumerate(features.tables):
+        bounds = [] if table.rows is None else [table.rows]
+        users = [feature for feature in features.features if feature.table == number]
+        if samples is not None and all(feature.pooling == "single" for feature in users):
+            bounds.append(samples * len(users))
+        if not bounds:
+            return None
+        total += min(bounds)
+    return total

@@ -1,0 +1,149 @@
+"""Dense transforms and the exact statistics that standardisation needs (docs/definitions.md, Encoding)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba as nb
+import numpy as np
+
+from foreload.pipelines.samples.features import Dense
+
+# Finite float64 values and float64 squares of float32-sized values are integers times 2^-1074.
+_SCALE_BITS = 1074
+_DIGIT_BITS = 26
+_BLOCK_ROWS = 1024
+
+
+def exact_sum(values: np.ndarray) -> int:
+    """The sum of finite float64 values, exactly, in units of 2^-1074.
+
+    Mantissas are cut into two 26- and 27-bit halves and summed per exponent in int64: exact below 2^36 values a call.
+    """
+    mantissas, exponents = np.frexp(values)
+    whole = (mantissas * 2.0**53).astype(np.int64)
+    exponents = exponents.astype(np.int64) - 53
+    total = 0
+    for exponent in np.unique(exponents):
+        chosen = whole[exponents == exponent]
+        high = int((chosen >> _DIGIT_BITS).sum())
+        low = int((chosen & ((1 << _DIGIT_BITS) - 1)).sum())
+        part = (high << _DIGIT_BITS) + low
+        shift = int(exponent) + _SCALE_BITS
+        # Subnormal values have trailing zero bits where frexp's exponent lies below the scale.
+        total += part << shift if shift >= 0 else part >> -shift
+    return total
+
+
+def _rounded(total: int) -> float:
+    """total * 2^-1074 as the nearest float64: division of Python integers rounds correctly."""
+    return total / (1 << _SCALE_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Mean and population standard deviation of one dense column; deviation 1 where it is not positive."""
+
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True, slots=True)
+class DenseStatistics:
+    """Exact sums over the non-missing values of each dense column. Merging is associative and commutative, to the bit.
+
+    counts: values. sums: of x; squares: of x*x, each square rounded to float64; both in units of 2^-1074.
+    """
+
+    counts: tuple[int, ...]
+    sums: tuple[int, ...]
+    squares: tuple[int, ...]
+
+    @staticmethod
+    def of(dense: np.ndarray) -> DenseStatistics:
+        """The statistics of float64 [n, width], NaN where missing."""
+        counts, sums, squares = [], [], []
+        for place in range(dense.shape[1]):
+            values = dense[:, place]
+            values = values[~np.isnan(values)]
+            counts.append(len(values))
+            sums.append(exact_sum(values))
+            squares.append(exact_sum(values * values))
+        return DenseStatistics(tuple(counts), tuple(sums), tuple(squares))
+
+    @staticmethod
+    def empty(width: int) -> DenseStatistics:
+        """The statistics of no samples."""
+        return DenseStatistics((0,) * width, (0,) * width, (0,) * width)
+
+    def merge(self, other: DenseStatistics) -> DenseStatistics:
+        """The statistics of both samples together."""
+        return DenseStatistics(
+            *(
+                tuple(a + b for a, b in zip(mine, theirs, strict=True))
+                for mine, theirs in ((self.counts, other.counts), (self.sums, other.sums), (self.squares, other.squares))
+            )
+        )
+
+    def finish(self) -> tuple[Scale, ...]:
+        """Mean and deviation of each column; 0 and 1 for a column without values."""
+        scales = []
+        for count, total, squares in zip(self.counts, self.sums, self.squares, strict=True):
+            if not count:
+                scales.append(Scale(0.0, 1.0))
+                continue
+            mean = _rounded(total) / count
+            variance = _rounded(squares) / count - mean * mean
+            scales.append(Scale(mean, math.sqrt(variance) if variance > 0 else 1.0))
+        return tuple(scales)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able form; the sums in hexadecimal."""
+        return {"counts": list(self.counts), "sums": [hex(x) for x in self.sums], "squares": [hex(x) for x in self.squares]}
+
+    @staticmethod
+    def from_dict(d: Mapping[str, Any]) -> DenseStatistics:
+        """The inverse of to_dict."""
+        return DenseStatistics(
+            tuple(int(x) for x in d["counts"]), tuple(int(x, 16) for x in d["sums"]), tuple(int(x, 16) for x in d["squares"])
+        )
+
+
+def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scale] | None) -> np.ndarray:
+    """Dense values as the model gets them: float64 [n, width], NaN where missing -> float32 [n, width].
+
+    scales: per column, needed where one is standardised.
+    """
+    transformed = []
+    for place, column in enumerate(columns):
+        values = dense[:, place]
+        if column.transform == "log":
+            values = np.log1p(np.maximum(values, 0.0))
+        elif column.transform == "standard":
+            if scales is None:
+                raise ValueError(f"dense {column.name}: standardisation needs the statistics of the training data")
+            values = (values - scales[place].mean) / scales[place].deviation
+        transformed.append(np.where(np.isnan(values), 0.0, values))
+    return rows_of(transformed, len(dense), np.float32)
+
+
+def rows_of(columns: Sequence[np.ndarray], rows: int, dtype: type) -> np.ndarray:
+    """Columns [rows] side by side as [rows, columns], converted to dtype."""
+    staged: np.ndarray = np.empty((len(columns), rows), dtype)
+    for place, column in enumerate(columns):
+        staged[place] = column
+    out: np.ndarray = np.empty((rows, len(columns)), dtype)
+    # In one call that leaves Python alone: workers in threads would hand its lock to and fro at every small one.
+    _transpose(staged, out)
+    return out
+
+
+@nb.njit(nogil=True, cache=True)
+def _transpose(source: np.ndarray, out: np.ndarray) -> None:
+    for first in range(0, len(out), _BLOCK_ROWS):  # so that what every column writes into stays in cache
+        for place in range(len(source)):
+            for row in range(first, min(first + _BLOCK_ROWS, len(out))):
+                out[row, place] = source[place, row]

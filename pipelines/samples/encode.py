@@ -1,0 +1,121 @@
+"""Typed records -> samples: ids by hash, by vocabulary or as they are, dense values transformed (docs/definitions.md, Encoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numba as nb
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.base.hashing import (
+    hash_bytes,
+    high_product,
+    load_word,
+    mix,
+)
+from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.dense import Scale, rows_of, transform
+from foreload.pipelines.samples.features import Feature, FeatureSpec
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.samples.records import Records
+from foreload.pipelines.samples.vocabulary import Vocabulary, text_buffers
+
+
+class Encoder:
+    """Encodes records of a spec whose tables' rows are all known.
+
+    vocabularies: place of the table -> vocabulary, for every table that has one. scales: per dense column, where one is
+    standardised. Raises FeatureError where either is missing.
+    """
+
+    def __init__(
+        self, spec: FeatureSpec, vocabularies: Mapping[int, Vocabulary] | None = None, scales: Sequence[Scale] | None = None
+    ) -> None:
+        self._spec = spec
+        self._rows = spec.table_rows
+        self._vocabularies = dict(vocabularies or {})
+        self._scales = scales
+        for table in spec.vocabulary_tables:
+            if table not in self._vocabularies:
+                raise FeatureError(f"table {spec.tables[table].name}: its vocabulary is missing; count its values first")
+        if scales is None and any(d.transform == "standard" for d in spec.dense):
+            raise FeatureError('dense: transform = "standard" needs the statistics of the training data; count them first')
+
+    def encode(self, records: Records) -> Samples:
+        """The records as samples, in their order."""
+        dense = transform(records.dense, self._spec.dense, self._scales)
+        if not self._spec.multi_valued:
+            columns = [self._ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
+            return Samples(records.labels, dense, rows_of(columns, len(records), np.int64).reshape(-1))
+        bounds, values = [], []
+        for feature, column in zip(self._spec.features, records.categorical, strict=True):
+            if feature.pooling == "single":
+                bounds.append(np.arange(len(records) + 1))
+                values.append(self._ids(feature, column))
+            else:
+                bounds.append(column.offsets.to_numpy() - column.offsets[0].as_py())
+                values.append(self._ids(feature, column.flatten()))
+        offsets = _offsets(bounds, len(records))
+        ids = np.zeros(offsets[-1], np.int64)
+        for place, (starts, column_ids) in enumerate(zip(bounds, values, strict=True)):
+            _scatter(column_ids, starts, place, len(bounds), offsets, ids)
+        return Samples(records.labels, dense, ids, offsets)
+
+    def _ids(self, feature: Feature, values: pa.Array) -> np.ndarray:
+        """Single values of a feature -> whole numbers [n], int64 or narrower, 0 where missing."""
+        if feature.encoding == "id":
+            return values.fill_null(0).to_numpy()
+        if feature.encoding == "vocabulary":
+            return self._vocabularies[feature.table].ids(values)
+        return hashed_ids(values, self._rows[feature.table])
+
+
+def hashed_ids(texts: pa.Array, rows: int) -> np.ndarray:
+    """1 + hash64(text) mod (rows - 1), 0 where missing. texts: string or large_string [n]; returns int64 [n]."""
+    data, offsets = text_buffers(texts)
+    ids = np.empty(len(texts), np.int64)
+    known = texts.buffers()[0] if texts.null_count else None
+    bits = np.empty(0, np.uint8) if known is None else np.frombuffer(known, np.uint8)
+    _hash_ids(data, offsets, bits, texts.offset, np.uint64(rows - 1), ids)
+    return ids
+
+
+@nb.njit(nogil=True, cache=True)
+def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: int, others: np.uint64, out: np.ndarray) -> None:
+    """known: uint8, a bit a value from bit `first` on, 0 where it is missing; empty where none is."""
+    inverse = np.uint64(0xFFFFFFFFFFFFFFFF) // others
+    for i in range(len(out)):
+        start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
+        if start == end or (len(known) and not known[(first + i) >> 3] >> ((first + i) & 7) & 1):
+            out[i] = 0
+            continue
+        # The remainder without a division: the quotient by the rounded-down inverse is at most 2 too small.
+        if end - start <= 8 and start + 8 <= len(data):
+            word = load_word(data, start) & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * (end - start)))
+            h = mix(mix(np.uint64(end - start)) ^ word)
+        else:
+            h = hash_bytes(data, start, end)
+        rest = h - high_product(h, inverse) * others
+        while rest >= others:
+            rest -= others
+        out[i] = 1 + np.int64(rest)
+
+
+def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:
+    """CSR over (sample, feature) from one CSR a feature over samples; no values count as one, the missing one."""
+    counts = np.empty((samples, len(bounds)), np.int64)
+    for place, starts in enumerate(bounds):
+        counts[:, place] = np.maximum(np.diff(starts), 1)
+    offsets = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts.reshape(-1), out=offsets[1:])
+    return offsets
+
+
+@nb.njit(nogil=True, cache=True)
+def _scatter(values: np.ndarray, starts: np.ndarray, place: int, features: int, offsets: np.ndarray, out: np.ndarray) -> None:
+    """Write one feature's values into the lookups of all; where it has none, the lookup stays 0."""
+    for i in range(len(starts) - 1):
+        to = offsets[i * features + place]
+        for j in range(starts[i + 1] - starts[i]):
+            out[to + j] = values[starts[i] + j]

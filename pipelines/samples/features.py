@@ -1,0 +1,421 @@
+"""What a sample consists of: label, dense values, categorical features and the tables that they look up."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from foreload.pipelines.errors import FeatureError
+
+ENCODINGS = ("hash", "vocabulary", "id")
+POOLINGS = ("single", "sum", "mean")
+TRANSFORMS = ("log", "standard", "none")
+ORDER_TYPES = ("text", "integer", "number")
+
+CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
+CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+KAGGLE_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+"""Rows of the 26 tables of Criteo's Kaggle data set."""
+
+_MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
+_MAX_ROWS = (1 << 63) - 1
+_MOST_LINES = 1000  # so that a quote that is not closed does not swallow the file, or all up to a quote far away
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One embedding table: ids are 0 .. rows - 1.
+
+    rows: None for a table by vocabulary whose values are not counted yet. dimension: columns; None for the job's --dim.
+    """
+
+    name: str
+    rows: int | None
+    dimension: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One categorical feature: a column whose values are encoded as ids of a table (its place in the spec's tables).
+
+    min_count: the occurrences below which a vocabulary drops a value. separator: what parts several values in text.
+    """
+
+    name: str
+    table: int
+    column: str
+    encoding: Literal["hash", "vocabulary", "id"]
+    pooling: Literal["single", "sum", "mean"] = "single"
+    min_count: int = 1
+    separator: str = "|"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One dense value: a column and the transform applied to it."""
+
+    name: str
+    column: str
+    transform: Literal["log", "standard", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """How text files are cut into fields.
+
+    delimiter: one character, or None for a comma (a tab in files named .tsv or .tab, gzip or zstd suffix aside). columns: the
+    names where files have no header line; empty where they have one. quoting: fields may stand in double quotes. missing:
+    texts that mean a missing value; the empty text always does. newlines_in_values: quoted fields may hold line breaks (then
+    a file is read by one worker), so many lines at most where it is a number.
+    """
+
+    delimiter: str | None = None
+    columns: tuple[str, ...] = ()
+    quoting: bool = True
+    missing: tuple[str, ...] = ()
+    newlines_in_values: bool | int = False
+
+    @property
+    def most_lines(self) -> int:
+        """Lines that a value may span; 0 where values hold no line breaks."""
+        return _MOST_LINES if self.newlines_in_values is True else int(self.newlines_in_values)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """The columns of a source and how they become samples (docs/definitions.md, Encoding and Order).
+
+    order_by: the column of the global order, or None. order_type: how it is compared; None: in Parquet by the column's type, in text
+    files as numbers where the first rows hold numbers, else by bytes.
+    """
+
+    label: str
+    dense: tuple[Dense, ...]
+    features: tuple[Feature, ...]
+    tables: tuple[Table, ...]
+    order_by: str | None = None
+    order_type: Literal["text", "integer", "number"] | None = None
+    text: TextFormat = field(default_factory=TextFormat)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def multi_valued(self) -> bool:
+        """Whether any feature has more than one value a sample (then samples carry offsets)."""
+        return any(feature.pooling != "single" for feature in self.features)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a source must have, each once: label, dense, features, order_by."""
+        names = [self.label, *(d.column for d in self.dense), *(f.column for f in self.features)]
+        if self.order_by is not None:
+            names.append(self.order_by)
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def table_rows(self) -> tuple[int, ...]:
+        """Rows of every table; FeatureError where a vocabulary is not counted yet."""
+        rows = []
+        for table in self.tables:
+            if table.rows is None:
+                raise FeatureError(
+                    f"table {table.name}: its rows are known once its vocabulary is counted; prepare the data first"
+                )
+            rows.append(table.rows)
+        return tuple(rows)
+
+    @property
+    def vocabulary_tables(self) -> tuple[int, ...]:
+        """Places of the tables whose ids come from a vocabulary."""
+        return tuple(sorted({f.table for f in self.features if f.encoding == "vocabulary"}))
+
+    def min_count(self, table: int) -> int:
+        """The occurrences that a value of this vocabulary table needs."""
+        return next(f.min_count for f in self.features if f.table == table)
+
+    def with_vocabulary(self, sizes: Mapping[int, int]) -> FeatureSpec:
+        """The spec with the rows of its vocabulary tables filled in. sizes: place of the table -> values kept; rows = 2 + that."""
+        tables = [replace(t, rows=2 + sizes[k]) if k in sizes else t for k, t in enumerate(self.tables)]
+        return replace(self, tables=tuple(tables))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able form, for manifests."""
+        return _listed(asdict(self))
+
+    @staticmethod
+    def from_dict(d: Mapping[str, Any]) -> FeatureSpec:
+        """The inverse of to_dict; FeatureError where d is not of that form."""
+        try:
+            text = dict(d["text"])
+            return FeatureSpec(
+                label=d["label"],
+                dense=tuple(Dense(**x) for x in d["dense"]),
+                features=tuple(Feature(**x) for x in d["features"]),
+                tables=tuple(Table(**x) for x in d["tables"]),
+                order_by=d["order_by"],
+                order_type=d["order_type"],
+                text=TextFormat(**{**text, "columns": tuple(text["columns"]), "missing": tuple(text["missing"])}),
+            )
+        except (KeyError, TypeError) as error:
+            raise FeatureError(f"features: not a feature specification ({error}); it was written by another version") from error
+
+    @staticmethod
+    def load(path: str | Path) -> FeatureSpec:
+        """Read a feature file (TOML, docs/features.md); FeatureError names the file, the entry, the rule and the value."""
+        try:
+            with open(path, "rb") as file:
+                document = tomllib.load(file)
+        except OSError as error:
+            raise FeatureError(f"{path}: cannot read the feature file ({error.strerror}); check --features") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FeatureError(f"{path}: not valid TOML ({error})") from error
+        try:
+            return parse(document)
+        except FeatureError as error:
+            raise FeatureError(f"{path}: {error}") from error
+
+    @staticmethod
+    def criteo(rows: int | Sequence[int] | None = None, dimension: int | None = None) -> FeatureSpec:
+        """Criteo's columns, hashed into the 26 Kaggle table sizes, or into tables of `rows` (one number for all, or 26)."""
+        return _criteo_columns(rows, dimension, "hash", "log")
+
+    @staticmethod
+    def synthetic(rows: int | Sequence[int] | None = None, dimension: int | None = None) -> FeatureSpec:
+        """The synthetic generator's columns: ids as they are, dense values as they are. rows as for criteo."""
+        return _criteo_columns(rows, dimension, "id", "none")
+
+
+def parse(document: Mapping[str, Any]) -> FeatureSpec:
+    """A feature file's contents as a spec. Raises FeatureError."""
+    known = {"label", "order_by", "order_type", "text", "table", "feature", "dense"}
+    _refuse_unknown(document, known, "the feature file")
+    tables = [_table(name, entry) for name, entry in _mapping(document, "table").items()]
+    places = {table.name: k for k, table in enumerate(tables)}
+    features = []
+    for entry in _entries(document, "feature"):
+        features.append(_feature(entry, tables, places))
+    dense = [_dense(entry) for entry in _entries(document, "dense")]
+    return FeatureSpec(
+        label=_text(document, "label", "the feature file"),
+        dense=tuple(dense),
+        features=tuple(features),
+        tables=tuple(tables),
+        order_by=_optional(document, "order_by", "the feature file"),
+        order_type=document.get("order_type"),
+        text=_text_format(_mapping(document, "text")),
+    )
+
+
+def _table(name: str, entry: Any) -> Table:
+    where = f"[table.{name}]"
+    if not isinstance(entry, Mapping):
+        raise FeatureError(f"{where}: must be a table of rows and dimension, not {entry!r}")
+    _refuse_unknown(entry, {"rows", "dimension"}, where)
+    return Table(name, entry.get("rows"), entry.get("dimension"))
+
+
+def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, int]) -> Feature:
+    """Reads one [[feature]]; a feature that names no table gets one of its own, appended to tables and places."""
+    name = _text(entry, "name", "[[feature]]")
+    where = f"feature {name}"
+    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", "rows", "dimension"}
+    _refuse_unknown(entry, known, where)
+    table = _optional(entry, "table", where) or name
+    if ("rows" in entry or "dimension" in entry) and (table in places or table != name):
+        raise FeatureError(f"{where}: rows and dimension of a shared table stand in one place; write them under [table.{table}]")
+    if table not in places:
+        if table != name:
+            raise FeatureError(f"{where}: table must be one of the [table.NAME] of the file, not {table!r}; add [table.{table}]")
+        places[table] = len(tables)
+        tables.append(Table(table, entry.get("rows"), entry.get("dimension")))
+    return Feature(
+        name=name,
+        table=places[table],
+        column=_optional(entry, "column", where) or name,
+        encoding=entry.get("encoding", "hash"),
+        pooling=entry.get("pooling", "single"),
+        min_count=entry.get("min_count", 1),
+        separator=entry.get("separator", "|"),
+    )
+
+
+def _dense(entry: Mapping[str, Any]) -> Dense:
+    name = _text(entry, "name", "[[dense]]")
+    _refuse_unknown(entry, {"name", "column", "transform"}, f"dense {name}")
+    return Dense(name, _optional(entry, "column", f"dense {name}") or name, entry.get("transform", "log"))
+
+
+def _text_format(entry: Mapping[str, Any]) -> TextFormat:
+    _refuse_unknown(entry, {"delimiter", "columns", "quoting", "missing", "newlines_in_values"}, "[text]")
+    for key in ("columns", "missing"):
+        value = entry.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            raise FeatureError(f"[text]: {key} must be a list of texts, not {value!r}")
+    return TextFormat(
+        delimiter=entry.get("delimiter"),
+        columns=tuple(entry.get("columns", [])),
+        quoting=entry.get("quoting", True),
+        missing=tuple(entry.get("missing", [])),
+        newlines_in_values=entry.get("newlines_in_values", False),
+    )
+
+
+def _check(spec: FeatureSpec) -> None:
+    """Raise FeatureError at the first rule that the spec breaks."""
+    if not spec.label:
+        raise FeatureError("label: must name a column; it is empty")
+    if not spec.features:
+        raise FeatureError("feature: at least one is needed; add a [[feature]]")
+    if len(spec.tables) > _MAX_TABLES:
+        raise FeatureError(f"table: at most {_MAX_TABLES} are possible, not {len(spec.tables)}; let features share tables")
+    _check_text(spec.text)
+    if spec.order_type is not None:
+        _one_of("the feature file", "order_type", spec.order_type, ORDER_TYPES)
+        if spec.order_by is None:
+            raise FeatureError(f"order_type: says how order_by is compared; without order_by leave out {spec.order_type!r}")
+    _check_names("feature", (f.name for f in spec.features))
+    _check_names("dense", (d.name for d in spec.dense))
+    _check_names("table", (t.name for t in spec.tables))
+    for d in spec.dense:
+        _one_of(f"dense {d.name}", "transform", d.transform, TRANSFORMS)
+    for f in spec.features:
+        _check_feature(f, spec)
+    for place, table in enumerate(spec.tables):
+        _check_table(table, [f for f in spec.features if f.table == place])
+
+
+def _check_text(text: TextFormat) -> None:
+    if text.delimiter is not None and not (isinstance(text.delimiter, str) and len(text.delimiter.encode()) == 1):
+        raise FeatureError(f"[text]: delimiter must be one ASCII character, not {text.delimiter!r}")
+    if text.delimiter in ("\n", "\r", '"'):
+        raise FeatureError(f"[text]: delimiter cannot be a line break or a quote, it is {text.delimiter!r}")
+    if not isinstance(text.quoting, bool):
+        raise FeatureError(f"[text]: quoting must be true or false, not {text.quoting!r}")
+    if not isinstance(text.newlines_in_values, int) or text.newlines_in_values < 0:
+        raise FeatureError(
+            "[text]: newlines_in_values must be true, false, or the number of lines that a value may span, not "
+            f"{text.newlines_in_values!r}"
+        )
+    if text.newlines_in_values and not text.quoting:
+        raise FeatureError("[text]: newlines_in_values needs quoting = true, since only a quoted value can hold a line break")
+
+
+def _check_names(kind: str, names: Iterable[str]) -> None:
+    seen = set()
+    for name in names:
+        if not name:
+            raise FeatureError(f"{kind}: name must not be empty")
+        if kind == "feature" and "." in name:
+            raise FeatureError(f'feature {name}: name must hold no "."; give it another name and say column = "{name}"')
+        if name in seen:
+            raise FeatureError(f"{kind} {name}: a name may be given once; rename one of the two")
+        seen.add(name)
+
+
+def _check_feature(f: Feature, spec: FeatureSpec) -> None:
+    where = f"feature {f.name}"
+    _one_of(where, "encoding", f.encoding, ENCODINGS)
+    _one_of(where, "pooling", f.pooling, POOLINGS)
+    _positive(where, "min_count", f.min_count)
+    if f.min_count > 1 and f.encoding != "vocabulary":
+        raise FeatureError(f'{where}: min_count needs encoding = "vocabulary", not "{f.encoding}"; leave it out')
+    if not isinstance(f.separator, str) or not f.separator:
+        raise FeatureError(f"{where}: separator must be a text of at least one character, not {f.separator!r}")
+    if not 0 <= f.table < len(spec.tables):
+        raise FeatureError(f"{where}: table must be a place among {len(spec.tables)} tables, not {f.table}")
+
+
+def _check_table(table: Table, features: list[Feature]) -> None:
+    where = f"table {table.name}"
+    if not features:
+        raise FeatureError(f"{where}: no feature uses it; name it in a [[feature]] or remove it")
+    encodings = {f.encoding for f in features}
+    if len(encodings) > 1:
+        raise FeatureError(f"{where}: its features must have one encoding, not {', '.join(sorted(encodings))}")
+    counts = {f.min_count for f in features}
+    if len(counts) > 1:
+        raise FeatureError(f"{where}: its features must have one min_count, not {', '.join(map(str, sorted(counts)))}")
+    if table.dimension is not None:
+        _positive(where, "dimension", table.dimension)
+    if table.rows is None:
+        if encodings != {"vocabulary"}:
+            raise FeatureError(f'{where}: rows is missing; say how many rows it has, or encode its features by "vocabulary"')
+        return
+    _positive(where, "rows", table.rows)
+    if table.rows > _MAX_ROWS:
+        raise FeatureError(f"{where}: rows must be below 2^63, not {table.rows}")
+    if encodings != {"id"} and table.rows < 2:
+        raise FeatureError(f"{where}: rows must be at least 2 (id 0 is for missing values), not {table.rows}")
+
+
+def _criteo_columns(
+    rows: int | Sequence[int] | None, dimension: int | None, encoding: Literal["hash", "id"], transform: Literal["log", "none"]
+) -> FeatureSpec:
+    sizes = KAGGLE_ROWS if rows is None else (rows,) * 26 if isinstance(rows, int) else tuple(rows)
+    if len(sizes) != len(CRITEO_CATEGORICAL):
+        raise FeatureError(f"rows: one number, or one for each of the 26 tables, not {len(sizes)}")
+    return FeatureSpec(
+        label="label",
+        dense=tuple(Dense(name, name, transform) for name in CRITEO_DENSE),
+        features=tuple(Feature(name, k, name, encoding) for k, name in enumerate(CRITEO_CATEGORICAL)),
+        tables=tuple(Table(name, size, dimension) for name, size in zip(CRITEO_CATEGORICAL, sizes, strict=True)),
+        text=TextFormat(delimiter="\t", columns=CRITEO_COLUMNS, quoting=False),
+    )
+
+
+def _entries(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = document.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise FeatureError(f"{key}: write each as [[{key}]], not {key} = {entries!r}")
+    return entries
+
+
+def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    entry = document.get(key, {})
+    if not isinstance(entry, Mapping):
+        raise FeatureError(f"{key}: must be a TOML table, not {entry!r}")
+    return entry
+
+
+def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str) or not value:
+        raise FeatureError(
+            f'{where}: {key} must be a text; add {key} = "..."' + ("" if value is None else f" instead of {value!r}")
+        )
+    return value
+
+
+def _optional(entry: Mapping[str, Any], key: str, where: str) -> str | None:
+    return _text(entry, key, where) if key in entry else None
+
+
+def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key in entry:
+        if key not in known:
+            raise FeatureError(f"{where}: unknown entry {key!r}; known are {', '.join(sorted(known))}")
+
+
+def _one_of(where: str, key: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise FeatureError(f"{where}: {key} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _positive(where: str, key: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise FeatureError(f"{where}: {key} must be a whole number of at least 1, not {value!r}")
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, all the way down, so that a spec equals its way through JSON."""
+    if isinstance(value, dict):
+        return {key: _listed(x) for key, x in value.items()}
+    return [_listed(x) for x in value] if isinstance(value, list | tuple) else value

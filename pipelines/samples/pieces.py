@@ -1,0 +1,159 @@
+"""Encoded samples as arrays, and pieces of them on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numba as nb
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.base.files import replacing
+from foreload.pipelines.errors import ScheduleError
+
+_FORMAT = "foreload piece 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Consecutive samples in some order, encoded.
+
+    labels: float32 [n]. dense: float32 [n, dense width]. ids: int64 [lookups], in order sample, feature, value.
+    offsets: int64 [n * F + 1], CSR over (sample, feature) into ids, from 0; None where no feature is multi-valued (then there
+    are n * F lookups).
+    """
+
+    labels: np.ndarray
+    dense: np.ndarray
+    ids: np.ndarray
+    offsets: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def slice(self, start: int, end: int) -> Samples:
+        """Samples start .. end - 1, 0 <= start <= end <= len: views, but for the offsets, which begin at 0 again."""
+        if not 0 <= start <= end <= len(self):
+            raise ValueError(f"slice: must lie within 0 .. {len(self)}, not {start} .. {end}")
+        features = self._features()
+        labels, dense = self.labels[start:end], self.dense[start:end]
+        if self.offsets is None:
+            return Samples(labels, dense, self.ids[start * features : end * features])
+        offsets = self.offsets[start * features : end * features + 1]
+        return Samples(labels, dense, self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def take(self, places: np.ndarray) -> Samples:
+        """The samples at places (int64 [m], each 0 .. len - 1, in any order, repeats allowed), copied."""
+        features = self._features()
+        labels, dense = self.labels[places], self.dense[places]
+        if self.offsets is None:
+            ids = self.ids.reshape(len(self), features)[places].reshape(-1)
+            return Samples(labels, dense, ids)
+        places = np.ascontiguousarray(places, np.int64)
+        offsets = np.zeros(len(places) * features + 1, np.int64)
+        _take_offsets(self.offsets, places, features, offsets)
+        ids = np.empty(offsets[-1], np.int64)
+        _take_ids(self.offsets, self.ids, places, features, offsets, ids)
+        return Samples(labels, dense, ids, offsets)
+
+    @staticmethod
+    def concat(parts: Sequence[Samples]) -> Samples:
+        """All samples of parts (at least one, of the same features and dense width), one after the other."""
+        if not parts:
+            raise ValueError("concat: needs at least one part")
+        if len(parts) == 1:
+            return parts[0]
+        labels = np.concatenate([p.labels for p in parts])
+        dense = np.concatenate([p.dense for p in parts])
+        ids = np.concatenate([p.ids for p in parts])
+        if parts[0].offsets is None:
+            return Samples(labels, dense, ids)
+        bounds = [np.zeros(1, np.int64)]
+        lookups = 0
+        for part in parts:
+            assert part.offsets is not None
+            bounds.append(part.offsets[1:] + lookups)
+            lookups += len(part.ids)
+        return Samples(labels, dense, ids, np.concatenate(bounds))
+
+    def _features(self) -> int:
+        """F; 0 where there are no samples, when it cannot be told and is not needed."""
+        lookups = len(self.ids) if self.offsets is None else len(self.offsets) - 1
+        return lookups // len(self) if len(self) else 0
+
+
+@nb.njit(nogil=True, cache=True)
+def _take_offsets(source: np.ndarray, places: np.ndarray, features: int, offsets: np.ndarray) -> None:
+    for i in range(len(places)):
+        for f in range(features):
+            entry = places[i] * features + f
+            offsets[i * features + f + 1] = offsets[i * features + f] + source[entry + 1] - source[entry]
+
+
+@nb.njit(nogil=True, cache=True)
+def _take_ids(
+    source: np.ndarray, ids: np.ndarray, places: np.ndarray, features: int, offsets: np.ndarray, out: np.ndarray
+) -> None:
+    for i in range(len(places)):
+        start, end = source[places[i] * features], source[(places[i] + 1) * features]
+        to = offsets[i * features]
+        for j in range(end - start):
+            out[to + j] = ids[start + j]
+
+
+def write_piece(path: str | Path, samples: Samples, keys: np.ndarray | pa.Array | None, meta: Mapping[str, Any]) -> None:
+    """Write samples, their order keys and JSON-able meta as an Arrow IPC file of one record batch.
+
+    The batch has one row; each column is a list, so that arrays of different lengths lie in one file, unpadded and mappable.
+    The bytes are a function of the arguments alone. The file appears under its name at once and whole (temporary name, then
+    rename), so that writing it twice, or at the same time, is harmless.
+    """
+    columns: dict[str, pa.Array] = {
+        "labels": _listed(samples.labels, np.float32),
+        "dense": _listed(samples.dense.reshape(-1), np.float32),
+        "ids": _listed(samples.ids, np.int64),
+    }
+    if samples.offsets is not None:
+        columns["offsets"] = _listed(samples.offsets, np.int64)
+    if keys is not None:
+        values = keys if isinstance(keys, pa.Array) else pa.array(keys)
+        columns["keys"] = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
+    header = {"dense_width": samples.dense.shape[1], "meta": dict(meta)}
+    batch = pa.record_batch(columns).replace_schema_metadata({"format": _FORMAT, "header": json.dumps(header, sort_keys=True)})
+    path = Path(path)
+    with replacing(path) as temporary, pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def read_piece(path: str | Path) -> tuple[Samples, pa.Array | None, dict[str, Any]]:
+    """The samples, keys and meta of a piece. Arrays are read-only views of the mapped file; nothing is read until it is used.
+
+    Raises ScheduleError where the file is not a piece.
+    """
+    try:
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        metadata = batch.schema.metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise ScheduleError(f"{path}: not a readable piece of samples ({error}); prepare the schedule again") from error
+    if metadata.get(b"format") != _FORMAT.encode():
+        raise ScheduleError(f"{path}: not a piece of samples of this version; prepare the schedule again")
+    header = json.loads(metadata[b"header"])
+    labels = _values(batch, "labels").to_numpy()
+    dense = _values(batch, "dense").to_numpy().reshape(len(labels), header["dense_width"])
+    names = batch.schema.names
+    offsets = _values(batch, "offsets").to_numpy() if "offsets" in names else None
+    keys = _values(batch, "keys") if "keys" in names else None
+    return Samples(labels, dense, _values(batch, "ids").to_numpy(), offsets), keys, header["meta"]
+
+
+def _listed(values: np.ndarray, dtype: type) -> pa.Array:
+    array = pa.array(np.ascontiguousarray(values, dtype))
+    return pa.LargeListArray.from_arrays(pa.array([0, len(array)], pa.int64()), array)
+
+
+def _values(batch: pa.RecordBatch, name: str) -> pa.Array:
+    return batch.column(name).flatten()

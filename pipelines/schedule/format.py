@@ -1,0 +1,212 @@
+"""The schedule's format: what its manifests and files hold, and how its Arrow files are written (docs/schedule.md)."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.base.files import replacing
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.samples.features import FeatureSpec
+
+FORMAT_VERSION = 1
+HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
+WORK, LOCK = ".work", "lock"  # the folder in a schedule's where `prepare` works, and in it the file that says so
+
+PROVENANCE = "provenance.json"
+"""How the schedule came to be: the one file of it that is not a function of the data and the settings."""
+
+Kind = Literal["train", "evaluate"]
+Placement = Literal["order", "locality"]
+
+MOVE_COLUMNS = (
+    *("slots", "early", "next_users", "ends"),
+    *("arrival_slot", "arrival_table", "arrival_ordinal", "arrival_id", "arrival_tag", "arrival_after"),
+)
+
+
+def mask_dtype(lanes: int) -> np.dtype:
+    """The narrowest unsigned type that holds a bit per lane."""
+    return np.dtype(next(t for t, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32), (np.uint64, 64)) if lanes <= bits))
+
+
+def segment_name(index: int) -> str:
+    """The manifest of segment `index`."""
+    return f"segment-{index:06d}.json"
+
+
+def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """Write list columns, name -> (offsets int32 [events + 1], values), as one Arrow record batch.
+
+    Returns the file's entry in a manifest: name, bytes and CRC-32.
+    """
+    arrays = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for offsets, values in columns.values()]
+    batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
+    crc32 = 0
+    # Straight to the file: an entry state is as large as the slots, and is not held twice.
+    with replacing(path) as temporary, open(temporary, "w+b") as file:
+        with pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+        size = file.tell()
+        file.seek(0)
+        while chunk := file.read(1 << 20):
+            crc32 = zlib.crc32(chunk, crc32)
+    return {"name": path.name, "bytes": size, "crc32": crc32}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The settings of a schedule, known before its first segment.
+
+    slots: per lane; first_step: number of its first training step; first_number: number of its first training sample; parent: SHA-256 of
+    the parent's schedule.json, or None; lookahead: what the oracle was allowed (see CompileSettings); placement: of a training step's
+    samples in its slices, in order where a header does not say.
+    """
+
+    version: int
+    features: FeatureSpec
+    batch_size: int
+    lanes: int
+    slots: tuple[int, ...]
+    epochs: int
+    shuffle_seed: int | None
+    training_samples: int
+    evaluation_samples: int
+    first_step: int
+    first_number: int
+    parent: str | None
+    settings: dict[str, Any]
+    placement: Placement = "order"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "features": self.features.to_dict(),
+            "slots": list(self.slots),
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Header:
+        """Inverse of to_dict; raises ScheduleError for another format version."""
+        if value.get("version") != FORMAT_VERSION:
+            raise ScheduleError(
+                f"schedule format version: must be {FORMAT_VERSION}, is {value.get('version')}: prepare the schedule again with this version"
+            )
+        return cls(**{**value, "features": FeatureSpec.from_dict(value["features"]), "slots": tuple(value["slots"])})
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Training steps of one epoch."""
+        return -(-self.training_samples // self.batch_size)
+
+    @property
+    def end_step(self) -> int:
+        """Number of the training step after the last one."""
+        return self.first_step + self.steps_per_epoch * self.epochs
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One segment's manifest: consecutive events of one kind and epoch.
+
+    first: number of the first event of this kind; samples: per event, over all lanes; files: per lane, "samples" and "moves" and, where the
+    segment has one, "entry"; evaluation_slots: per lane, what its events need.
+    """
+
+    index: int
+    kind: Kind
+    epoch: int
+    first: int
+    samples: tuple[int, ...]
+    files: tuple[dict[str, dict[str, Any]], ...]
+    evaluation_slots: tuple[int, ...]
+    ordinals: tuple[tuple[int, ...], ...] | None  # with an entry state: per lane and table, the ordinals given before the segment
+    counts: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Segment:
+        """Inverse of to_dict."""
+        ordinals = value["ordinals"]
+        return cls(
+            **{
+                **value,
+                "samples": tuple(value["samples"]),
+                "files": tuple(value["files"]),
+                "evaluation_slots": tuple(value["evaluation_slots"]),
+                "ordinals": None if ordinals is None else tuple(tuple(lane) for lane in ordinals),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A step of the program: its kind, number (of its kind), samples over all lanes, place in the program, segment, row in the segment."""
+
+    kind: Kind
+    step: int
+    samples: int
+    index: int
+    epoch: int
+    segment: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Rows that arrive in slots of one lane before an event.
+
+    slot int32, table int16, ordinal int64 (-1: never trained, evaluation only), id int64, tag int32 (0: initial, nothing is asked of the
+    store), after int32: the boundary of the row's last write-back, which the fetch must follow; -1: stored before this schedule. All [A].
+    """
+
+    slot: np.ndarray
+    table: np.ndarray
+    ordinal: np.ndarray
+    id: np.ndarray
+    tag: np.ndarray
+    after: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEvent:
+    """One lane's part of an event: views of the schedule, not to be written to.
+
+    Its slice: labels float32 [b], dense float32 [b, n], index int32 [lookups] (place among the lane's local rows), offsets int32 [b*F + 1]
+    or None, numbers int64 [b]. Its partition, rows in the order of first lookup: slots int32 [U], users, unsigned, [U] (bit v: lane v uses
+    it), early bool [U], next_users likewise [U]; ends int32: slots whose residency ends at the boundary before the step; arrivals.
+    """
+
+    labels: np.ndarray
+    dense: np.ndarray
+    index: np.ndarray
+    offsets: np.ndarray | None
+    numbers: np.ndarray
+    slots: np.ndarray
+    users: np.ndarray
+    early: np.ndarray
+    next_users: np.ndarray
+    ends: np.ndarray
+    arrivals: Arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class Occupants:
+    """A partition's entry state: slots 0..n-1 and who sits there. table int16, ordinal int64, id int64, tag int32, stored int32, all [n]."""
+
+    table: np.ndarray
+    ordinal: np.ndarray
+    id: np.ndarray
+    tag: np.ndarray
+    stored: np.ndarray

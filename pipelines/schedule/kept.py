@@ -1,0 +1,116 @@
+"""What of a schedule it takes to read and evaluate the model trained with it, in a folder of its own, which `Schedule` opens like the whole.
+
+That is everything but the training steps: manifests, encoding, the row table and the last evaluation; and, in their place, how many ordinals
+had been given when training stopped, and which row sits in each slot at the end, where evaluation finds it. Files are hard links where they can be.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.schedule.format import (
+    HEADER,
+    MANIFEST,
+    PROVENANCE,
+    ROW_TABLE,
+    Segment,
+    segment_name,
+    write_lists,
+)
+from foreload.pipelines.schedule.reader import MappedLists, Schedule
+from foreload.pipelines.schedule.replay import state_after
+
+POSITION = "position.json"
+
+
+def keep(schedule: Schedule, folder: Path) -> None:
+    """Keep a complete schedule in a folder that is not there yet: whole, or not at all. Raises OSError."""
+    folder.parent.mkdir(exist_ok=True)
+    with replacing(folder) as temporary:
+        temporary.mkdir()
+        for name in _files(schedule):
+            (temporary / name).parent.mkdir(exist_ok=True)
+            _link(schedule.path / name, temporary / name)
+
+
+def note_position(schedule: Schedule, folder: Path, step: int) -> None:
+    """Note in such a folder what is known after training step `step`. schedule: the whole. Raises OSError and ScheduleError."""
+    end = schedule.header.end_step - 1
+    occupants = []
+    if any(_last_evaluation(schedule)) and not (folder / POSITION).exists():
+        for lane, state in enumerate(state_after(schedule, end).lanes):
+            values = {"table": state.occupants.table, "id": state.occupants.id}
+            columns = {name: (np.array([0, len(array)], np.int32), array) for name, array in values.items()}
+            occupants.append(write_lists(folder / f"occupants-{lane:02d}.arrow", columns))
+    elif (folder / POSITION).exists():
+        occupants = _position(folder)["occupants"]
+    ordinals = None if step == end else ordinals_after(schedule, step).tolist()  # at the end the row table tells them
+    write_sealed(folder / POSITION, {"step": step, "ordinals": ordinals, "occupants": occupants})
+
+
+def ordinals_after(schedule: Schedule, step: int) -> np.ndarray:
+    """How many ordinals a complete schedule has given after a training step: int64 [lanes, tables]. Raises ScheduleError."""
+    header = schedule.header
+    if step == header.end_step - 1:  # all that there are, without going through the steps
+        tables = len(header.features.tables)
+        counts = np.zeros(header.lanes * tables, np.int64)
+        for batch in schedule.rows():
+            counts += np.bincount(batch["lane"].astype(np.int64) * tables + batch["table"], minlength=len(counts))
+        return counts.reshape(header.lanes, tables)
+    if (schedule.path / POSITION).exists():
+        known = _position(schedule.path)
+        if known["step"] == step:
+            return np.array(known["ordinals"], np.int64)
+    return np.array([lane.ordinals for lane in state_after(schedule, step).lanes], np.int64)
+
+
+def last_occupants(schedule: Schedule) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per lane, which row sits in slots 0, 1, ... at the end of a schedule: table int16 [n] and id int64 [n]. Raises ScheduleError."""
+    if not (schedule.path / POSITION).exists():
+        lanes = state_after(schedule, schedule.header.end_step - 1).lanes
+        return [(lane.occupants.table, lane.occupants.id) for lane in lanes]
+    files = [MappedLists(schedule.path / entry["name"], entry) for entry in _position(schedule.path)["occupants"]]
+    return [(file.column("table", 0), file.column("id", 0)) for file in files]
+
+
+def _position(folder: Path) -> dict[str, Any]:
+    try:
+        return read_sealed(folder / POSITION)[0]
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{folder / POSITION}: cannot be read ({error}); put the whole schedule back") from None
+
+
+def _last_evaluation(schedule: Schedule) -> Iterator[Segment]:
+    last = schedule.header.epochs - 1
+    return (segment for segment in schedule.segments() if segment.kind == "evaluate" and segment.epoch == last)
+
+
+def _files(schedule: Schedule) -> Iterator[str]:
+    yield from (HEADER, MANIFEST, ROW_TABLE)
+    yield from (segment_name(segment.index) for segment in schedule.segments())
+    yield from (
+        lane[part]["name"] for segment in _last_evaluation(schedule) for lane in segment.files for part in ("samples", "moves")
+    )
+    if (schedule.path / PROVENANCE).exists():
+        yield PROVENANCE
+    folder = schedule.path / encoding_state.FOLDER
+    if folder.exists():
+        yield from (f"{folder.name}/{path.name}" for path in sorted(folder.iterdir()))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

@@ -1,0 +1,360 @@
+"""Reading a schedule by memory map (docs/schedule.md).
+
+A schedule is a folder: `header.json` (settings, published first), per segment and lane Arrow IPC files with one row per event and list
+columns, `segment-NNNNNN.json` (published when its files are complete), `rows.arrow` (the row table) and, last, `schedule.json`, which names
+and checks everything before it. Trainers map the files; a step's arrays are views on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.base.at_work import Watch
+from foreload.pipelines.base.files import read_sealed
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.format import (
+    FAILED,
+    HEADER,
+    LOCK,
+    MANIFEST,
+    PROVENANCE,
+    ROW_TABLE,
+    WORK,
+    Arrivals,
+    Event,
+    Header,
+    LaneEvent,
+    Occupants,
+    Segment,
+    segment_name,
+)
+
+
+def _mapped(path: Path, entry: dict[str, Any], what: str) -> mmap.mmap:
+    """A file mapped whole. Raises ScheduleError unless it is, byte for byte, what its entry in a manifest says.
+
+    The mapping is a private one that could be written to without the file noticing, since numba takes arrays that are not writable only on
+    a detour of some 0.1 ms a call.
+    """
+    try:
+        with path.open("rb") as file:
+            whole = os.fstat(file.fileno()).st_size == entry["bytes"]  # an empty file cannot be mapped
+            source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if whole else None
+    except OSError as error:
+        raise ScheduleError(f"{what} {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
+    if source is None or zlib.crc32(source) != entry["crc32"]:
+        raise ScheduleError(f"{what} {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
+    return source
+
+
+class MappedLists:
+    """A mapped Arrow file of list columns: `column(name, row)` is a view."""
+
+    def __init__(self, path: Path, entry: dict[str, Any]) -> None:
+        source = _mapped(path, entry, "schedule file")
+        start = np.frombuffer(source, np.uint8).ctypes.data
+        batch = pa.ipc.open_file(pa.py_buffer(source)).get_batch(0)
+
+        def view(values: pa.Array) -> np.ndarray:
+            kind = values.to_numpy().dtype
+            if not len(values):
+                return np.empty(0, kind)
+            first = values.buffers()[1].address - start + values.offset * kind.itemsize
+            return np.frombuffer(source, kind, len(values), first)
+
+        self._columns = {name: (view(batch.column(name).offsets), view(batch.column(name).values)) for name in batch.schema.names}
+
+    def column(self, name: str, row: int) -> np.ndarray:
+        """Row `row` of a list column; empty where the file has no such column."""
+        offsets, values = self._columns[name]
+        return values[offsets[row] : offsets[row + 1]]
+
+    def has(self, name: str) -> bool:
+        """Whether the file has this column."""
+        return name in self._columns
+
+
+def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
+    try:
+        return read_sealed(path)
+    except FileNotFoundError:
+        raise ScheduleError(f"{what} {path}: is missing: not a whole schedule; prepare it again") from None
+    except (ValueError, OSError):
+        raise ScheduleError(f"{what} {path}: cannot be read: the file is damaged; prepare the schedule again") from None
+
+
+class Schedule:
+    """A schedule on disk, read by memory map.
+
+    With follow=True it may still be growing: `events` waits for segments as they are published, for as long as `foreload prepare` is at work on
+    them. Otherwise one that is unfinished, has failed, or whose manifests do not match their checksums is refused with ScheduleError.
+
+    What was read once stays: a schedule that is removed, or prepared anew, is told from the one that was opened, and nothing of it is used. If it
+    comes out the same, byte for byte, it is the same.
+
+    identity: SHA-256 of header.json, known from the start, the same when complete.
+
+    slots: per lane, those that a trainer needs: the header's, or, of a schedule that was complete when it was opened, those that a row ever
+    sat in. Evaluation slots, which follow the header's in the files, follow these in what `lane` and `arrivals` return.
+    """
+
+    POLL = timedelta(milliseconds=200)
+
+    def __init__(self, path: Path | str, follow: bool = False) -> None:
+        self.path = Path(path)
+        self.follow = follow
+        self._files: dict[tuple[int, int], tuple[MappedLists, MappedLists]] = {}
+        self._segments: list[Segment] = []
+        self._checksums: list[str] = []  # of the segments' manifests
+        self._complete = False
+        self._watch = Watch(self.path / WORK / LOCK)
+        self._lock = threading.Lock()  # a trainer's threads read one schedule at different places
+        if not self.path.is_dir():
+            raise ScheduleError(f"schedule {self.path}: is not a folder: give what `foreload prepare --out` wrote")
+        if follow:
+            while not (self.path / HEADER).exists():
+                self._check_at_work((self.path / HEADER).exists)
+                time.sleep(self.POLL.total_seconds())
+        elif not (self.path / MANIFEST).exists():
+            self._refuse_failed()
+            state = "unfinished" if (self.path / HEADER).exists() else "not a schedule"
+            raise ScheduleError(
+                f"schedule {self.path}: is {state} (no {MANIFEST}): wait for `foreload prepare`, or train with --follow"
+            )
+        header, self.identity = _load_json(self.path / HEADER, "schedule header")
+        self.header = Header.from_dict(header)
+        self._header_file = self._stat(HEADER)
+        if self.complete and self.manifest["header"] != self.identity:
+            raise ScheduleError(
+                f"schedule header {self.path / HEADER}: its checksum is not the manifest's: prepare the schedule again"
+            )
+        used = self.manifest["occupied"] if self.complete else self.header.slots
+        self.slots = tuple(max(slots, 1) for slots in used)
+
+    def _refuse_failed(self) -> None:
+        if (self.path / FAILED).exists():
+            try:
+                reason = json.loads((self.path / FAILED).read_bytes())["error"]
+            except (OSError, ValueError, KeyError, TypeError):
+                reason = f"{FAILED} is damaged, which would say why"
+            raise ScheduleError(f"schedule {self.path}: preparing it failed: {reason}")
+
+    def check_growing(self, index: int) -> None:
+        """Raise ScheduleError where segment `index` is not published yet and nobody is at work on it."""
+        self._check_at_work(lambda: self.published(index))
+
+    def _check_at_work(self, there: Callable[[], bool]) -> None:
+        self._refuse_failed()
+        # In this order: what is published before it left is there.
+        if self._watch.gone() and not there():
+            self._refuse_failed()
+            raise ScheduleError(
+                f"schedule {self.path}: is not complete, and no `foreload prepare` is at work on it: prepare it again, then go on with --resume"
+            )
+
+    def _stat(self, name: str) -> tuple[int, int] | None:
+        try:
+            found = (self.path / name).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    @property
+    def complete(self) -> bool:
+        """Whether schedule.json is there, or was."""
+        if not self._complete:
+            self._complete = (self.path / MANIFEST).exists()
+        return self._complete
+
+    @cached_property
+    def _manifest(self) -> tuple[dict[str, Any], str]:
+        return _load_json(self.path / MANIFEST, "schedule manifest")
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest over all: counts, lookahead, checksums."""
+        return self._manifest[0]
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of schedule.json: the identity of a complete schedule."""
+        return self._manifest[1]
+
+    def prefix(self, segments: int) -> str:
+        """SHA-256 of the manifests of the first segments, which are waited for: what was trained from them is told by this. Raises ScheduleError."""
+        if segments:
+            self.segment(segments - 1)
+        return hashlib.sha256("".join(self._checksums[:segments]).encode()).hexdigest()
+
+    def made_with(self, option: str) -> Any:
+        """What `foreload prepare` was given for an option, by name; None where that is not known, since it is no part of the schedule."""
+        try:
+            return json.loads((self.path / PROVENANCE).read_bytes())["options"][option]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def segment(self, index: int) -> Segment | None:
+        """Segment `index`, or None past the end; waits for it while the schedule grows."""
+        if index < len(self._segments):
+            return self._segments[index]
+        with self._lock:
+            return self._wait_for(index)
+
+    def _wait_for(self, index: int) -> Segment | None:
+        while len(self._segments) <= index:
+            k = len(self._segments)
+            if not self.published(k):
+                self.check_growing(k)
+                time.sleep(self.POLL.total_seconds())
+                continue
+            self._check_same()
+            if self.complete and k >= len(self.manifest["segments"]):
+                return None
+            path = self.path / segment_name(k)
+            value, checksum = _load_json(path, "segment manifest")
+            if self.complete and self.manifest["segments"][k] != checksum:
+                raise ScheduleError(f"segment manifest {path}: its checksum is not the manifest's: prepare the schedule again")
+            self._segments.append(Segment.from_dict(value))
+            self._checksums.append(checksum)
+        return self._segments[index]
+
+    def _check_same(self) -> None:
+        """Raise ScheduleError if the schedule was prepared anew since it was opened, and is another one; only a growing one needs to be looked at."""
+        if not self.follow or self._stat(HEADER) == self._header_file:
+            return
+        now = self._stat(HEADER)
+        found = [_load_json(self.path / HEADER, "schedule header")[1]]
+        found += [_load_json(self.path / segment_name(k), "segment manifest")[1] for k in range(len(self._checksums))]
+        if found != [self.identity, *self._checksums]:
+            raise ScheduleError(
+                f"schedule {self.path}: was prepared anew, from other data or with other options, while it was read: prepare it as it was, and "
+                "go on with --resume"
+            )
+        self._header_file = now
+
+    def segments(self) -> Iterator[Segment]:
+        """All segments in order."""
+        k = 0
+        while (segment := self.segment(k)) is not None:
+            yield segment
+            k += 1
+
+    def events(self, first_segment: int = 0) -> Iterator[Event]:
+        """The program from a segment on, in order; waits where the schedule still grows."""
+        return (event for event in self.known_events(first_segment, wait=True) if event is not None)
+
+    def known_events(self, first_segment: int = 0, wait: bool = False) -> Iterator[Event | None]:
+        """The program from a segment on; unless it is to wait, None stands where the next event is not published yet."""
+        place = sum(len(segment.samples) for segment, _ in zip(self.segments(), range(first_segment), strict=False))
+        k = first_segment
+        while True:
+            while not wait and not self.published(k):
+                yield None
+            segment = self.segment(k)
+            if segment is None:
+                return
+            for row, samples in enumerate(segment.samples):
+                yield Event(segment.kind, segment.first + row, samples, place, segment.epoch, k, row)
+                place += 1
+            k += 1
+
+    def published(self, index: int) -> bool:
+        """Whether it is known what segment `index` is, or that there is none."""
+        return index < len(self._segments) or (self.path / segment_name(index)).exists() or self.complete
+
+    def open(self, segment: int) -> None:
+        """Map the files of a segment that is published, if there is one, in which its events are. Raises ScheduleError."""
+        if self.segment(segment) is not None:
+            for lane in range(self.header.lanes):
+                self._open(segment, lane)
+
+    def _open(self, segment: int, lane: int) -> tuple[MappedLists, MappedLists]:
+        found = self._files.get((segment, lane))
+        if found is None:
+            files = self._segments[segment].files[lane]
+            samples, moves = (MappedLists(self.path / files[part]["name"], files[part]) for part in ("samples", "moves"))
+            # Threads read ahead and behind one another by a few steps; two segments back nobody reads.
+            for old in [k for k in list(self._files) if k[1] == lane and k[0] < segment - 2]:
+                self._files.pop(old, None)
+            self._files[segment, lane] = found = samples, moves
+        return found
+
+    def lane(self, event: Event, lane: int) -> LaneEvent:
+        """One lane's part of an event."""
+        samples, moves = self._open(event.segment, lane)
+        row = event.row
+        labels, slots = samples.column("labels", row), moves.column("slots", row)
+        if event.kind == "evaluate" and self._unused(lane):
+            slots = np.where(slots < self.header.slots[lane], slots, slots - np.int32(self._unused(lane)))
+        return LaneEvent(
+            labels=labels,
+            dense=samples.column("dense", row).reshape(len(labels), len(self.header.features.dense)),
+            index=samples.column("index", row),
+            offsets=samples.column("offsets", row) if samples.has("offsets") else None,
+            numbers=samples.column("numbers", row),
+            slots=slots,
+            users=samples.column("users", row),
+            early=moves.column("early", row).view(bool),
+            next_users=moves.column("next_users", row),
+            ends=moves.column("ends", row),
+            arrivals=self.arrivals(event, lane),
+        )
+
+    def arrivals(self, event: Event, lane: int) -> Arrivals:
+        """The rows that arrive in a lane before an event."""
+        _, moves = self._open(event.segment, lane)
+        slot, *rest = (moves.column(f"arrival_{name}", event.row) for name in Arrivals.__slots__)
+        if event.kind == "evaluate" and self._unused(lane):
+            slot = slot - np.int32(self._unused(lane))
+        return Arrivals(slot, *rest)
+
+    def _unused(self, lane: int) -> int:
+        return self.header.slots[lane] - self.slots[lane]
+
+    def final_ends(self, lane: int) -> np.ndarray:
+        """The slots (int32) whose residency ends with the schedule: all that are occupied."""
+        return np.arange(self.manifest["occupied"][lane], dtype=np.int32)
+
+    def entry(self, segment: int, lane: int) -> Occupants | None:
+        """Who sat in a lane's slots before a segment, or None where the segment has no entry state."""
+        found = self.segment(segment)
+        assert found is not None
+        entry = found.files[lane].get("entry")
+        if entry is None:
+            return None
+        lists = MappedLists(self.path / entry["name"], entry)
+        return Occupants(*(lists.column(name, 0) for name in Occupants.__slots__))
+
+    def rows(self, batch_rows: int = 1 << 18) -> Iterator[dict[str, np.ndarray]]:
+        """The row table by (table, id), in batches: table int16, id int64, lane uint8, ordinal int64, tag int32."""
+        entry = self.manifest["rows"]
+        reader = pa.ipc.open_file(pa.py_buffer(_mapped(self.path / ROW_TABLE, entry, "row table")))
+        for k in range(reader.num_record_batches):
+            batch = reader.get_batch(k)
+            for start in range(0, batch.num_rows, batch_rows):
+                part = batch.slice(start, batch_rows)
+                yield {name: part.column(name).to_numpy() for name in part.schema.names}
+
+    def rows_per_table(self) -> list[int]:
+        """How many rows of each table were ever trained. Looks at few places of the row table, so it does not check it."""
+        reader = pa.ipc.open_file(pa.memory_map(str(self.path / ROW_TABLE)))
+        tables = np.arange(len(self.header.features.tables), dtype=np.int16)
+        counts = np.zeros(len(tables), np.int64)
+        for k in range(reader.num_record_batches):
+            ends = np.searchsorted(reader.get_batch(k).column("table").to_numpy(), tables, side="right")
+            counts += np.diff(ends, prepend=0)
+        return [int(count) for count in counts]

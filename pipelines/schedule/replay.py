@@ -1,0 +1,96 @@
+"""Who sits in a lane's slots after a training step: the nearest entry state, and the moves since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.format import Event, Occupants
+from foreload.pipelines.schedule.reader import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """A lane after a step: slots int32 [n] ascending, who sits in them, and the ordinals given so far int64 [tables]."""
+
+    slots: np.ndarray
+    occupants: Occupants
+    ordinals: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the program: where each lane stands, the segment to go on from, and the next event (None at the end)."""
+
+    lanes: tuple[LaneState, ...]
+    segment: int
+    next_event: Event | None
+
+
+def state_after(schedule: Schedule, step: int) -> Position:
+    """Replay a schedule up to and including training step `step`; header.first_step - 1 is its beginning. Raises ScheduleError.
+
+    The tags and stored tags are those of an undisturbed run; after a clean stop the stored tags are the tags.
+    """
+    header = schedule.header
+    if not header.first_step - 1 <= step < header.end_step:
+        raise ScheduleError(
+            f"step: must be one of {header.first_step} .. {header.end_step - 1}, is {step}: the run and the schedule do not fit"
+        )
+    begin = 0
+    for segment in schedule.segments():
+        if segment.kind == "train" and segment.first > step + 1:
+            break
+        if segment.ordinals is not None:
+            begin = segment.index
+        if segment.kind == "train" and segment.first + len(segment.samples) > step:
+            break
+    entries = [schedule.entry(begin, lane) for lane in range(header.lanes)]
+    first = schedule.segment(begin)
+    assert first is not None
+    assert first.ordinals is not None
+    size = max(schedule.slots)
+    tracked = []
+    for lane, entry in enumerate(entries):
+        assert entry is not None
+        arrays = [np.zeros(size, kind) for kind in (np.int16, np.int64, np.int64, np.int32, np.int32)]
+        for array, values in zip(arrays, (entry.table, entry.ordinal, entry.id, entry.tag, entry.stored), strict=True):
+            array[: len(values)] = values
+        occupied = np.zeros(size, bool)
+        occupied[: len(entry.table)] = True
+        tracked.append((arrays, occupied, np.array(first.ordinals[lane], np.int64)))
+    following = None
+    for event in schedule.events(begin):
+        if event.kind == "train":
+            if event.step > step:
+                following = event
+                break
+            for lane, ((table, ordinal, row_id, tag, stored), occupied, ordinals) in enumerate(tracked):
+                moves = schedule.lane(event, lane)
+                arrivals = moves.arrivals
+                occupied[moves.ends] = False
+                occupied[arrivals.slot] = True
+                table[arrivals.slot], ordinal[arrivals.slot], row_id[arrivals.slot] = (
+                    arrivals.table,
+                    arrivals.ordinal,
+                    arrivals.id,
+                )
+                stored[arrivals.slot] = arrivals.tag
+                tag[moves.slots] = event.step + 1
+                ordinals += np.bincount(arrivals.table[arrivals.tag == 0], minlength=ordinals.size)
+        elif _follows(schedule, event, step):
+            following = event
+            break
+    lanes = []
+    for arrays, occupied, ordinals in tracked:
+        slots = np.flatnonzero(occupied).astype(np.int32)
+        lanes.append(LaneState(slots, Occupants(*(array[slots] for array in arrays)), ordinals))
+    return Position(tuple(lanes), begin if following is None else following.segment, following)
+
+
+def _follows(schedule: Schedule, event: Event, step: int) -> bool:
+    """Whether `step` is the last training step before an evaluation event."""
+    header = schedule.header
+    return header.first_step + (event.epoch + 1) * header.steps_per_epoch - 1 == step

@@ -1,0 +1,74 @@
+"""How a training comes to rest, whoever sees to that: the launcher, or, where that was killed, the trainer that hosts lane 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.errors import CacheError
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.run.directory import (
+    CONTROL,
+    STORES,
+    Run,
+    Stage,
+    Status,
+)
+from foreload.trainer.run.kept import keep_schedule
+from foreload.trainer.run.report import Totals
+
+ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent")
+SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
+
+
+def status_of(ended: Mapping[int, Mapping[str, Any]], totals: Totals) -> Status:
+    """The status of a run whose trainers have all ended. totals: of its steps; what was written at the end is added."""
+    first = ended[0]
+    written = sum(one["flushed"] for one in ended.values())
+    if first["stopped"]:
+        totals.rows_flushed += written
+    else:
+        # The end of a schedule ends every residency.
+        totals.rows_written_back += written
+    batches = {lane: number for one in ended.values() for lane, number in one["batches"].items()}
+    lost = sorted({shard for one in ended.values() for shard in one["lost"]})
+    return Status("stopped" if first["stopped"] else "ended", first["step"], batches, asdict(totals), lost)
+
+
+def stage_of(schedule: Schedule, ended: Mapping[int, Mapping[str, Any]]) -> Stage:
+    """The stage of a schedule that trainers have trained on."""
+    return replace(Stage.of(schedule), segments=ended[0]["segments"], prefix=ended[0]["prefix"])
+
+
+def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, Mapping[str, Any]], before: Mapping[str, Any]) -> None:
+    """Do what the launcher, which was killed, would have done: publish manifest and status, save local stores. before: totals when the call began.
+
+    Of times, those of the first trainer are told.
+    """
+    totals = Totals(**before)
+    for name in ADDED:
+        setattr(totals, name, getattr(totals, name) + sum(one["totals"][name] for one in ended.values()))
+    for name in SHARED:
+        setattr(totals, name, getattr(totals, name) + ended[0]["totals"][name])
+    status = status_of(ended, totals)
+    manifest = run.manifest
+    run.come_to_rest(replace(manifest, stages=(*manifest.stages[:-1], stage_of(schedule, ended))), status)
+    keep_schedule(run, schedule, status.step)
+    told = f"its launcher was killed; {status.state} after step {status.step}, with everything saved"
+    local = LocalStores.find(run.path / STORES)
+    if local is not None:
+        try:
+            local.stop(save=True, lost=status.lost)
+        except CacheError as error:
+            told = str(error)
+    with contextlib.suppress(OSError):
+        # A link leads to the socket where the run's own path is too long for one.
+        for path in (os.path.realpath(run.path / CONTROL), run.path / CONTROL):
+            os.unlink(path)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"foreload: run {run.path}: {told}\n")

@@ -1,0 +1,95 @@
+"""The process that holds a job's rendezvous store, and with it the board: it outlives the launcher, so that trainers still agree when that is killed.
+
+Where the launcher dies before training began, it leaves at once, and the trainers with it. Later it asks the trainers for a clean stop in the
+launcher's place, and leaves when they have.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import foreload
+from foreload.trainer.errors import JobError, TrainerError
+
+GO, STOP_WANTED, ORPHANED = "go", "stop/wanted", "orphaned"
+_PATIENCE = timedelta(minutes=5)
+
+
+class Keeper:
+    """The keeper of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: what each must inherit."""
+
+    def __init__(self, host: str) -> None:
+        """Start it, on a free port of `host`. Raises JobError if that is no address of this machine."""
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+            try:
+                listening.bind((host, 0))
+            except OSError as error:
+                raise JobError(f"--address: must be an address of this machine; got {host} ({error.strerror})") from error
+            self._host, self._port = host, listening.getsockname()[1]
+            launchers, self._mine = os.pipe()
+            trainers, self.held = os.pipe()
+            self._ready, ready = os.pipe()
+            handed = (listening.fileno(), launchers, trainers, ready)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "foreload.trainer.cluster.keeper", host, *map(str, handed)],
+                env=os.environ | {"PYTHONPATH": program_path()}, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=handed,
+            )  # fmt: skip
+            os.close(launchers)
+            os.close(trainers)
+            os.close(ready)
+
+    @property
+    def address(self) -> str:
+        """Where trainers find the store."""
+        return f"{self._host}:{self._port}"
+
+    def join(self) -> Any:
+        """The launcher's connection to the store, waited for until that is there. Raises TrainerError if it will not be."""
+        import torch.distributed as dist
+
+        # A connection that is refused would be told on stderr by torch.
+        if not os.read(self._ready, 1):
+            raise TrainerError(f"coordinator at {self.address}: cannot be started, see above")
+        return dist.TCPStore(self._host, self._port, None, False, _PATIENCE)
+
+    def close(self) -> None:
+        """End it, once no trainer is left."""
+        os.close(self._mine)
+        os.close(self.held)
+        os.close(self._ready)
+        self._process.terminate()
+        self._process.wait()
+
+
+def program_path() -> str:
+    """PYTHONPATH for a process of this program."""
+    root = str(Path(foreload.__file__).absolute().parent.parent)
+    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+
+
+def main() -> int:
+    """The process: HOST, then the descriptors of the listening socket, and of pipes: held open by launcher and trainers, and to say "ready"."""
+    from foreload.trainer.cluster.board import Board, host_store
+
+    host = sys.argv[1]
+    listening, launcher, trainers, ready = map(int, sys.argv[2:])
+    board = Board(host_store(host, _PATIENCE, listening))
+    os.write(ready, b"1")
+    os.close(ready)
+    os.read(launcher, 1)
+    if board.poll(GO) is None:
+        return 0
+    board.publish(ORPHANED, True)
+    board.publish(STOP_WANTED, True)
+    os.read(trainers, 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

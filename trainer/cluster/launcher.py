@@ -1,0 +1,273 @@
+"""`foreload train`: claims the run and its place on the store, starts trainers, follows them, and leaves everything whole.
+
+Where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, a scheduler has started one such process per trainer: rank 0 then coordinates, and
+only its own trainer is a child of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.client.url import StoreUrl, parse_urls
+from foreload.cache.errors import StoreError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.namespace import claim, remove
+from foreload.cache.protocol.spare import check_spare
+from foreload.pipelines.base.files import write_json
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.faults import Witness
+from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.cluster.trainer_group import Attempt, Ending
+from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
+from foreload.trainer.compute import numerics
+from foreload.trainer.compute.layouts import model_spec
+from foreload.trainer.errors import (
+    JobError,
+    RunError,
+    ShardsLost,
+    TrainerError,
+)
+from foreload.trainer.models import ignored_inputs
+from foreload.trainer.run.assembly import DensePart
+from foreload.trainer.run.directory import (
+    LOG,
+    STORES,
+    SUMMARY,
+    Manifest,
+    Run,
+    Status,
+    check_free,
+    check_trainable,
+    locked,
+    new_manifest,
+    open_stores,
+    resumed,
+)
+from foreload.trainer.run.job import TrainJob, local_shards, under_scheduler
+from foreload.trainer.run.kept import keep_schedule, open_schedule
+from foreload.trainer.run.memory_check import check_fit
+from foreload.trainer.run.reach import reach
+from foreload.trainer.run.saved_run import rest
+
+_MEET_PAUSE, _MEET_SAID = timedelta(seconds=1), timedelta(minutes=1)
+
+
+def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
+    """Train as the job says, in the environment that `foreload train` sets. Returns None in a process that is only one of a scheduler's trainers.
+
+    witness: sees it, and may have put faults in.
+
+    Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
+    """
+    numerics.check_processor()
+    if not under_scheduler():
+        with Interrupts() as interrupts:
+            return Launch(job, interrupts, None, witness or Witness()).run()
+    with Interrupts(relayed=True) as interrupts:
+        store, rank, world = _scheduled_store()
+        if world != job.trainers:
+            job = replace(job, trainers=world)
+        if not rank:
+            return Launch(job, interrupts, store, witness or Witness()).run()
+        urls = None if local_shards(job.store) else job.store.split(",")
+        status = work(store, rank, urls, interrupts)
+        if status:
+            raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
+        return None
+
+
+def _scheduled_store() -> tuple[Any, int, int]:
+    """The store at which a scheduler's trainers meet, this one's number, and how many they are. While others are waited for, that is said.
+
+    Raises JobError where they do not meet.
+    """
+    import torch.distributed as dist
+
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    met: Future[tuple[Any, int, int]] = Future()
+
+    def meet() -> None:
+        try:
+            met.set_result(next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+        except Exception as error:
+            met.set_exception(error)
+
+    # In a thread that nobody waits for, since torch heeds no signal meanwhile.
+    Thread(target=meet, name="rendezvous", daemon=True).start()
+    waited = 0.0
+    while True:
+        try:
+            return met.result(_MEET_PAUSE.total_seconds())
+        except FutureTimeout:
+            waited += _MEET_PAUSE.total_seconds()
+            if waited % _MEET_SAID.total_seconds() == _MEET_PAUSE.total_seconds():
+                sys.stderr.write(
+                    f"foreload: trainer {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waits at {place} until all have come, "
+                    f"{JOIN_TIMEOUT.total_seconds() - waited:.0f} s more at most\n"
+                )
+        except (RuntimeError, ValueError) as error:
+            raise JobError(
+                f"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: must let {os.environ['WORLD_SIZE']} trainers meet at a free port of rank 0's "
+                f"machine; got {place}: {str(error).strip().splitlines()[0]}; start all of them, with another port if that is taken"
+            ) from error
+
+
+class Launch:
+    """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job, else one is made here."""
+
+    def __init__(self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, witness: Witness) -> None:
+        self._job = job
+        self._witness = witness
+        self._interrupts = interrupts
+        self._rendezvous = rendezvous
+        self._spawned = range(1) if rendezvous is not None else range(job.trainers)
+
+    def run(self) -> Ending:
+        """Train; see `train`."""
+        schedule = open_schedule(self._job)
+        check_trainable(schedule, self._job)
+        lanes = schedule.header.lanes
+        if self._job.trainers > lanes:
+            raise JobError(
+                f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
+            )
+        self._check_model(schedule)
+        sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
+        path = Path(self._job.run)
+        if self._job.resume:
+            with locked(Run.open(path).path) as lock:
+                return self._resume(schedule, lock)
+        check_free(path, self._job.overwrite)
+        count = local_shards(self._job.store)
+        urls = () if count else parse_urls(self._job.store)
+        placement = Placement.spread(count or len(urls), *self._job.code(count or len(urls)))
+        manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
+        if not count:
+            # Known to be there before anything is deleted.
+            reach(urls, self._job.store_silence)
+            self._check_spares(manifest, urls, placement)
+        with locked(path) as lock:
+            run = Run.create(path, manifest, placement, self._job.overwrite, lock)
+            start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
+            return self._with_stores(run, run.manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
+
+    def _check_model(self, schedule: Schedule) -> None:
+        """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
+        job = self._job
+        module = DensePart.build(replace(job, device="cpu"), schedule).module
+        if ignored := ignored_inputs(module, model_spec(schedule.header.features, job.dim)):
+            sys.stderr.write(
+                f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"
+            )
+
+    def _resume(self, schedule: Schedule, lock: int | None) -> Ending:
+        run = Run.open(self._job.run, lock)
+        manifest, step = resumed(run, self._job, schedule)
+        self._job = replace(self._job, namespace=manifest.namespace)
+        if (local_shards(self._job.store) or None) != manifest.local_stores:
+            raise RunError(
+                f"--store: must be what the run was started with, {manifest.training_job.store}; got {self._job.store.split('@')[-1]}"
+            )
+        start = replace(run.resting(), state="training", step=step)
+        if not manifest.local_stores:
+            urls = parse_urls(self._job.store)
+            if not run.placement.r:  # else one that is gone is not waited for
+                reach(urls, self._job.store_silence)
+            self._check_spares(manifest, urls, run.placement)
+        return self._with_stores(run, manifest, start, schedule, open_stores(run, start))
+
+    def _check_spares(self, manifest: Manifest, urls: Sequence[StoreUrl], placement: Placement) -> None:
+        """Raise what is wrong with the servers of --spare before anything is started or deleted."""
+        if self._job.spare is None:
+            return
+        if not placement.r:
+            raise JobError("--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out")
+        for url in parse_urls(self._job.spare):
+            try:
+                # One that had a shard before may have it again.
+                self._spare_check(manifest)(url, enumerate(urls), identity=manifest.identity)
+            except StoreError as error:
+                raise JobError(f"--spare: {error}") from error
+
+    def _spare_check(self, manifest: Manifest) -> Callable[..., None]:
+        return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=self._job.store_silence)
+
+    def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
+        if local is not None:
+            local.start()
+        try:
+            urls = list(local.urls) if local is not None else self._job.store.split(",")
+            with self._claimed(run, manifest, start, urls):
+                keep_schedule(run, schedule)
+                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._witness, self._spare_check(manifest))
+                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, shards, self._witness)
+                ending = attempt.train(self._rendezvous, self._spawned)
+        except ShardsLost as error:
+            if local is not None:
+                if any(start.batches.values()):
+                    # What was saved before is what --resume goes on from.
+                    local.discard()
+                else:
+                    # What is left can still be looked at.
+                    local.stop(save=True, lost=error.shards)
+            raise
+        except BaseException:
+            if local is not None:
+                local.discard()
+            raise
+        try:
+            if self._job.digest and attempt.failure is None:
+                with Store.sparing(shards.urls, self._job.store_silence, run.placement.r) as store:
+                    ending.summary["digest"] = rest(run, store, attempt.status).digest()
+                write_json(run.path / SUMMARY, ending.summary)
+        finally:
+            # Nothing interrupts the saving, whatever became of the digest.
+            self._interrupts.gentle = True
+            if local is not None:
+                local.stop(save=True, lost=attempt.status.lost)
+        if attempt.failure is not None:
+            raise TrainerError(attempt.failure)
+        return ending
+
+    @contextlib.contextmanager
+    def _claimed(self, run: Run, manifest: Manifest, start: Status, urls: Sequence[str]) -> Iterator[None]:
+        job = self._job
+        # A run that goes on may do so without the shards whose rows parity has.
+        goes_on = job.resume and any(start.batches.values())
+        spared = run.placement.r if goes_on else 0
+        with Store.sparing(urls, job.store_silence, spared) as store:
+            mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
+            claim(store, manifest.namespace, manifest.identity, mode, spared)
+            if job.resume:
+                before = run.resting()
+                run.check_rows(store, before)
+                if before.state == "training":
+                    # Of later batches than the rows.
+                    shutil.rmtree(run.path / LOG, ignore_errors=True)
+                    where = "from the beginning" if before.step < manifest.stages[0].first_step else f"after step {before.step}"
+                    sys.stderr.write(
+                        f"resumed {where}: the run was broken off since, and the rows are those of its last clean stop\n"
+                    )
+        try:
+            yield
+        except BaseException:
+            # A call that failed before it began leaves the name free, so that the next one needs no --overwrite.
+            if run.status is None:
+                with contextlib.suppress(Exception), Store(urls, job.store_silence, timedelta(seconds=1)) as store:
+                    remove(store, manifest.namespace)
+            raise

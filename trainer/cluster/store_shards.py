@@ -1,0 +1,137 @@
+"""What the launcher does about store shards while trainers run: it knows how each is, starts dead local servers again, and has spares and
+servers that the user names take the place of others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
+from foreload.cache.errors import CacheError
+from foreload.trainer.cluster.faults import Witness
+from foreload.trainer.run.job import TrainJob
+
+SHOWN_STEP = 0.1  # of a rebuild, after which the user is told again
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """What a trainer told of a shard: "lost", "rebuilding" or "ok", and how much of it is rebuilt, from 0 to 1."""
+
+    what: str
+    rebuilt: float
+
+
+class StoreShards:
+    """The store shards of one call. Threads of the control socket call `want_replacement` and `states`, the launcher's own all else.
+
+    urls: of their servers, in order, with passwords; those that trainers were told of. protected: whether there is parity. check: called with a
+    server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises StoreError where it cannot.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        urls: Sequence[str],
+        local: LocalStores | None,
+        protected: bool,
+        witness: Witness,
+        check: Callable[[StoreUrl, Sequence[tuple[int, StoreUrl]]], None],
+    ) -> None:
+        self.urls = list(urls)
+        self.protected, self._witness, self._check = protected, witness, check
+        self._restarted = local if protected and not job.no_restart else None
+        self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
+        self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
+        self._states: dict[int, dict[int, ShardState]] = {}  # shard -> trainer -> what that one told last
+        self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
+
+    @property
+    def plain_urls(self) -> tuple[str, ...]:
+        """The same without passwords."""
+        return tuple(url.plain for url in parse_urls(self.urls, {}))
+
+    @property
+    def servers_return(self) -> bool:
+        """Whether lost shards will have a server again by themselves."""
+        return self._restarted is not None or bool(self._spares)
+
+    def restart_dead(self) -> None:
+        """Start dead local servers again, empty, where that is wanted."""
+        if self._restarted is None:
+            return
+        for shard in range(self._restarted.count):
+            if self._witness.may_start(shard) and self._restarted.restart(shard):
+                sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
+
+    def changed(self, trainer: int, mail: Mapping[str, Any]) -> None:
+        """Note what a trainer tells of a shard: a ShardChange, or {"shard", "what": "rebuilding", "done": a share}; a spare may take its place."""
+        shard, what = mail["shard"], mail["what"]
+        # Whether it is of the server in use, and not of one that another takes the place of.
+        in_use = mail.get("url") == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
+        before = self._state(shard)
+        if what != "unreachable":
+            self._states.setdefault(shard, {})[trainer] = ShardState(what, mail.get("done", 0.0))
+        after = self._state(shard)
+        if after.what == "lost" != before.what:
+            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({mail['why']})\n")
+            self._shown[shard] = 0.0
+        elif what == "unreachable" and in_use:
+            sys.stderr.write(f"store shard {shard}: no server for it yet ({mail['why']})\n")
+        elif after.what == "ok" != before.what:
+            sys.stderr.write(f"store shard {shard}: is whole again\n")
+        elif after.what == "rebuilding" and after.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
+            self._shown[shard] = after.rebuilt
+            sys.stderr.write(f"store shard {shard}: {after.rebuilt:.0%} rebuilt\n")
+        if what in ("lost", "unreachable") and in_use and self._spares and self._restarted is None:
+            self._wanted.append((shard, self._spares.pop(0)))
+
+    def _state(self, shard: int) -> ShardState:
+        """Of a shard for all trainers together: the worst that any told, and the least that any has rebuilt."""
+        told = self._states.get(shard, {}).values()
+        for what in ("lost", "rebuilding"):
+            of_these = [state.rebuilt for state in told if state.what == what]
+            if of_these:
+                return ShardState(what, min(of_these))
+        return ShardState("ok", 1.0)
+
+    def want_replacement(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to `replace` on the control socket: {"old": URL or number of a shard, "new": URL}."""
+        old, new = str(request.get("old")), str(request.get("new"))
+        if not self.protected:
+            return {"error": "the run has no parity, so a shard's rows are nowhere else; train with --parity"}
+        plain = self.plain_urls
+        shard = int(old) if old.isdigit() and int(old) < len(plain) else plain.index(old) if old in plain else None
+        if shard is None:
+            return {"error": f"no store shard of the run is {old}; there are {', '.join(plain)}"}
+        try:
+            url = parse_url(new)
+            in_use = [*enumerate(self.urls), *list(self._wanted)]
+            self._check(url, [(number, parse_url(used)) for number, used in in_use])
+        except CacheError as error:
+            return {"error": str(error)}
+        self._wanted.append((shard, url.plain))
+        return {"replacing": shard, "by": url.plain}
+
+    def take_replacement(self) -> tuple[int, str] | None:
+        """The next shard whose server another is to take the place of from now on, and that one's URL, without password; None: there is none."""
+        if not self._wanted:
+            return None
+        shard, url = self._wanted.popleft()
+        self.urls[shard] = url
+        self._spares = [spare for spare in self._spares if spare != url]
+        return shard, self.plain_urls[shard]
+
+    @property
+    def states(self) -> dict[int, dict[str, Any]]:
+        """Of the shards that anything was told of: {"state": "lost", "rebuilding" or "ok", "rebuilt": a share}."""
+        states = {shard: self._state(shard) for shard in list(self._states)}
+        return {
+            shard: {"state": state.what} | ({"rebuilt": state.rebuilt} if state.what == "rebuilding" else {})
+            for shard, state in states.items()
+        }

@@ -1,0 +1,357 @@
+"""A trainer process: it joins a job, trains its lanes, and leaves rows and dense part where the next one finds them.
+
+Started by the launcher as `python -m foreload.trainer.cluster.worker`; what it is told comes over the rendezvous store, passwords in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreload.cache.client.store import Store
+from foreload.cache.errors import CacheError, RowsLost
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.base.files import is_full
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.board import (
+    Board,
+    Mail,
+    StopAgreement,
+    join_store,
+)
+from foreload.trainer.cluster.ending import ADDED, SHARED, end_alone
+from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.keeper import GO, ORPHANED, STOP_WANTED
+from foreload.trainer.cluster.run_requests import TrainerErrands
+from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
+from foreload.trainer.compute import numerics
+from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
+from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport
+from foreload.trainer.errors import LossNotFinite, PeerLost, TrainerError
+from foreload.trainer.run.assembly import DensePart, Start, assemble
+from foreload.trainer.run.dense_file import load_dense, save_dense
+from foreload.trainer.run.directory import (
+    DENSE,
+    LOG,
+    PLACEMENT,
+    Run,
+    check_same,
+)
+from foreload.trainer.run.directory import STORES as STORES_FOLDER
+from foreload.trainer.run.job import TrainJob
+
+STORES, RENDEZVOUS, TRAINER, LAUNCHER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER", "FORELOAD_LAUNCHER"
+JOIN_TIMEOUT = timedelta(minutes=5)
+RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
+SHARDS_PAUSE = timedelta(milliseconds=250)
+LAUNCHER_PAUSE = timedelta(milliseconds=200)
+BOARD_PAUSE = timedelta(milliseconds=10)
+TERM = 0
+RESTED = "rested"
+
+_ready = threading.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the coordinator tells every trainer of one call of `foreload train`; stores without passwords."""
+
+    job: dict[str, Any]
+    trainers: int
+    start_step: int
+    batches: tuple[int, ...]
+    stores: tuple[str, ...]
+    fingerprint: dict[str, str] | None
+    resumes: bool
+    servers_return: bool = False  # servers of lost shards are started again, or others take their place
+    faults: tuple[dict[str, int], ...] = ()  # foreload.trainer.cluster.faults.Fault
+    totals: dict[str, float] = field(default_factory=dict)  # of the run before this call
+
+
+def main() -> int:
+    """The process that the launcher starts; returns its exit status."""
+    host, _, port = os.environ[RENDEZVOUS].rpartition(":")
+    threading.Thread(target=_leave_with, args=(int(os.environ[LAUNCHER]),), name="launcher", daemon=True).start()
+    try:
+        store = join_store(host, int(port), JOIN_TIMEOUT)
+        return work(store, int(os.environ[TRAINER]), json.loads(os.environ.get(STORES, "null")))
+    except PeerLost as error:
+        sys.stderr.write(f"foreload: error: {error}\n")
+        return 2
+
+
+def _leave_with(launcher: int) -> None:
+    """End this process if the launcher dies before the trainer is ready: until then nothing is lost, whatever it waits for."""
+    while not _ready.wait(LAUNCHER_PAUSE.total_seconds()):
+        if os.getppid() != launcher:
+            os._exit(2)
+
+
+def work(store: Any, trainer: int, store_urls: list[str] | None, interrupts: Interrupts | None = None) -> int:
+    """Train as trainer number `trainer`; returns the exit status.
+
+    store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
+    begins, a signal asks for a clean stop of all trainers.
+    """
+    board = Board(store)
+    mail = Mail(board, trainer)
+    try:
+        call = Call(**board.read("call"))
+        TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores), interrupts).run()
+    except (PipelineError, CacheError, TrainerError) as error:
+        with contextlib.suppress(PeerLost):
+            lost = {"shards": error.shards, "covered": error.covered, "rows": error.rows} if isinstance(error, RowsLost) else None
+            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=lost)
+        return 2
+    except Exception as error:
+        if isinstance(error, OSError) and is_full(error):
+            with contextlib.suppress(PeerLost):
+                mail.send("error", message=f"trainer {trainer}: the disk is full: free space there", peer_lost=False)
+            return 2
+        traceback.print_exc()
+        with contextlib.suppress(PeerLost):
+            mail.send("error", message=f"trainer {trainer}: {type(error).__name__}: {error} (see above)", peer_lost=False)
+        return 1
+    return 0
+
+
+class TrainerProcess:
+    """One trainer's part of a call, from joining to leaving."""
+
+    def __init__(
+        self, store: Any, board: Board, mail: Mail, trainer: int, call: Call, store_urls: list[str], interrupts: Interrupts | None
+    ) -> None:
+        self._interrupts, self._stop_asked = interrupts, False
+        self._store, self._board, self._mail = store, board, mail
+        self._trainer, self._call, self._store_urls = trainer, call, store_urls
+        self._job = TrainJob.of(call.job)
+        self._run = Path(self._job.run)
+        self._last_step = call.start_step
+        self._totals: Counter[str] = Counter()  # of this call's steps, as StepReport has them
+        self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
+        self._faults: list[Fault] = []  # of the trainer that hosts lane 0
+        self._orders = 0
+        self._losses = 0  # of shards, found so far
+        self._asked_at = 0.0
+
+    def run(self) -> None:
+        """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
+        call, job = self._call, self._job
+        numerics.set_up(job.threads, job.device, job.cpu_capability)
+        self._check_fingerprint()
+        schedule = Schedule(job.schedule, follow=job.follow)
+        if call.resumes:
+            check_same(Run.open(self._run).manifest.stages[-1], schedule)
+        dense = DensePart.build(job, schedule)
+        if call.resumes:
+            load_dense(self._run / DENSE, dense.module, dense.optimizer, call.start_step)
+        lane_map = self._board.lane_map(TERM)
+        if lane_map[0] == self._trainer:
+            self._faults = [Fault(**fault) for fault in call.faults]
+        placement = Placement.load(self._run / PLACEMENT)
+        with self._transport() as transport, Store.sparing(self._store_urls, job.store_silence, placement.r) as store:
+            start = Start(call.start_step, tuple(call.batches))
+            log = FileLog(self._run / LOG)
+            owner = Ownership(TERM, Run.open(self._run).manifest.identity)
+            part, events = assemble(
+                job, schedule, dense, start, lane_map, transport, store, placement, log,
+                ownership=owner, on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
+            )  # fmt: skip
+            gate = SegmentGate(self._board, schedule, events, self._trainer, call.trainers, lane_map[0])
+            self._errands = TrainerErrands(self._mail, self._run, part.traffic, list(part.partitions), dense.layouts)
+            with part.traffic, self._rows_lost_first(part.traffic):
+                self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
+                # From here on it is the keeper that tells whether the launcher is there.
+                _ready.set()
+                if self._interrupts is not None:
+                    self._interrupts.gentle = True
+                self._board.read(GO)
+                trainer = Trainer(part)
+                stopped, failure = self._train(trainer, gate)
+                flushed = trainer.write_everything_back(self._last_step + 1, beyond=stopped)
+                lost = self._mend(part.traffic)
+                self._errands.finish()
+                batches = {lane: part.traffic.batches(lane) for lane in part.partitions}
+                counters = {
+                    name: value.total_seconds() if isinstance(value, timedelta) else int(value)
+                    for name, value in asdict(part.traffic.counters()).items()
+                }
+            # From here on no lane is written any more, so that the dense part may take the place of the one that goes with the rows before.
+            transport.barrier()
+            leads = self._trainer == lane_map[0]
+            if leads:
+                save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
+            self._board.publish(f"ended/{self._trainer}", {
+                "step": self._last_step, "stopped": stopped, "failure": failure, "flushed": flushed, "batches": batches, "traffic": counters,
+                "lost": lost, "segments": gate.begun, "prefix": schedule.prefix(gate.begun),
+                "totals": {name: self._totals[name] for name in (*ADDED, *SHARED)},
+            })  # fmt: skip
+            self._mail.send("ended")
+        if leads:
+            self._see_it_rest(schedule)
+
+    def _see_it_rest(self, schedule: Schedule) -> None:
+        """Wait until the launcher has published how far the run is; if it was killed, do that in its place, when all have ended."""
+        while not self._board.poll(RESTED):
+            if self._board.poll(ORPHANED):
+                ended = {trainer: self._board.read(f"ended/{trainer}") for trainer in range(self._call.trainers)}
+                end_alone(Run(self._run), schedule, ended, self._call.totals)
+                return
+            time.sleep(BOARD_PAUSE.total_seconds())
+
+    def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None]:
+        """Run the program; returns whether training stopped early, and what went wrong if that is why."""
+        agreement = StopAgreement(self._board, leads=self._board.lane_map(TERM)[0] == self._trainer)
+
+        def on_step(report: StepReport) -> None:
+            self._last_step = report.step
+            told = asdict(report)
+            self._totals.update({"steps": 1} | {name: told[name] for name in (*ADDED, *SHARED) if name in told})
+            self._mail.send("step", report=told, at=time.monotonic())
+            self._strike()
+            self._see_to_shards(trainer.part.traffic)
+
+        def on_evaluation(report: EvaluationReport) -> None:
+            self._mail.send("evaluation", report=asdict(report))
+
+        def while_waiting() -> None:
+            self._mail.flush()
+            self._see_to_shards(trainer.part.traffic)
+
+        events = gate.events(while_waiting)
+        try:
+            return trainer.run(events, agreement.stop_after, on_step, on_evaluation) is not None, None
+        except StoppedAtSegment as stop:
+            # Every trainer is here, after the same step.
+            if stop.failure is None:
+                return True, None
+            return True, f"{stop.failure} (training stopped after step {self._last_step}, with everything saved)"
+        except LossNotFinite as error:
+            return True, (
+                f"{error}; training stopped as after step {self._last_step}, with everything saved; train anew with a lower --lr or "
+                "--dense-lr, or go on with --resume --allow-nan"
+            )
+
+    @contextlib.contextmanager
+    def _rows_lost_first(self, traffic: Traffic) -> Iterator[None]:
+        """Where another trainer is gone because rows are, say which of this one's are, too. Raises RowsLost then."""
+        try:
+            yield
+        except PeerLost:
+            traffic.probe()
+            raise
+
+    def _strike(self) -> None:
+        """Put in the faults that are due after the last step."""
+        for fault in self._faults:
+            if fault.step == self._last_step:
+                at = time.monotonic()
+                fault.strike(self._run / STORES_FOLDER)
+                self._mail.send("fault", shard=fault.shard, at=at)
+
+    def _see_to_shards(self, traffic: Traffic) -> None:
+        """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
+        while self._shard_changes:
+            change, at = self._shard_changes.popleft()
+            self._losses += change.what == "lost"
+            self._mail.send("shard", **asdict(change), at=at)
+        if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
+            return
+        self._asked_at = time.monotonic()
+        if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
+            self._stop_asked = True
+            self._board.publish(STOP_WANTED, True)
+        for shard, done in traffic.lost_or_rebuilding().items():
+            if done:
+                self._mail.send("shard", shard=shard, what="rebuilding", done=done)
+        self._errands.tell()
+        while (order := self._board.poll(f"orders/{self._orders}")) is not None:
+            self._orders += 1
+            if order["do"] == "replace":
+                traffic.replace(order["shard"], order["url"])
+                self._losses += 1  # of the server that had the shard
+            else:
+                self._errands.begin(order)
+
+    def _mend(self, traffic: Traffic) -> list[int]:
+        """Wait until all shards are whole again, for every trainer, as long as there is hope; returns those that are not.
+
+        A shard that one trainer finds lost may have been whole when another looked, so all look until none finds a further one.
+        """
+        lost: list[int] = []
+        turn, known = 0, self._losses
+        while True:
+            hopeful = self._call.servers_return and not lost
+            deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
+            while True:
+                lost = traffic.mend(SHARDS_PAUSE)
+                self._see_to_shards(traffic)
+                if traffic.lost_or_rebuilding().keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
+                    break
+            found, known = self._losses > known, self._losses
+            self._board.publish(f"mended/{turn}/{self._trainer}", found)
+            if not any(self._found_lost(traffic, turn, trainer) for trainer in range(self._call.trainers)):
+                return lost
+            turn += 1
+
+    def _found_lost(self, traffic: Traffic, turn: int, trainer: int) -> bool:
+        """Whether a trainer found a shard lost in a turn of `_mend`, waited for as long as its rebuilding takes."""
+        while (found := self._board.poll(f"mended/{turn}/{trainer}")) is None:
+            self._see_to_shards(traffic)
+            time.sleep(BOARD_PAUSE.total_seconds())
+        return bool(found)
+
+    def _check_fingerprint(self) -> None:
+        """That of the run, or, where it has none or another is accepted, that of trainer 0. Raises FingerprintError."""
+        mine = numerics.fingerprint(self._device())
+        if self._call.fingerprint is not None:
+            numerics.check(mine, self._call.fingerprint, resumed=True)
+        elif self._trainer:
+            numerics.check(mine, self._board.read("fingerprint"))
+        else:
+            self._board.publish("fingerprint", mine)
+
+    def _device(self) -> str:
+        if self._job.device != "cuda":
+            return "cpu"
+        return f"cuda:{self._trainer % max(torch.cuda.device_count(), 1)}"
+
+    @contextlib.contextmanager
+    def _transport(self) -> Iterator[Transport]:
+        job, trainers = self._job, self._call.trainers
+        transport: Transport
+        if job.device == "cuda":
+            if not torch.cuda.is_available():
+                raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
+            torch.cuda.set_device(self._device())
+            device = torch.device(self._device())
+            transport = NcclTransport(self._store, TERM, self._trainer, trainers, job.peer_silence, device)
+        else:
+            transport = GlooTransport(self._store, TERM, self._trainer, trainers, job.peer_silence, job.address)
+        try:
+            yield transport
+        finally:
+            transport.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

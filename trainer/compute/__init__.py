@@ -1,0 +1,1 @@
+"""A training step: kernels, exchange, optimizers, numerics. Knows no files."""

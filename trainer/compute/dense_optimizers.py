@@ -1,0 +1,98 @@
+"""Optimizers of the dense part: those of torch.optim whose update is a fixed function of parameters, gradients and state."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.errors import JobError, ModelError, RunError
+from foreload.trainer.models import parse_value
+
+_ALLOWED = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+DENSE_OPTIMIZERS = {name.lower(): name for name in _ALLOWED}
+_REFUSED = {"lbfgs": "evaluates the model several times a step", "sparseadam": "takes sparse gradients only"}
+# Settings that are not the user's: which of several implementations computes the update, with other bits.
+_OWN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+
+
+def check_dense_optimizer(
+    name: str, lr: float, options: Mapping[str, object]
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class that an optimizer's name stands for, and its arguments. Raises JobError.
+
+    name: as in torch.optim, in upper or lower case; options: its other arguments, as strings or values ("betas" as "0.9,0.99").
+    """
+    found = DENSE_OPTIMIZERS.get(name.lower())
+    if found is None:
+        why = f"; {name} {_REFUSED[name.lower()]}" if name.lower() in _REFUSED else ""
+        raise JobError(f"dense-optimizer: must be one of {', '.join(_ALLOWED)}; got {name!r}{why}")
+    if not (math.isfinite(lr) and lr >= 0):
+        raise JobError(f"dense-lr: must be a finite number, not negative; got {lr!r}")
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, found)
+    parameters = inspect.signature(kind).parameters
+    known = {key: p.default for key, p in parameters.items() if key not in ("params", "lr", *_OWN)}
+    arguments: dict[str, Any] = {"lr": lr}
+    for key, value in options.items():
+        if key not in known:
+            raise JobError(f"dense-options: {found} has no option {key}; it has {', '.join(known)}")
+        try:
+            like = 0.0 if isinstance(known[key], int) and not isinstance(known[key], bool) else known[key]
+            arguments[key] = parse_value(f"dense-options: {key}", value, like)
+        except ModelError as error:
+            raise JobError(str(error)) from error
+    arguments |= {key: value for key, value in _OWN.items() if key in parameters}
+    return kind, arguments
+
+
+def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a module's parameters, its loop over single tensors chosen; arguments as `check_dense_optimizer` has them. Raises JobError."""
+    kind, arguments = check_dense_optimizer(name, lr, options)
+    _leave_the_compiler_out()
+    try:
+        return kind([p for p in module.parameters() if p.requires_grad], **arguments)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"dense-options: {kind.__name__}: {error}") from error
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without what torch wraps around it, for which it imports its compiler: two seconds, at the first step."""
+    update: Callable[[torch.optim.Optimizer], None] = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        update(optimizer)
+
+
+def _leave_the_compiler_out() -> None:
+    # Methods that are not to be compiled import the compiler to say so, unless it was said before.
+    for method in vars(torch.optim.Optimizer).values():
+        if hasattr(method, "__wrapped__"):
+            method.__wrapped__.__dynamo_disable = method.__wrapped__
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as "<parameter>/<key>" -> float32 tensor on the CPU, numbers as tensors without dimensions."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                found[f"{name}/{key}"] = torch.as_tensor(value).detach().to("cpu", torch.float32).clone()
+    return found
+
+
+def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
+    """Put back what optimizer_state returned. Raises RunError if it belongs to other parameters."""
+    parameters = dict(module.named_parameters())
+    for parameter in parameters.values():
+        optimizer.state.pop(parameter, None)
+    for path, value in saved.items():
+        name, _, key = path.rpartition("/")
+        if name not in parameters or (value.dim() and value.shape != parameters[name].shape):
+            raise RunError(f"saved optimizer state: {path} {list(value.shape)} belongs to no parameter of this model")
+        parameter = parameters[name]
+        # torch keeps counts and rates on the CPU. A copy, since a tensor read from a file may stand at any address.
+        device = torch.device("cpu") if key in ("step", "eta", "mu", "mu_product") else parameter.device
+        optimizer.state[parameter][key] = value.to(device, torch.float32, copy=True)

@@ -1,0 +1,273 @@
+"""What trainers send each other in a step: rows to the lanes that use them, gradients back to the owners, dense sums.
+
+Who sends what follows from the schedule's masks and the lane map, on both sides alike, so no index and no size is ever sent. A row goes at
+most once to a trainer: early, while the step before still computes, or on the critical path. Gradients go back one part per lane, since
+parts are added in lane order (docs/definitions.md, A step's arithmetic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numba as nb
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreload.pipelines.schedule.format import LaneEvent
+from foreload.trainer.compute.kernels import Kernels
+from foreload.trainer.compute.transport import Transport, Work
+
+EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT = range(7)
+
+
+@nb.njit(nogil=True, cache=True)
+def _select(users: np.ndarray, bits: np.uint64) -> np.ndarray:
+    out = np.empty(users.size, np.int32)
+    count = 0
+    for i in range(users.size):
+        if users[i] & bits:
+            out[count] = i
+            count += 1
+    return out[:count]
+
+
+@nb.njit(nogil=True, cache=True)
+def _split(users: np.ndarray, bits: np.uint64, early: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    first, second = np.empty(users.size, np.int32), np.empty(users.size, np.int32)
+    a = b = 0
+    for i in range(users.size):
+        if users[i] & bits:
+            if early[i]:
+                first[a] = i
+                a += 1
+            else:
+                second[b] = i
+                b += 1
+    return first[:a], second[:b]
+
+
+@dataclass(slots=True)
+class Lists:
+    """What one trainer sends and receives for one event; places are int32 indices into an owner lane's list of rows.
+
+    sends: peer -> per hosted lane (lane, early places, critical places). buffers: peer -> float32 [early, then critical rows; W].
+    early_rows: peer -> rows of the buffer that come early. at: lane of a peer -> int32 [U], where its rows stand in the peer's buffer.
+    local: hosted lane -> per owner lane, the places of the rows that it uses, which are its local rows in this order.
+    """
+
+    events: Sequence[LaneEvent]
+    sends: dict[int, list[tuple[int, np.ndarray, np.ndarray]]]
+    buffers: dict[int, Tensor]
+    early_rows: dict[int, int]
+    at: dict[int, np.ndarray]
+    local: dict[int, list[np.ndarray]]
+    early: Work | None = None
+    held: list[Tensor] = field(default_factory=list)  # what is being sent early, until it is gone
+
+
+@dataclass(slots=True)
+class DenseSum:
+    """The sum of the lanes' dense vectors while it is under way. bounds: where each trainer's chunk begins, and where the last one ends."""
+
+    parcels: Mapping[int, Sequence[Tensor]]
+    bounds: list[int]
+    outgoing: dict[int, Tensor]
+    incoming: dict[int, Tensor]
+    work: Work
+    total: Tensor | None = None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Exchange:
+    """One trainer's side of the exchange, for one term: lane_map[v] is the rank that hosts lane v."""
+
+    def __init__(self, transport: Transport, lane_map: Sequence[int], kernels: Kernels, width: int) -> None:
+        self._transport, self._kernels, self._width = transport, kernels, width
+        self._map = tuple(lane_map)
+        self.trainers = transport.world
+        self.hosted = [lane for lane, host in enumerate(lane_map) if host == transport.rank]
+        self._peers = [peer for peer in range(transport.world) if peer != transport.rank]
+        self._lanes = {peer: [lane for lane, host in enumerate(lane_map) if host == peer] for peer in range(transport.world)}
+        self._masks = {peer: np.uint64(sum(1 << lane for lane in lanes)) for peer, lanes in self._lanes.items()}
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty((rows, self._width), dtype=torch.float32, device=self._transport.device)
+
+    def lists(self, events: Sequence[LaneEvent], early: bool) -> Lists:
+        """What an event's exchange consists of. events: every lane's; early: whether rows may go early at all."""
+        flags = [event.early if early else np.zeros_like(event.early) for event in events]
+        sends = {
+            peer: [(lane, *_split(events[lane].users, self._masks[peer], flags[lane])) for lane in self.hosted]
+            for peer in self._peers
+        }
+        buffers, early_rows, at = {}, {}, {}
+        for peer in self._peers:
+            mine = self._masks[self._transport.rank]
+            parts = [(lane, *_split(events[lane].users, mine, flags[lane])) for lane in self._lanes[peer]]
+            early_rows[peer] = place = sum(first.size for _, first, _ in parts)
+            total, start = place + sum(second.size for _, _, second in parts), 0
+            for lane, first, second in parts:
+                at[lane] = np.empty(events[lane].users.size, np.int32)
+                at[lane][first] = np.arange(start, start + first.size)
+                at[lane][second] = np.arange(place, place + second.size)
+                start, place = start + first.size, place + second.size
+            buffers[peer] = self._empty(total)
+        local = {lane: [_select(event.users, np.uint64(1 << lane)) for event in events] for lane in self.hosted}
+        return Lists(events, sends, buffers, early_rows, at, local)
+
+    def post_early(self, lists: Lists, fill: Callable[[int, np.ndarray, Tensor], None]) -> None:
+        """Start the early messages of the next step. fill(lane, places, out): write the weights of a hosted lane's rows there."""
+        outgoing = {}
+        for peer, parts in lists.sends.items():
+            buffer = self._empty(sum(first.size for _, first, _ in parts))
+            start = 0
+            for lane, first, _ in parts:
+                fill(lane, first, buffer[start : start + first.size])
+                start += first.size
+            outgoing[peer] = buffer
+        incoming = {peer: buffer[: lists.early_rows[peer]] for peer, buffer in lists.buffers.items()}
+        lists.held = list(outgoing.values())
+        lists.early = self._transport.post(outgoing, incoming, EARLY)
+
+    def finish_rows(self, lists: Lists, weights: Mapping[int, Tensor]) -> None:
+        """Send and receive what goes on the critical path, and wait until all rows of the step are here. weights: hosted lane -> [slots, W]."""
+        outgoing = {}
+        for peer, parts in lists.sends.items():
+            buffer = self._empty(sum(second.size for _, _, second in parts))
+            start = 0
+            for lane, _, second in parts:
+                self._kernels.take_rows(weights[lane], lists.events[lane].slots[second], buffer[start : start + second.size])
+                start += second.size
+            outgoing[peer] = buffer
+        incoming = {peer: buffer[lists.early_rows[peer] :] for peer, buffer in lists.buffers.items()}
+        critical = self._transport.post(outgoing, incoming, CRITICAL)
+        if lists.early is not None:
+            lists.early.wait()
+            lists.early = None
+            lists.held.clear()
+        critical.wait()
+
+    def local_rows(self, lists: Lists, lane: int, weights: Mapping[int, Tensor]) -> tuple[Tensor, np.ndarray | None]:
+        """The local rows of a hosted lane, by owner lane and then by first lookup in the step: (rows float32 [n, W], None).
+
+        Of a single lane, (its partition, the slots int32 [n] of the rows).
+        """
+        if len(self._map) == 1:
+            return weights[lane], lists.events[lane].slots
+        parts = lists.local[lane]
+        rows = self._empty(sum(part.size for part in parts))
+        start = 0
+        for owner, part in enumerate(parts):
+            out = rows[start : start + part.size]
+            if owner in weights:
+                self._kernels.take_rows(weights[owner], lists.events[owner].slots[part], out)
+            else:
+                self._kernels.take_rows(lists.buffers[self._map[owner]], lists.at[owner][part], out)
+            start += part.size
+        return rows, None
+
+    def _owner_parts(self, lists: Lists, lane: int, gradients: Tensor) -> list[Tensor]:
+        return list(gradients.split([part.size for part in lists.local[lane]]))
+
+    def sum_row_gradients(self, lists: Lists, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return every lane's gradients to the owners and add them there in lane order.
+
+        gradients: hosted lane -> float32 [n, W] of its local rows. Returns hosted lane -> float32 [U, W] of the rows that it owns.
+        """
+        if len(self._map) == 1:
+            return dict(gradients)
+        parts = {lane: self._owner_parts(lists, lane, gradient) for lane, gradient in gradients.items()}
+        outgoing = {
+            peer: _joined([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]]) for peer in self._peers
+        }
+        used = {
+            owner: {
+                lane: _select(lists.events[owner].users, np.uint64(1 << lane)).size
+                for peer in self._peers
+                for lane in self._lanes[peer]
+            }
+            for owner in self.hosted
+        }
+        incoming = {
+            peer: self._empty(sum(used[owner][lane] for lane in self._lanes[peer] for owner in self.hosted))
+            for peer in self._peers
+        }
+        work = self._transport.post(outgoing, incoming, GRADIENTS)
+        work.wait()
+        received: dict[tuple[int, int], Tensor] = {}
+        for peer, buffer in incoming.items():
+            start = 0
+            for lane in self._lanes[peer]:
+                for owner in self.hosted:
+                    received[lane, owner] = buffer[start : start + used[owner][lane]]
+                    start += used[owner][lane]
+        totals = {}
+        for owner in self.hosted:
+            users = lists.events[owner].users
+            totals[owner] = self._empty(users.size)
+            for lane in range(len(self._map)):
+                part = parts[lane][owner] if lane in parts else received[lane, owner]
+                self._kernels.add_part(totals[owner], users, lane, part)
+        return totals
+
+    def begin_dense(self, parcels: Mapping[int, Sequence[Tensor]]) -> DenseSum:
+        """Begin to add the dense vectors of two or more lanes in lane order: every trainer adds one chunk, of which it gets each lane's part.
+
+        parcels: hosted lane -> for each trainer, float32 [its chunk + 1], the lane's part of the chunk and then the lane's loss; they must stay
+        as they are until `finish_dense`.
+        """
+        rank, device = self._transport.rank, self._transport.device
+        sizes = [parcel.numel() for parcel in next(iter(parcels.values()))]
+        bounds = list(accumulate((size - 1 for size in sizes), initial=0))
+        outgoing = {peer: _joined([parcels[lane][peer] for lane in self.hosted]) for peer in self._peers}
+        incoming = {peer: torch.empty(sizes[rank] * len(self._lanes[peer]), device=device) for peer in self._peers}
+        return DenseSum(parcels, bounds, outgoing, incoming, self._transport.post(outgoing, incoming, DENSE))
+
+    def add_dense(self, dense: DenseSum) -> Tensor:
+        """Add this trainer's chunk, and send the others what came out. Returns the losses of all lanes, float32 [lanes]."""
+        rank, bounds = self._transport.rank, dense.bounds
+        dense.work.wait()
+        parts = {lane: parcels[rank] for lane, parcels in dense.parcels.items()}
+        for peer, buffer in dense.incoming.items():
+            lanes = self._lanes[peer]
+            parts.update(zip(lanes, buffer.split(buffer.numel() // len(lanes)), strict=True))
+        total = dense.total = torch.empty(bounds[-1], device=self._transport.device)
+        own = total[bounds[rank] : bounds[rank + 1]]
+        torch.add(parts[0][:-1], parts[1][:-1], out=own)
+        for lane in range(2, len(self._map)):
+            own.add_(parts[lane][:-1])
+        dense.outgoing = dict.fromkeys(self._peers, own)
+        dense.incoming = {peer: total[bounds[peer] : bounds[peer + 1]] for peer in self._peers}
+        dense.work = self._transport.post(dense.outgoing, dense.incoming, DENSE_SUM)
+        return torch.stack([parts[lane][-1] for lane in range(len(self._map))])
+
+    def finish_dense(self, dense: DenseSum) -> Tensor:
+        """The sum, float32 [P], on every trainer."""
+        dense.work.wait()
+        assert dense.total is not None
+        return dense.total
+
+    def collect_logits(self, logits: Mapping[int, Tensor], samples: Sequence[int]) -> list[Tensor] | None:
+        """Bring every lane's logits of an evaluation step to rank 0: there, per lane float32 [samples[lane]]; elsewhere None."""
+        rank, device = self._transport.rank, self._transport.device
+        if rank != 0:
+            self._transport.post({0: torch.cat([logits[lane] for lane in self.hosted])}, {}, LOGITS).wait()
+            return None
+        incoming = {peer: torch.empty(sum(samples[lane] for lane in self._lanes[peer]), device=device) for peer in self._peers}
+        self._transport.post({}, incoming, LOGITS).wait()
+        found = dict(logits)
+        for peer, buffer in incoming.items():
+            found.update(zip(self._lanes[peer], buffer.split([samples[lane] for lane in self._lanes[peer]]), strict=True))
+        return [found[lane] for lane in range(len(self._map))]
+
+    def agree(self, found: Tensor) -> Tensor:
+        """What rank 0 found, on every trainer; found: of the same shape and dtype everywhere."""
+        sends, receives = (dict.fromkeys(self._peers, found), {}) if self._transport.rank == 0 else ({}, {0: found})
+        self._transport.post(sends, receives, VERDICT).wait()
+        return found

@@ -1,0 +1,134 @@
+"""Layouts that follow from the features, the model and the job: of rows, of the embedding block, and the row optimizers' settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor, nn
+
+from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.errors import JobError
+from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
+
+# Numbers that the kernels switch on.
+SINGLE, SUM, MEAN = 0, 1, 2
+POOLING = {"single": SINGLE, "sum": SUM, "mean": MEAN}
+
+
+def dimensions(features: FeatureSpec, dim: int) -> list[int]:
+    """D of every table: its own, or else dim, which must be positive. Raises JobError."""
+    found = [table.dimension or dim for table in features.tables]
+    if min(found, default=1) < 1:
+        raise JobError(f"dim: must be at least 1; got {dim}")
+    return found
+
+
+def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
+    """What the model is told about the data."""
+    table_dimensions = dimensions(features, dim)
+    return ModelSpec(
+        len(features.dense),
+        tuple(
+            (feature.name, table_dimensions[feature.table], features.tables[feature.table].name) for feature in features.features
+        ),
+    )
+
+
+def layouts(
+    features: FeatureSpec,
+    model: type[nn.Module],
+    dim: int,
+    optimizer: RowOptimizer,
+    by_table: Mapping[str, RowOptimizer] | None = None,
+) -> list[RowLayout]:
+    """The layout of every table's rows, in the order of the tables.
+
+    optimizer: for the tables without an entry in by_table (table name -> optimizer). Raises JobError and ModelError.
+    """
+    by_table = by_table or {}
+    names = [table.name for table in features.tables]
+    unknown = sorted(set(by_table) - set(names))
+    if unknown:
+        raise JobError(f"row optimizers by table: no table {unknown[0]!r}; the tables are {', '.join(names)}")
+    further = further_columns(model)
+    found = []
+    for number, (table, dimension) in enumerate(zip(features.tables, dimensions(features, dim), strict=True)):
+        if table.rows is None:
+            raise JobError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
+        own = by_table.get(table.name, optimizer)
+        found.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), own.name, float(own.lr)))
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLayout:
+    """How the embedding block [b, F, width] is filled and read.
+
+    names: per feature; parts: per feature, of its rows; widths: int32 [F], columns of its rows; pooling: int8 [F]; width: the largest W.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[tuple[tuple[str, int], ...], ...]
+    widths: np.ndarray
+    pooling: np.ndarray
+    width: int
+
+    @classmethod
+    def of(cls, features: FeatureSpec, rows: Sequence[RowLayout]) -> BlockLayout:
+        """The block of these features, with the layouts of their tables."""
+        tables = [rows[feature.table] for feature in features.features]
+        return cls(
+            tuple(feature.name for feature in features.features),
+            tuple(table.parts for table in tables),
+            np.array([table.width for table in tables], np.int32),
+            np.array([POOLING[feature.pooling] for feature in features.features], np.int8),
+            max((row.width for row in rows), default=0),
+        )
+
+    @property
+    def equal(self) -> bool:
+        """Whether rows of all features are equally wide."""
+        return bool((self.widths == self.width).all())
+
+    def embeddings(self, block: Tensor) -> Embeddings:
+        """The block as the module receives it: views [b, D] per feature, [b, columns] per "<feature>.<column>"."""
+        return Embeddings.split(block, self.names, self.parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateRules:
+    """The row optimizers of all tables as arrays, for the kernels.
+
+    kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables]; widths: int32 [tables]; parts: int32, columns of the parts of
+    table k at part_offsets[k] .. part_offsets[k+1]; width, state_width: the largest of all tables, the columns of a partition; rowwise: whether
+    all tables have rows of one part, of one width, under row-wise Adagrad.
+    """
+
+    kinds: np.ndarray
+    rates: np.ndarray
+    widths: np.ndarray
+    parts: np.ndarray
+    part_offsets: np.ndarray
+    width: int
+    state_width: int
+    rowwise: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[RowLayout]) -> UpdateRules:
+        """The rules of these tables."""
+        return cls(
+            np.array([ROW_OPTIMIZERS.index(row.optimizer) for row in rows], np.int8),
+            np.array([row.lr for row in rows], np.float32),
+            np.array([row.width for row in rows], np.int32),
+            np.array([columns for row in rows for _, columns in row.parts], np.int32),
+            np.cumsum([0, *(len(row.parts) for row in rows)]).astype(np.int32),
+            max((row.width for row in rows), default=0),
+            max((row.state_width for row in rows), default=0),
+            bool(rows)
+            and len(rows[0].parts) == 1
+            and all((row.optimizer, row.parts) == ("rowwise_adagrad", rows[0].parts) for row in rows),
+        )

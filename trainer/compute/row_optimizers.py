@@ -1,0 +1,26 @@
+"""Settings of the row optimizers. What they keep per row is in cache/rows/layout.py, the updates are in trainer/compute/kernels.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from foreload.cache.rows.layout import ROW_OPTIMIZERS
+from foreload.trainer.errors import JobError
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptimizer:
+    """How rows are updated: `name` is one of ROW_OPTIMIZERS, `lr` the learning rate, finite and not negative.
+
+    lr = 0 leaves the weights of every row as they were first, to compare with. Raises JobError.
+    """
+
+    name: str
+    lr: float
+
+    def __post_init__(self) -> None:
+        if self.name not in ROW_OPTIMIZERS:
+            raise JobError(f"row-optimizer: must be one of {', '.join(ROW_OPTIMIZERS)}; got {self.name!r}")
+        if isinstance(self.lr, bool) or not isinstance(self.lr, int | float) or not (math.isfinite(self.lr) and self.lr >= 0):
+            raise JobError(f"lr: must be a finite number, not negative; got {self.lr!r}")

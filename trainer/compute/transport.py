@@ -1,0 +1,263 @@
+"""The seam between trainers: messages of known size between ranks of one term, in process, over gloo, or over NCCL.
+
+A rank is only an address within a term; what a trainer does follows from the lane map, never from its rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foreload.trainer.errors import PeerLost
+
+BARRIER_KIND = (1 << 31) - 1
+
+# torch's stubs leave out part of what these classes have.
+_Gloo: Any = dist.ProcessGroupGloo
+
+
+class Work(ABC):
+    """Messages under way; their tensors belong to the transport until `wait` returns."""
+
+    @abstractmethod
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return once every message has been sent or received. On CUDA the current stream waits, not the caller.
+
+        timeout: the transport's own if None. Raises PeerLost if a peer is gone or silent for longer; the term is over then.
+        """
+
+
+class Transport(ABC):
+    """Point-to-point messages among the `world` trainers of one term.
+
+    Attributes: rank, world; bytes_sent: Counter of payload bytes by kind.
+    """
+
+    def __init__(self, rank: int, world: int, timeout: timedelta) -> None:
+        if not 0 <= rank < world:
+            raise ValueError(f"rank: must be in 0 .. {world - 1}, got {rank}")
+        self.rank = rank
+        self.world = world
+        self.timeout = timeout
+        self.bytes_sent: Counter[int] = Counter()
+
+    def post(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], kind: int) -> Work:
+        """Start sending and receiving, one contiguous tensor a peer, and return at once.
+
+        Messages of one kind between two ranks arrive in the order posted; all ranks post kinds in the same order. Both sides know
+        the sizes: a tensor without elements is no message, on either side.
+        """
+        outgoing = {peer: self._checked(peer, tensor) for peer, tensor in sorted(sends.items()) if tensor.numel()}
+        incoming = {peer: self._checked(peer, tensor) for peer, tensor in sorted(receives.items()) if tensor.numel()}
+        self.bytes_sent[kind] += sum(tensor.nbytes for tensor in outgoing.values())
+        return self._start(outgoing, incoming, kind)
+
+    def barrier(self) -> None:
+        """Return after every rank has called this; raises PeerLost."""
+        peers = [peer for peer in range(self.world) if peer != self.rank]
+        token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        received = torch.zeros(self.world, dtype=torch.uint8, device=self.device)
+        self.post(dict.fromkeys(peers, token), {peer: received[peer : peer + 1] for peer in peers}, BARRIER_KIND).wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the tensors of messages are on."""
+        return torch.device("cpu")
+
+    @abstractmethod
+    def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
+        """Start what `post` has checked; peers ascend."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the term; peers that still wait for this rank see PeerLost."""
+
+    def _checked(self, peer: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not 0 <= peer < self.world or peer == self.rank:
+            raise ValueError(f"peer: must be another rank of 0 .. {self.world - 1}, got {peer} on rank {self.rank}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"message for rank {peer}: must be contiguous, got strides {tensor.stride()}")
+        return tensor
+
+
+class GlooTransport(Transport):
+    """Over TCP by gloo, for tensors on the CPU. The group is formed from the rendezvous store, under the term's own prefix."""
+
+    def __init__(
+        self, store: dist.Store, term: int, rank: int, world: int, timeout: timedelta, address: str = "127.0.0.1"
+    ) -> None:
+        """store: the launcher's; address: of this trainer's own network interface; raises PeerLost if a peer does not come."""
+        super().__init__(rank, world, timeout)
+        options = _Gloo._Options()
+        options._devices = [_Gloo.create_device(hostname=address)]
+        options._timeout = timeout
+        try:
+            self._group = _Gloo(dist.PrefixStore(f"term/{term}/gloo", store), rank, world, options)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"trainer {rank}: cannot form the group of term {term} with {world} trainers: {_first_line(error)}"
+            ) from error
+
+    def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
+        try:
+            # Receives first: data that arrives goes straight into its tensor.
+            works = [(peer, self._group.recv([_flat(tensor)], peer, kind)) for peer, tensor in incoming.items()]
+            works += [(peer, self._group.send([_flat(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
+        except RuntimeError as error:
+            raise PeerLost(f"trainer {self.rank}: lost a peer of term: {_first_line(error)}") from error
+        return _GlooWork(self.rank, works, self.timeout)
+
+    def close(self) -> None:
+        self._group.abort()
+        del self._group
+
+
+class _GlooWork(Work):
+    def __init__(self, rank: int, works: list[tuple[int, dist.Work]], timeout: timedelta) -> None:
+        self._rank = rank
+        self._works = works
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        for peer, work in self._works:
+            # Zero would mean gloo's default of no limit.
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise PeerLost(f"trainer {self._rank}: lost trainer {peer}: {_first_line(error)}") from error
+        self._works = []
+
+
+class NcclTransport(Transport):
+    """Between CUDA devices by NCCL: all messages of a post are one batch, matched by order, so kinds only count bytes."""
+
+    def __init__(self, store: dist.Store, term: int, rank: int, world: int, timeout: timedelta, device: torch.device) -> None:
+        super().__init__(rank, world, timeout)
+        self._device = device
+        # Not in builds of torch without CUDA.
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), rank, world, options)
+        # The communicator is made by the first collective, in which every rank must take part.
+        self._group.allreduce([torch.zeros(1, device=device)]).wait()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
+        if not outgoing and not incoming:
+            return _NcclWork(None)
+        self._group._start_coalescing()
+        # By ascending peer on both sides; within a pair each direction has one message.
+        for peer in sorted({*outgoing, *incoming}):
+            if peer in outgoing:
+                self._group.send([_flat(outgoing[peer])], peer, 0)
+            if peer in incoming:
+                self._group.recv([_flat(incoming[peer])], peer, 0)
+        return _NcclWork(self._group._end_coalescing())
+
+    def close(self) -> None:
+        self._group.abort()
+        del self._group
+
+
+class _NcclWork(Work):
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._work is not None:
+            self._work.wait()
+
+
+class LocalHub:
+    """The term of several trainers that are threads of one process: mailboxes by (source, destination, kind)."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.changed = threading.Condition()
+        self.mail: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self.closed: set[int] = set()
+
+    def transports(self, timeout: timedelta = timedelta(seconds=60)) -> list[LocalTransport]:
+        """One transport a rank, in order."""
+        return [LocalTransport(self, rank, timeout) for rank in range(self.world)]
+
+
+class LocalTransport(Transport):
+    """The in-memory twin of GlooTransport; made by LocalHub.transports."""
+
+    def __init__(self, hub: LocalHub, rank: int, timeout: timedelta) -> None:
+        super().__init__(rank, hub.world, timeout)
+        self._hub = hub
+        # (peer, kind) -> how many messages were posted so far: the number that keeps them in order.
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._expected: Counter[tuple[int, int]] = Counter()
+
+    def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
+        hub = self._hub
+        with hub.changed:
+            for peer, tensor in outgoing.items():
+                number = self._sent[peer, kind]
+                self._sent[peer, kind] += 1
+                hub.mail[self.rank, peer, kind, number] = tensor.detach().clone()
+            hub.changed.notify_all()
+        expected = []
+        for peer, tensor in incoming.items():
+            expected.append(((peer, self.rank, kind, self._expected[peer, kind]), tensor))
+            self._expected[peer, kind] += 1
+        return _LocalWork(hub, expected, self.timeout)
+
+    def close(self) -> None:
+        with self._hub.changed:
+            self._hub.closed.add(self.rank)
+            self._hub.changed.notify_all()
+
+
+class _LocalWork(Work):
+    def __init__(self, hub: LocalHub, expected: list[tuple[tuple[int, int, int, int], torch.Tensor]], timeout: timedelta) -> None:
+        self._hub = hub
+        self._expected = expected
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        hub = self._hub
+        for key, tensor in self._expected:
+            peer, rank = key[0], key[1]
+            with hub.changed:
+                hub.changed.wait_for(lambda: key in hub.mail or peer in hub.closed, deadline - time.monotonic())  # noqa: B023
+                message = hub.mail.pop(key, None)
+            if message is None:
+                reason = "it has left" if peer in hub.closed else "no message in time"
+                raise PeerLost(f"trainer {rank}: lost trainer {peer}: {reason}")
+            if message.nbytes != tensor.nbytes:
+                raise ValueError(f"message from rank {peer} to {rank}: must have {tensor.nbytes} bytes, got {message.nbytes}")
+            _flat(tensor).copy_(_flat(message))
+        self._expected = []
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    """What a library says, without its advice and the place in its source."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    line = line.split("] ", 1)[1] if line.startswith("[") and "] " in line else line
+    return line.split(". This is typically", 1)[0]

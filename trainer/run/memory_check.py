@@ -1,0 +1,45 @@
+"""Whether a schedule's slots fit the memory given, with the rows that this model and these optimizers have."""
+
+from __future__ import annotations
+
+from foreload.pipelines.planning.sizing import lane_bytes, slots_of_size
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.layouts import UpdateRules, layouts
+from foreload.trainer.errors import JobError
+from foreload.trainer.models import load_model
+from foreload.trainer.run.job import TrainJob
+
+
+def readable(size_bytes: float) -> str:
+    """Bytes for a person: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"
+
+
+def check_fit(job: TrainJob, schedule: Schedule) -> str:
+    """What the slots of a lane really take, staging included, in words. Raises JobError if --memory, or prepare's, is less."""
+    header, slots = schedule.header, max(schedule.slots)
+    common, single = job.row_optimizers()
+    rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, common, single)
+    rules = UpdateRules.of(rows)
+    columns = rules.width + rules.state_width
+    protected = job.code(job.shards)[1] > 0
+    taken = lane_bytes(slots, columns, with_base=protected)
+    limit = job.memory_bytes if job.memory_bytes is not None else header.settings.get("memory_bytes")
+    words = f"{header.lanes} lanes x {slots:,} slots, {readable(taken)} a lane with staging"
+    narrowest = min(row.width + row.state_width for row in rows)
+    if narrowest < columns:
+        words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"
+    if limit is not None and taken > limit:
+        source = "--memory" if job.memory_bytes is not None else "the schedule's --memory"
+        fitting = slots_of_size(limit, columns, with_base=protected)
+        needed = max(schedule.manifest["minimum_slots"]) if schedule.complete else 1
+        fewer = f", or prepare with --slots {fitting}" if fitting >= needed else ""
+        raise JobError(
+            f"{source}: {slots:,} slots of this model take {readable(taken)} a lane, the limit is {readable(limit)}; "
+            f"give --memory {taken} if there is that much, or a smaller --dim{fewer}"
+        )
+    return words

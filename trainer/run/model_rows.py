@@ -1,0 +1,69 @@
+"""Reading a trained model's rows back from the store, by table and id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.pipelines.schedule.kept import ordinals_after
+from foreload.pipelines.schedule.reader import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRows:
+    """Rows of one table: ids int64 [n] ascending, weights float32 [n, W], state float32 [n, S]."""
+
+    table: int
+    ids: np.ndarray
+    weights: np.ndarray
+    state: np.ndarray
+
+
+def trained_rows(
+    schedule: Schedule, step: int, stored: StoredRows, batches: Sequence[int] | None = None
+) -> Iterator[TrainedRows]:
+    """Every row trained up to and including training step `step`, by (table, id), as the store holds it after a clean stop there.
+
+    batches: per lane the number of its last write-back batch, checked against the store shards. Raises RowError and StoreError.
+    """
+    header = schedule.header
+    if step == header.end_step - 1:
+        ordinals = None
+    else:
+        ordinals = ordinals_after(schedule, step)
+    for batch in schedule.rows(1 << 16):
+        if ordinals is not None:
+            given = batch["ordinal"] < ordinals[batch["lane"], batch["table"]]
+            batch = {name: values[given] for name, values in batch.items()}
+        # A batch may end one table and begin the next.
+        for table in np.unique(batch["table"]):
+            of_table = batch["table"] == table
+            yield _read(int(table), {name: values[of_table] for name, values in batch.items()}, step, stored, batches)
+
+
+def _read(table: int, rows: dict[str, np.ndarray], step: int, stored: StoredRows, batches: Sequence[int] | None) -> TrainedRows:
+    layout = stored.layouts[table]
+    count = len(rows["id"])
+    weights, state = np.empty((count, layout.width), np.float32), np.empty((count, layout.state_width), np.float32)
+    tags = np.minimum(rows["tag"], step + 1)
+    exact = tags == rows["tag"]
+    for lane in np.unique(rows["lane"]):
+        for certain in (True, False):
+            places = np.flatnonzero((rows["lane"] == lane) & (exact == certain))
+            if not places.size:
+                continue
+            expected = Expected(
+                int(lane),
+                rows["table"][places],
+                rows["ordinal"][places],
+                rows["id"][places],
+                tags[places],
+                tag_at_most=not certain,
+            )
+            found = read_rows(stored, expected, None if batches is None else batches[lane])
+            weights[places] = found.weights[:, : layout.width]
+            state[places] = found.state[:, : layout.state_width]
+    return TrainedRows(table, rows["id"], weights, state)

@@ -1,0 +1,296 @@
+"""What a training tells its user: metrics.jsonl, TensorBoard scalars, progress on stderr, summary.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from foreload.pipelines.base.files import is_full, write_json
+from foreload.pipelines.base.progress import Display
+from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
+
+LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
+TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
+_FLUSH_SECONDS = 0.5
+_MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
+_ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the metrics of all steps so far add up to; seconds are those of the steps, over all calls of a run.
+
+    rows_written_back: as the schedule says; rows_flushed: beyond it, at clean stops.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    rows_used: int = 0
+    rows_arrived: int = 0
+    rows_fetched: int = 0
+    rows_written_back: int = 0
+    rows_flushed: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    seconds_compute: float = 0.0
+    seconds_exchange: float = 0.0
+    seconds_waiting: float = 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """1 - arrivals / rows used; nan before the first step."""
+        return 1 - self.rows_arrived / self.rows_used if self.rows_used else math.nan
+
+    @property
+    def wait_fraction(self) -> float:
+        """The part of step time spent waiting for rows; nan before the first step."""
+        return self.seconds_waiting / self.seconds if self.seconds else math.nan
+
+    def ms_a_step(self) -> dict[str, float]:
+        """Where a step's time goes, milliseconds on average: ms_step in all, of it ms_compute, ms_exchange, ms_waiting (nan before the first)."""
+        names = {"ms_step": "seconds", **{f"ms_{part}": f"seconds_{part}" for part in ("compute", "exchange", "waiting")}}
+        return {name: 1000 * getattr(self, of) / self.steps if self.steps else math.nan for name, of in names.items()}
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over the time of the steps, without start and evaluation; nan before the first step."""
+        return self.samples / self.seconds if self.seconds else math.nan
+
+
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One step's line of metrics.jsonl from the reports of all trainers about it (StepReport as dicts).
+
+    Rows and bytes are added up; times are those of the trainer that took longest, waiting the longest any took.
+    """
+    first = reports[0]
+    slowest = max(reports, key=lambda report: report["seconds"])
+    waiting = max(report["seconds_waiting"] for report in reports)
+    return {
+        "kind": "step",
+        **{name: first[name] for name in ("step", "epoch", "samples", "loss")},
+        **{name: sum(report[name] for report in reports) for name in (*_ROWS, "bytes_sent")},
+        "ms": 1000 * slowest["seconds"],
+        "ms_compute": 1000 * slowest["seconds_compute"],
+        "ms_exchange": 1000 * slowest["seconds_exchange"],
+        "ms_waiting": 1000 * waiting,
+    }
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What lines of metrics.jsonl add up to; loss: times samples."""
+
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    rows_used: int = 0
+    rows_arrived: int = 0
+    rows_fetched: int = 0
+    rows_written_back: int = 0
+    bytes_sent: int = 0
+    ms: float = 0.0
+    ms_compute: float = 0.0
+    ms_exchange: float = 0.0
+    ms_waiting: float = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One more step."""
+        self.steps += 1
+        self.samples += line["samples"]
+        self.loss += line["loss"] * line["samples"]
+        for name in (*_ROWS, "bytes_sent", *_MS):
+            setattr(self, name, getattr(self, name) + line[name])
+
+    @property
+    def mean_loss(self) -> float:
+        """Of the samples; nan without any."""
+        return self.loss / self.samples if self.samples else math.nan
+
+    @property
+    def hit_rate(self) -> float:
+        """1 - arrivals / rows used; 1 where none was used."""
+        return 1 - self.rows_arrived / self.rows_used if self.rows_used else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        """For TensorBoard: means over the samples (loss), over the time (rate), over the rows used (hit rate), else over the steps."""
+        return {
+            "train/loss": self.mean_loss,
+            "train/samples_per_second": 1000 * self.samples / self.ms if self.ms else 0.0,
+            "cache/hit_rate": self.hit_rate,
+            **{f"cache/{name}": getattr(self, name) / self.steps for name in _ROWS},
+            **{f"time/{name}": getattr(self, name) / self.steps for name in (*_MS, "bytes_sent")},
+        }
+
+
+class RunReport:
+    """Takes the trainers' reports and tells the user; one thread of the coordinator uses it.
+
+    steps: of the whole schedule, None while it grows; settings: what TensorBoard shows of the job; clock: seconds.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        totals: Totals,
+        first_step: int,
+        steps: int | None,
+        trainers: int,
+        settings: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # Slow to import, and only the coordinator needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.totals = totals
+        self.evaluations: list[dict[str, Any]] = []
+        self._run = run
+        self._trainers = trainers
+        self._waiting: dict[int, list[Mapping[str, Any]]] = {}
+        self._excepthook, threading.excepthook = threading.excepthook, self._except_full
+        self._board = SummaryWriter(str(run / TENSORBOARD))
+        if settings:
+            rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
+            self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
+        self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._flushed_at = 0.0
+        self._interval = _Sums()  # for TensorBoard
+        self._steps, self._clock = steps, clock
+        self._recent, self._recent_since = _Sums(), clock()  # for the display
+        self._display = Display(self._line, LINE_SECONDS, clock=clock)
+        self._first_step = first_step
+        self._full = False
+        self.last_step = first_step - 1
+
+    def step(self, report: Mapping[str, Any]) -> None:
+        """One trainer's report of one step; the step counts when all trainers have told of it."""
+        reports = self._waiting.setdefault(report["step"], [])
+        reports.append(report)
+        if len(reports) < self._trainers:
+            return
+        del self._waiting[report["step"]]
+        line = merged(reports)
+        totals = self.totals
+        totals.steps += 1
+        totals.samples += line["samples"]
+        for name in (*_ROWS, "bytes_sent"):
+            setattr(totals, name, getattr(totals, name) + line[name])
+        totals.seconds += line["ms"] / 1000
+        for name in ("compute", "exchange", "waiting"):
+            setattr(totals, f"seconds_{name}", getattr(totals, f"seconds_{name}") + line[f"ms_{name}"] / 1000)
+        self.last_step = line["step"]
+        self._recent.add(line)
+        self._interval.add(line)
+        with self._room():
+            self._write(line)
+            # By the step's number, so that intervals do not depend on where a run stopped.
+            if (line["step"] + 1) % TENSORBOARD_STEPS == 0:
+                self._write_interval()
+        self.tick()
+
+    def tick(self) -> None:
+        """To be called often, also while no step ends: says how far training is, if it is time."""
+        self._display.tick()
+        now = self._clock()
+        if now - self._flushed_at >= _FLUSH_SECONDS:
+            self._flushed_at = now
+            with self._room():
+                self._metrics.flush()
+
+    def evaluation(self, report: Mapping[str, Any]) -> None:
+        """The metrics of an evaluation pass."""
+        line = {"kind": "evaluation", **report}
+        self.evaluations.append(line)
+        with self._room():
+            self._write(line)
+            for name in ("log_loss", "auc", "normalized_entropy"):
+                self._board.add_scalar(f"evaluation/{name}", report[name], report["step"])
+        self._display.write(
+            f"epoch {report['epoch'] + 1}: log loss {report['log_loss']:.5f}, AUC {report['auc']:.4f}, "
+            f"normalised entropy {report['normalized_entropy']:.4f} on {report['samples']:,} samples"
+        )
+
+    def summary(self, **further: Any) -> dict[str, Any]:
+        """Write and return summary.json; further entries go in as they are. Metrics of a run without evaluation are null."""
+        last = self.evaluations[-1] if self.evaluations else {}
+        totals = self.totals
+        found = {
+            "steps": totals.steps,
+            "samples": totals.samples,
+            "samples_per_second": totals.samples_per_second,
+            **{name: last.get(name) for name in ("log_loss", "auc", "normalized_entropy")},
+            **{name: getattr(totals, name) for name in (*_ROWS, "rows_flushed", "bytes_sent")},
+            "cache_hit_rate": totals.cache_hit_rate,
+            "wait_fraction": totals.wait_fraction,
+            **totals.ms_a_step(),
+            "seconds": totals.seconds,
+            "last_step": self.last_step,
+            **further,
+        }
+        found = _finite(found)
+        with self._room():
+            write_json(self._run / SUMMARY, found)
+        return found
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._display.close()
+        with self._room():
+            self._metrics.close()
+        with self._room():
+            self._write_interval()
+            self._board.close()
+        threading.excepthook = self._excepthook
+
+    def _except_full(self, ended: threading.ExceptHookArgs) -> None:
+        """A full disk that TensorBoard's thread meets is raised here, too, at the next call: no traceback of the thread's."""
+        if not (isinstance(ended.exc_value, OSError) and is_full(ended.exc_value)):
+            self._excepthook(ended)
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """What is told of a training is not worth its end: where the disk is full, it goes on without."""
+        try:
+            yield
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._full:
+                self._full = True
+                self._display.write(f"foreload: warning: {self._run}: the disk is full, so metrics are missing")
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._metrics.write(json.dumps(_finite(line)) + "\n")
+
+    def _write_interval(self) -> None:
+        if not self._interval.steps:
+            return
+        for name, value in self._interval.scalars().items():
+            self._board.add_scalar(name, value, self.last_step)
+        self._interval = _Sums()
+
+    def _line(self) -> str:
+        """How far training is, with the rate, the loss and the hits since the last line, or those of the last minute."""
+        recent, now, done = self._recent, self._clock(), self.totals.steps
+        took = now - self._recent_since
+        if took >= LINE_SECONDS:
+            self._recent, self._recent_since = _Sums(), now
+        words = f"train: {done:,} steps" if self._steps is None else f"train: {done:,} of {self._steps:,} steps"
+        if not recent.steps or not took:
+            return f"{words}, none ended in the last {took:.0f} s"
+        words += f", {recent.samples / took:,.0f} samples/s, loss {recent.mean_loss:.5f}, hits {recent.hit_rate:.1%}"
+        if self._steps is not None:
+            words += f", {timedelta(seconds=round((self._steps - done) * took / recent.steps))} left"
+        return words
+
+
+def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has neither NaN nor infinities."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()}

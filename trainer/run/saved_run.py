@@ -1,0 +1,142 @@
+"""Opening a run that rests: its schedule, its dense part, and its rows on the store."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.errors import StoreError
+from foreload.cache.protocol.namespace import claim
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.layouts import layouts
+from foreload.trainer.errors import RunError
+from foreload.trainer.models import load_model
+from foreload.trainer.run.assembly import Start, stored_rows_at
+from foreload.trainer.run.dense_file import read_dense
+from foreload.trainer.run.digest import Digest
+from foreload.trainer.run.directory import (
+    DENSE,
+    Manifest,
+    Run,
+    Status,
+    locked,
+    open_stores,
+)
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.model_rows import TrainedRows, trained_rows
+from foreload.trainer.run.reach import reach
+
+
+@dataclass(frozen=True, slots=True)
+class RestingRun:
+    """A run that was stopped or has ended, with its store open."""
+
+    run: Run
+    manifest: Manifest
+    status: Status
+    job: TrainJob
+    schedule: Schedule
+    layouts: list[RowLayout]
+    stored: StoredRows
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Per lane the number of its last write-back batch."""
+        return tuple(int(self.status.batches[str(lane)]) for lane in range(self.manifest.lanes))
+
+    def rows(self) -> Iterator[TrainedRows]:
+        """Every trained row by (table, id), checked against the schedule."""
+        return trained_rows(self.schedule, self.status.step, self.stored, self.batches)
+
+    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters by name, and optimizer state by "<parameter>/<key>"."""
+        return read_dense(self.run.path / DENSE, self.status.step)
+
+    def digest(self) -> str:
+        """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits."""
+        digest = Digest()
+        digest.dense(*self.dense())
+        batches = self.rows()
+        batch = next(batches, None)
+        for table, layout in enumerate(self.layouts):
+            digest.table(layout.name)
+            while batch is not None and batch.table == table:
+                digest.rows(batch.ids, batch.weights, batch.state)
+                batch = next(batches, None)
+        return digest.hexdigest()
+
+
+def rest(run: Run, store: Store, status: Status) -> RestingRun:
+    """A run as it is at `status`, with its rows on an open store. Raises RunError where neither its schedule nor what it keeps of that is there."""
+    manifest = run.manifest
+    job, schedule = manifest.training_job, schedule_of(run)
+    rows = layouts_of(job, schedule)
+    at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
+    stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
+    return RestingRun(run, manifest, status, job, schedule, rows, stored)
+
+
+def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
+    """How the rows of each table look that a job trains."""
+    common, single = job.row_optimizers()
+    return layouts(schedule.header.features, load_model(job.model, job.model_folder), job.dim, common, single)
+
+
+def _leave(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
+    if not of_the_stop:
+        # What servers that were found running have must not take the place of what was saved.
+        local.discard()
+        return
+    try:
+        local.leave(changed)
+    except StoreError as error:
+        if changed:
+            raise
+        # What was asked is known; and servers that still could not save are left as they were found.
+        sys.stderr.write(f"foreload: warning: {error}\n")
+
+
+@contextlib.contextmanager
+def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
+    """The run in a folder, its local stores started for as long as the context lasts.
+
+    store: URLs with passwords; those of the run, with the password of the environment, by default. Local stores to which something was written
+    are saved at the end. Raises RunError and CacheError.
+    """
+    torch.set_num_threads(1)
+    run = Run.open(path)
+    with contextlib.ExitStack() as stack:
+        # Its local stores are for one command at a time.
+        run.lock = stack.enter_context(locked(run.path, alone=run.manifest.local_stores is not None))
+        manifest, status = run.manifest, run.resting()
+        if status.step < manifest.stages[0].first_step:
+            raise RunError(
+                f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume begins again, or says what is missing"
+            )
+        local = open_stores(run, status)
+        opened: Store | None = None
+        of_the_stop = False
+        if local is not None:
+            urls = list(local.start().urls)
+            stack.callback(lambda: _leave(local, of_the_stop, changed=opened is not None and opened.rows_written > 0))
+        else:
+            urls = store.split(",") if store else list(manifest.store_urls)
+        spared = run.placement.r
+        if not spared and local is None:
+            reach(urls, manifest.training_job.store_silence)
+        opened = stack.enter_context(Store.sparing(urls, manifest.training_job.store_silence, spared))
+        # Another run may have taken the name since, with rows that look the same.
+        claim(opened, manifest.namespace, manifest.identity, "resume", spared)
+        run.check_rows(opened, status)
+        of_the_stop = True
+        yield rest(run, opened, status)

@@ -32,7 +32,7 @@ from foreload.cache.rows.layout import decode_rows, encode_rows
 from foreload.pipelines.base.memory import zeros_in_huge_pages
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.models.spec import Embeddings
-from foreload.trainer.run.assembly import DensePart
+from foreload.trainer.run.assembly import DenseModel
 from workload import BATCH, DIM, LR, NAMESPACE, SEED, SHARDS, events_of
 
 EPSILON = 1e-8
@@ -74,7 +74,7 @@ class Rows(ABC):
         """Update the rows by the gradients of `leaves`."""
 
 
-def steps(setting: Setting, dense: DensePart, rows: Rows, skipped: int) -> Iterator[tuple[float, dict[str, float]]]:
+def steps(setting: Setting, dense: DenseModel, rows: Rows, skipped: int) -> Iterator[tuple[float, dict[str, float]]]:
     """Train the schedule's steps after the first `skipped`: each one's loss, and what its access to rows took."""
     schedule, lookups = setting.schedule, setting.ids
     names = [feature.name for feature in schedule.header.features.features]

@@ -23,7 +23,7 @@ import numpy as np
 from comparison import Cell, Claim, Results, Series, Table, arguments, save, tell
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import contiguous_lanes
-from foreload.trainer.run.assembly import DensePart
+from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.job import TrainJob
 from workload import BATCH, DIM, LR, MODELS, ROOT, SEED, SHARDS, SLOTS, events_of, job
 
@@ -153,7 +153,7 @@ def measure(folder: Path, trainers: int, lanes: int, steps: int) -> tuple[float,
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "step"]
     sent = sum(line["bytes_sent"] for line in lines)
-    module = DensePart.build(TrainJob.of(job(path, MODEL)), schedule).module
+    module = DenseModel.build(TrainJob.of(job(path, MODEL)), schedule).module
     bound = least(schedule, trainers, sum(parameter.numel() for parameter in module.parameters()))
     # The first steps compile, and wait for the first rows.
     late = lines[len(lines) // 4 :]

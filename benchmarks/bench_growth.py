@@ -22,13 +22,13 @@ from bench_torchrec import free_port
 from comparison import Cell, Claim, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from turns import Ranks
+from interleaved import Ranks
 from workload import BATCH, DIM, ROOT, SHARDS, SLOTS
 
 SIZES = {"10^5": 10**5, "10^6": 10**6, "10^7": 10**7, "10^8": 10**8}
 VALUES = 100_000
 MODEL = "small"
-STEPS, DISCARDED = 10, 10  # of a turn; those not counted outlast what traffic had fetched ahead
+STEPS, DISCARDED = 10, 10  # of a run; those not counted outlast what traffic had fetched ahead
 
 
 def prepare(out: Path, table_rows: int, samples: int) -> float:
@@ -58,23 +58,23 @@ def start(schedule: Path, stores: LocalStores) -> Ranks:
     return Ranks(schedule.name, [command], {"PYTHONPATH": str(ROOT)})
 
 
-def turn(side: Ranks) -> dict[str, float]:
-    """The median step of a turn, in ms, and the median time of it spent waiting for rows."""
-    (answer,) = side.turn(STEPS, DISCARDED)
+def run(contender: Ranks) -> dict[str, float]:
+    """The median step of a run, in ms, and the median time of it spent waiting for rows."""
+    (answer,) = contender.run(STEPS, DISCARDED)
     waiting = statistics.median(answer["further"]["seconds_waiting"])
     return {"ms": 1000 * statistics.median(answer["seconds"]), "waiting_ms": 1000 * waiting}
 
 
 def main() -> None:
     """Measure and save."""
-    # The machine's speed may change within a second, so turns are short and many.
+    # The machine's speed may change within a second, so interleaved runs are short and many.
     given = arguments(__doc__, pairs=(30, 6))
     epoch = given.pairs * (STEPS + DISCARDED)
     seconds: dict[str, float] = {}
     schedules: dict[str, Schedule] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.out, prefix="growth-")))
-        sides: dict[str, Ranks] = {}
+        contenders: dict[str, Ranks] = {}
         sizes = {name: SIZES[name] for name in ("10^5", "10^8")} if given.quick else SIZES
         for name, table_rows in sizes.items():
             tell(f"preparing tables of {name} rows")
@@ -84,12 +84,14 @@ def main() -> None:
             if name != "10^5":
                 check_same_accesses(schedules["10^5"], schedules[name])
             stores = stack.enter_context(LocalStores(SHARDS, folder / f"store-{name}"))
-            sides[name] = start(schedule, stores)
-            stack.callback(sides[name].close)
-        for name, side in sides.items():
+            contenders[name] = start(schedule, stores)
+            stack.callback(contenders[name].close)
+        for name, contender in contenders.items():
             tell(f"tables of {name} rows: training the first epoch")
-            side.turn(1, epoch - 1)
-        found = alternate({name: partial(turn, side) for name, side in sides.items()}, given.pairs, given.budget.until(0.95))
+            contender.run(1, epoch - 1)
+        found = alternate(
+            {name: partial(run, contender) for name, contender in contenders.items()}, given.pairs, given.budget.until(0.95)
+        )
         counts = {name: schedule.manifest["counts"] for name, schedule in schedules.items()}
     ms = {name: [of_turn["ms"] for of_turn in of] for name, of in found.items()}
     base = ms["10^5"]
@@ -142,7 +144,7 @@ def main() -> None:
     ]
     settings = {
         "pairs": len(base),
-        "steps of a turn": STEPS,
+        "steps of a run": STEPS,
         "untimed steps before": DISCARDED,
         "samples of an epoch": epoch * BATCH,
     }

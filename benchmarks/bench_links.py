@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from comparison import Claim, Results, Series, Table, alternate, arguments, ratio, save, show, spread, tell
+from contenders import Order, Side
 from foreload.cache.client.store import Store
 from foreload.pipelines.schedule.reader import Schedule
-from sides import Order, Side
 from workload import BATCH, FULL, QUICK, SHARDS, SLOTS, Workload, describe, shares
 
 NEAR, FAR = "10.213.7.1", "10.213.7.2"
@@ -142,7 +142,7 @@ def listen(servers: Sequence[str], first_port: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long the sides run: steps before the first turn, while slots fill; of a turn, those left out and those counted."""
+    """How long the contenders run: steps before the first run, while slots fill; of a run, those left out and those counted."""
 
     warm_up: int
     discarded: int
@@ -154,24 +154,24 @@ FULL_PACE, QUICK_PACE = Pace(400, 40, 40), Pace(20, 12, 10)
 
 
 class Through:
-    """A Foreload side at the near end of the link."""
+    """A Foreload contender at the near end of the link."""
 
-    def __init__(self, link: Link, side: Side, pace: Pace, schedule: Schedule) -> None:
-        self.link, self.side, self.pace, self.schedule = link, side, pace, schedule
+    def __init__(self, link: Link, contender: Side, pace: Pace, schedule: Schedule) -> None:
+        self.link, self.contender, self.pace, self.schedule = link, contender, pace, schedule
 
-    def turn(self, megabits: int) -> Figures:
-        """A turn at a link speed: ms a step, ms of it waiting for rows, and the share of each direction's capacity that was used.
+    def run(self, megabits: int) -> Figures:
+        """A run at a link speed: ms a step, ms of it waiting for rows, and the share of each direction's capacity that was used.
 
-        The share is over all steps of the turn: rows fetched ahead and write-backs that wait would show as shares of one.
+        The share is over all steps of the run: rows fetched ahead and write-backs that wait would show as shares of one.
         """
         self.link.limit(megabits)
-        self.side.turn(1, self.pace.discarded - 1)
-        begin = self.side.steps
+        self.contender.run(1, self.pace.discarded - 1)
+        begin = self.contender.steps
         before = self.link.bytes_passed()
-        answer = self.side.turn(self.pace.steps, 0)
+        answer = self.contender.run(self.pace.steps, 0)
         passed = [after - earlier for after, earlier in zip(self.link.bytes_passed(), before, strict=True)]
         seconds = sum(answer.ms) / 1000
-        rows = shares(self.schedule, begin, self.side.steps)
+        rows = shares(self.schedule, begin, self.contender.steps)
         fetched, ended = rows["arrivals"] * rows["fetched_share"], rows["ended"]
         return {
             "ms": answer.mean_ms,
@@ -212,7 +212,7 @@ def measure(given: argparse.Namespace, link: Link) -> None:
     """Both claims, and throughput against link speed."""
     work = Workload(given.out / "work", QUICK if given.quick else FULL)
     pace, rates = (QUICK_PACE, QUICK_RATES) if given.quick else (FULL_PACE, RATES)
-    # All turns are of one schedule.
+    # All interleaved runs are of one schedule.
     turns_in_it = (work.size.steps - pace.warm_up) // (pace.discarded + pace.steps)
     pairs = min(given.pairs, turns_in_it - len(rates))
     few = work.second()
@@ -223,9 +223,9 @@ def measure(given: argparse.Namespace, link: Link) -> None:
         throughs: dict[int, Through] = {}
 
         def start(order: Order) -> Side:
-            side = Side(order)
-            stack.callback(side.close)
-            return side
+            contender = Side(order)
+            stack.callback(contender.close)
+            return contender
 
         for slots, schedule in ((SLOTS, few), (percent, many)):
             with link.far():
@@ -234,27 +234,27 @@ def measure(given: argparse.Namespace, link: Link) -> None:
             throughs[slots] = Through(link, start(order), pace, schedule)
         memory = {name: start(Order(name, str(few.path), "small", str(work.ids(few)))) for name in IN_MEMORY_SIDES}
         link.limit(1000)
-        for side in memory.values():
-            side.turn(1, QUICK_PACE.warm_up)
+        for contender in memory.values():
+            contender.run(1, QUICK_PACE.warm_up)
         for through in throughs.values():
-            through.side.turn(1, pace.warm_up - 1)
+            through.contender.run(1, pace.warm_up - 1)
 
-        def in_memory(side: Side) -> Figures:
-            # Nothing of it runs while others have their turns, so a few steps to fill its caches are enough.
-            return {"ms": side.turn(pace.steps, 4).mean_ms}
+        def in_memory(contender: Side) -> Figures:
+            # Nothing of it runs while others have their runs, so a few steps to fill its caches are enough.
+            return {"ms": contender.run(pace.steps, 4).mean_ms}
 
         fast, slow = "1 Gbit/s", "100 Mbit/s, 1 % of the rows as slots"
-        sides: dict[str, Callable[[], Figures]] = {
-            **{name: partial(in_memory, side) for name, side in memory.items()},
-            fast: partial(throughs[SLOTS].turn, 1000),
-            slow: partial(throughs[percent].turn, 100),
+        contenders: dict[str, Callable[[], Figures]] = {
+            **{name: partial(in_memory, contender) for name, contender in memory.items()},
+            fast: partial(throughs[SLOTS].run, 1000),
+            slow: partial(throughs[percent].run, 100),
         }
-        found = alternate(sides, pairs, given.budget.until(0.65))
+        found = alternate(contenders, pairs, given.budget.until(0.65))
         sweeps: Sweeps = {}
         for slots, through in throughs.items():
-            turns: dict[str, Callable[[], Figures]] = {str(rate): partial(through.turn, rate) for rate in rates}
-            sweeps[slots] = {rate: of for rate, (of,) in alternate(turns, 1).items()}
-        seen = {slots: shares(few if slots == SLOTS else many, 0, through.side.steps) for slots, through in throughs.items()}
+            interleaved: dict[str, Callable[[], Figures]] = {str(rate): partial(through.run, rate) for rate in rates}
+            sweeps[slots] = {rate: of for rate, (of,) in alternate(interleaved, 1).items()}
+        seen = {slots: shares(few if slots == SLOTS else many, 0, through.contender.steps) for slots, through in throughs.items()}
     milliseconds = {name: [float(result["ms"]) for result in results] for name, results in found.items()}
     better = min(memory, key=lambda name: spread(milliseconds[name]).median)
     against = f"{IN_MEMORY} ({better})"
@@ -288,7 +288,7 @@ def measure(given: argparse.Namespace, link: Link) -> None:
 
 def _compared(milliseconds: dict[str, list[float]]) -> Table:
     rows = [[name, str(spread(of)), show(BATCH * 1000 / spread(of).median)] for name, of in milliseconds.items()]
-    return Table("Small model, one trainer, three store shards", ["side", "ms a step", "samples/s"], rows)
+    return Table("Small model, one trainer, three store shards", ["contender", "ms a step", "samples/s"], rows)
 
 
 def _swept(names: dict[int, str], sweeps: Sweeps) -> Table:
@@ -324,7 +324,7 @@ def _swept(names: dict[int, str], sweeps: Sweeps) -> Table:
         "Throughput against link speed",
         columns,
         rows,
-        "One turn each. Rows alone: what the schedule fetches and writes back in these steps.",
+        "One run each. Rows alone: what the schedule fetches and writes back in these steps.",
     )
 
 

@@ -123,7 +123,7 @@ def exchanged(folder: Path, sets: Sequence[Data], shuffles: Sequence[bool]) -> t
                 ratios = [b / a for a, b in zip(order.sent, locality.sent, strict=True)]
                 words = f"{data.name}{', shuffled' if shuffle else ''}"
                 tell(f"{words}, {lanes} lanes: {', '.join(f'{r:.3f}' for r in ratios)}")
-                per_step = [sum(side.sent) / (EPOCHS * order.steps) for side in (order, locality)]
+                per_step = [sum(contender.sent) / (EPOCHS * order.steps) for contender in (order, locality)]
                 shown = [f"{r:.3f}" for r in (*ratios, order.table, locality.table, order.step, locality.step)]
                 rows.append([words, str(lanes), *per_step, locality.used / order.steps, *shown])
                 if data.claimed and not shuffle:
@@ -173,8 +173,8 @@ def cost(folder: Path, steps: int, rows: int, given: argparse.Namespace) -> Tabl
     lines: list[list[str]] = []
 
     def add(what: str, found: dict[str, list[float]]) -> None:
-        sides = [_shown(spread(found[kind])) for kind in KINDS]
-        lines.append([what, *sides, _shown(ratio(found["locality"], found["order"]))])
+        contenders = [_shown(spread(found[kind])) for kind in KINDS]
+        lines.append([what, *contenders, _shown(ratio(found["locality"], found["order"]))])
 
     for lanes in LANES:
         passes = {kind: serial_pass(folder, batches, lanes, kind) for kind in KINDS}

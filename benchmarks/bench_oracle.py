@@ -113,7 +113,7 @@ def _millions(what: Accesses, work: Callable[[], Outcome | None]) -> float:
 
 def _speed(near: Accesses, far: Accesses, pairs: int, until: float) -> tuple[list[Claim], Table]:
     few = Accesses(near.ids[: len(near.ids) // 10], near.rows)
-    sides = {
+    contenders = {
         "1 lane": partial(_millions, near, partial(run, near, 1, SLOTS, DIRECT_ROWS)),
         "4 lanes": partial(_millions, near, partial(run, near, 4, SLOTS, DIRECT_ROWS)),
         "4 lanes, hashed": partial(_millions, near, partial(run, near, 4, SLOTS, 0)),
@@ -122,14 +122,14 @@ def _speed(near: Accesses, far: Accesses, pairs: int, until: float) -> tuple[lis
     }
     for what, lanes, direct in ((near, 1, DIRECT_ROWS), (near, 4, DIRECT_ROWS), (far, 4, 0)):
         run(Accesses(what.ids[:8], what.rows), lanes, SLOTS, direct)  # compiles
-    found = alternate(sides, pairs, until)
+    found = alternate(contenders, pairs, until)
     rows: list[list[str | int | float | None]] = [
         [
-            side,
+            contender,
             *(f"{figure:.1f}" for figure in (spread(values).median, min(values), max(values))),
             f"{_milliseconds(near, values):.2f}",
         ]
-        for side, values in found.items()
+        for contender, values in found.items()
     ]
     table = Table(
         "The oracle alone, one core",

@@ -128,7 +128,7 @@ def stages(kind: Format, source: Path, spec: FeatureSpec, work: Path) -> dict[st
 
 
 def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, work: Path) -> Table:
-    """Stages side by side, in microseconds a row, after a run that is not counted (it compiles the kernels and fills caches)."""
+    """Stages contender by contender, in microseconds a row, after a run that is not counted (it compiles the kernels and fills caches)."""
     found = {}
     for name, (kind, path, spec) in files.items():
         for _ in range(2):
@@ -145,8 +145,8 @@ def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, w
 
 
 def main() -> None:
-    """Make the files, run the sides, save."""
-    given = arguments(__doc__, pairs=(5, 1))  # a round of three sides takes more than a minute
+    """Make the files, run the contenders, save."""
+    given = arguments(__doc__, pairs=(5, 1))  # a round of three contenders takes more than a minute
     rows, text_rows, stage_rows = (200_000, 100_000, 50_000) if given.quick else (8_000_000, 2_000_000, 500_000)
     base = given.out / "work"
     base.mkdir(parents=True, exist_ok=True)
@@ -157,8 +157,8 @@ def main() -> None:
 
 def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argparse.Namespace) -> Results:
     """All figures."""
-    sides = Sides(work)
-    write_features(sides.features)
+    contenders = Sides(work)
+    write_features(contenders.features)
     files = {name: work / f"{name}.parquet" for name in ("all", "part", "one")}
     texts = {name: work / f"{name}.tsv" for name in ("all", "part", "one")}
     begun = time.monotonic()
@@ -166,35 +166,35 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         write_parquet(files[name], size)
         write_criteo(texts[name], text_size)
     tell(f"made {rows:,} rows of Parquet and {text_rows:,} of text in {time.monotonic() - begun:.0f} s")
-    specs = FeatureSpec.load(sides.features), FeatureSpec.criteo()
+    specs = FeatureSpec.load(contenders.features), FeatureSpec.criteo()
     by_stage = stage_table(
         {"Parquet": ("parquet", files["part"], specs[0]), "Criteo": ("criteo", texts["part"], specs[1])}, stage_rows, work
     )
     starts: dict[str, Callable[[], float]] = {
-        "by hand": lambda: sides.by_hand(files["one"]),
-        "prepare": lambda: sides.prepare(files["one"]),
-        "PyArrow, text": lambda: sides.parse(texts["one"], 1),
-        "prepare, text": lambda: sides.prepare_text(texts["one"]),
+        "by hand": lambda: contenders.by_hand(files["one"]),
+        "prepare": lambda: contenders.prepare(files["one"]),
+        "PyArrow, text": lambda: contenders.parse(texts["one"], 1),
+        "prepare, text": lambda: contenders.prepare_text(texts["one"]),
     }
     start = {name: spread(found).median for name, found in alternate(starts, 1 if given.quick else 2).items()}
     found = alternate(
         {
-            "by hand": lambda: sides.by_hand(files["all"]),
-            "prepare": lambda: sides.prepare(files["all"]),
-            "prepare, 2 workers": lambda: sides.prepare(files["all"], *TWO_WORKERS),
+            "by hand": lambda: contenders.by_hand(files["all"]),
+            "prepare": lambda: contenders.prepare(files["all"]),
+            "prepare, 2 workers": lambda: contenders.prepare(files["all"], *TWO_WORKERS),
         },
         given.pairs,
         given.budget.until(0.7),
     )
-    size = check_equal(sides.mine, sides.theirs)
-    for folder in (sides.mine, sides.theirs):
+    size = check_equal(contenders.mine, contenders.theirs)
+    for folder in (contenders.mine, contenders.theirs):
         shutil.rmtree(folder)
     text = alternate(
         {
-            "PyArrow, text": lambda: sides.parse(texts["all"], 1),
-            "prepare, text": lambda: sides.prepare_text(texts["all"]),
-            "PyArrow, text, 2 threads": lambda: sides.parse(texts["all"], 2),
-            "prepare, text, 2 workers": lambda: sides.prepare_text(texts["all"], *TWO_WORKERS),
+            "PyArrow, text": lambda: contenders.parse(texts["all"], 1),
+            "prepare, text": lambda: contenders.prepare_text(texts["all"]),
+            "PyArrow, text, 2 threads": lambda: contenders.parse(texts["all"], 2),
+            "prepare, text, 2 workers": lambda: contenders.prepare_text(texts["all"], *TWO_WORKERS),
         },
         given.pairs,
         given.budget.until(1.0),
@@ -204,7 +204,7 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         whole = spread([float(value) for value in taken])
         first = start[name.removesuffix(", 2 workers").removesuffix(", 2 threads")]
         table.append([name, count, whole.median, first, count / whole.median, count / (whole.median - first)])
-    columns = ["side", "rows", "seconds", "of them process start", "rows/s", "rows/s without the start"]
+    columns = ["contender", "rows", "seconds", "of them process start", "rows/s", "rows/s without the start"]
     return Results(
         script="prepare",
         title="prepare end to end",
@@ -250,7 +250,7 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         notes=[
             "Processes as a user starts them, from start to end; files are made before and lie in the page cache. The script by hand streams "
             f"the Parquet file into the compiler; its schedule and prepare's ({size / 1e6:,.0f} MB) are the same, byte for byte, which is "
-            "checked. PyArrow's side parses and hashes and then drops everything; prepare's writes the schedule."
+            "checked. PyArrow's contender parses and hashes and then drops everything; prepare's writes the schedule."
         ],
     )
 

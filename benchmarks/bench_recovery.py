@@ -20,14 +20,14 @@ from pathlib import Path
 
 from bench_step import DISCARDED, Contest, Plan, contest, step_table
 from comparison import Budget, Cell, Claim, Results, Series, Table, arguments, ratio, save, spread, tell
+from contenders import PROTECTED
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
-from losses import Loss, Pulse, Strike, Striker, launched, resting_run, trained
-from moved import rows_moved
-from sides import PROTECTED
+from shard_loss import Injection, Loss, Pulse, Striker, launched, stopped_run, trained
+from traffic_volume import rows_moved
 from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe
 
 TIMEOUT_SECONDS = 1.0  # --store-timeout's default with parity
@@ -61,8 +61,8 @@ def memory_bytes(work: Workload, kind: str) -> int:
 def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
     """Parity without failures: step time, samples/s, rows moved, memory."""
     second = work.second()
-    sides = ["floor", "one table", "foreload", PROTECTED]
-    small = contest(work, second, "small", sides, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.53)))
+    contenders = ["floor", "one table", "foreload", PROTECTED]
+    small = contest(work, second, "small", contenders, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.53)))
     found = Found(tables=[step_table("Small model, with and without parity", small)])
     large: Contest | None = None
     if not quick:
@@ -136,10 +136,10 @@ class Figures:
     rebuilding: float | None
 
 
-def figures(losses: Sequence[Loss], timeline: Timeline) -> list[Figures]:
+def figures(shard_losses: Sequence[Loss], timeline: Timeline) -> list[Figures]:
     """Of each loss of a run."""
     found = []
-    for loss, end in zip(losses, [*(later.struck for later in losses[1:]), float(timeline.ended[-1])], strict=True):
+    for loss, end in zip(shard_losses, [*(later.struck for later in shard_losses[1:]), float(timeline.ended[-1])], strict=True):
         rate = timeline.throughput((loss.since, loss.struck), (loss.whole, end))
         degraded, rebuilding = (timeline.throughput(span) / rate for span in ((loss.lost, loss.back), (loss.back, loss.whole)))
         found.append(
@@ -153,10 +153,10 @@ def figures(losses: Sequence[Loss], timeline: Timeline) -> list[Figures]:
     return found
 
 
-def loss_table(title: str, losses: Sequence[Loss], found: Sequence[Figures], begin: float, pulse: Pulse) -> Table:
+def loss_table(title: str, shard_losses: Sequence[Loss], found: Sequence[Figures], begin: float, pulse: Pulse) -> Table:
     """Every loss."""
     rows: list[list[Cell]] = []
-    for loss, of in zip(losses, found, strict=True):
+    for loss, of in zip(shard_losses, found, strict=True):
         rows.append([
             f"{loss.struck - begin:.1f}", signal.Signals(loss.strike.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
             f"{1000 * pulse.longest_pause(loss.struck, loss.whole):.0f}", f"{1000 * of.median_step:.1f}",
@@ -175,9 +175,9 @@ def loss_table(title: str, losses: Sequence[Loss], found: Sequence[Figures], beg
     return Table(title, columns, rows, note)
 
 
-def gap_claim(name: str, losses: Sequence[Loss], found: Sequence[Figures], more: float) -> Claim:
-    """The longest gap over all losses by one signal."""
-    mine = [of for loss, of in zip(losses, found, strict=True) if signal.Signals(loss.strike.signal_number).name == name]
+def gap_claim(name: str, shard_losses: Sequence[Loss], found: Sequence[Figures], more: float) -> Claim:
+    """The longest gap over all shard_losses by one signal."""
+    mine = [of for loss, of in zip(shard_losses, found, strict=True) if signal.Signals(loss.strike.signal_number).name == name]
     longest = max((of.gap for of in mine), default=None)
     steps = statistics.median(of.median_step for of in found)
     most = max(GAP_SECONDS, GAP_STEPS * steps) + more
@@ -190,24 +190,30 @@ def gap_claim(name: str, losses: Sequence[Loss], found: Sequence[Figures], more:
 def gaps(folder: Path, quick: bool, seconds: float) -> Found:
     """Losses one after the other in one training, over rows that are all fetched and written back again and again."""
     schedule = gap_schedule(folder, quick)
-    kill, slow_kill, stop = Strike(signal.SIGKILL, 0), Strike(signal.SIGKILL, 2), Strike(signal.SIGSTOP, TIMEOUT_SECONDS + 1)
+    kill, slow_kill, stop = (
+        Injection(signal.SIGKILL, 0),
+        Injection(signal.SIGKILL, 2),
+        Injection(signal.SIGSTOP, TIMEOUT_SECONDS + 1),
+    )
     strikes = [kill, slow_kill, stop] if quick else [kill, slow_kill, kill, slow_kill, stop, kill] * 5
     with tempfile.TemporaryDirectory(dir=folder, prefix="gaps-") as name:
         run = Path(name) / "run"
         striker = Striker(run, strikes, 0.7 if quick else 1.0, seconds)
         with Pulse() as pulse:
             summary = trained(TrainJob.of(launched(schedule, run)), striker)
-    losses, timeline = striker.losses, striker.timeline
-    if not losses:
+    shard_losses, timeline = striker.shard_losses, striker.timeline
+    if not shard_losses:
         raise SystemExit("the training ended before a store shard was struck and rebuilt")
-    found = figures(losses, timeline)
+    found = figures(shard_losses, timeline)
     begin = float(timeline.ended[0])
     rebuilt = summary["store_traffic"]["rows_rebuilt"]
-    took = sum(loss.whole - loss.back for loss in losses)
+    took = sum(loss.whole - loss.back for loss in shard_losses)
     degraded, rebuilding = [of.degraded for of in found], [of.rebuilding for of in found]
     edges, rates = timeline.bins(0.5)
-    tell(f"{len(losses)} losses, {rebuilt:,} rows rebuilt in {took:.1f} s, unexpected losses: {striker.unexpected}")
-    claims = [gap_claim("SIGKILL", losses, found, 0.0), gap_claim("SIGSTOP", losses, found, TIMEOUT_SECONDS)]
+    tell(
+        f"{len(shard_losses)} shard_losses, {rebuilt:,} rows rebuilt in {took:.1f} s, unexpected shard_losses: {striker.unexpected}"
+    )
+    claims = [gap_claim("SIGKILL", shard_losses, found, 0.0), gap_claim("SIGSTOP", shard_losses, found, TIMEOUT_SECONDS)]
     for when, values in (("while a shard is lost", degraded), ("while it is rebuilt", rebuilding)):
         told = [value for value in values if value is not None]
         claims.append(
@@ -216,7 +222,7 @@ def gaps(folder: Path, quick: bool, seconds: float) -> Found:
         )  # fmt: skip
     return Found(
         claims,
-        [loss_table("Losses in one training", losses, found, begin, pulse)],
+        [loss_table("Losses in one training", shard_losses, found, begin, pulse)],
         [Series("Throughput while shards are lost and rebuilt", "s", "samples/s", "lines",
                 {"samples/s": [(float(edge - begin), float(rate)) for edge, rate in zip(edges, rates, strict=False)]})],
         [f"Gaps: one training by the launcher, {summary['steps']:,} steps, one trainer, three local store shards, 2+1, one after the other "
@@ -240,13 +246,13 @@ def checkpoint(work: Workload, quick: bool) -> Found:
     second = work.second(steps=work.size.steps if quick else 2 * work.size.steps)
     with tempfile.TemporaryDirectory(dir=work.folder, prefix="lost-") as name:
         run = Path(name) / "run"
-        training = resting_run(work, second, run, protected=True)
-        striker = Striker(run, [Strike(signal.SIGKILL, 0)], 1.5 if quick else 5.0, 600)
+        training = stopped_run(work, second, run, protected=True)
+        striker = Striker(run, [Injection(signal.SIGKILL, 0)], 1.5 if quick else 5.0, 600)
         tell("losing a shard of the whole store")
         summary = trained(training, striker)
-    if not striker.losses:
+    if not striker.shard_losses:
         raise SystemExit("the training ended before the store shard was struck and rebuilt")
-    (loss,), timeline = striker.losses, striker.timeline
+    (loss,), timeline = striker.shard_losses, striker.timeline
     (found,) = figures([loss], timeline)
     rate = timeline.throughput((loss.since, loss.struck))
     # Where the rate over so many steps never falls, the longest gap is what was lost.
@@ -256,7 +262,7 @@ def checkpoint(work: Workload, quick: bool) -> Found:
 
     with tempfile.TemporaryDirectory(dir=work.folder, prefix="restored-") as name:
         run = Path(name) / "run"
-        training = resting_run(work, second, run, protected=False)
+        training = stopped_run(work, second, run, protected=False)
         redo = Striker(run, [], 3.0 if quick else 12.0, 0.0)
         tell("restarting from a checkpoint of the whole store")
         begun = time.monotonic()
@@ -319,7 +325,7 @@ def main() -> None:
     settings: dict[str, str | int | float | bool] = {
         "store shards": SHARDS,
         "parity": "2+1",
-        "discarded steps a turn": DISCARDED,
+        "discarded steps a run": DISCARDED,
         "quick": quick,
     }
     save(

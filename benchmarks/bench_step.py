@@ -21,15 +21,15 @@ import numpy as np
 
 from caches import lru_arrivals, minimum_arrivals
 from comparison import Cell, Claim, Point, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
+from contenders import FORELOAD, PROTECTED, Answer, Order, Side
 from foreload.cache.client.local import LocalStores
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
-from sides import FORELOAD, PROTECTED, Answer, Order, Side
 from workload import BATCH, FULL, QUICK, SLOTS, Kind, Workload, describe, shares
 
 LEAD = int(inspect.signature(Traffic).parameters["lead_events"].default)
 DISCARDED = LEAD + 1
-"""Steps at the start of a turn that are not counted: more than what traffic fetches ahead, so all work for those counted is within the turn."""
+"""Steps at the start of a run that are not counted: more than what traffic fetches ahead, so all work for those counted is within the run."""
 
 IN_MEMORY = ("one table", "26 bags")
 ON_DEMAND = ("on demand", "on demand, shards in turn")
@@ -40,9 +40,9 @@ STORES: dict[str, Kind] = {"foreload": "rows", PROTECTED: "parity", "LRU": "rows
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long sides run: pairs of turns at most, steps before the first turn, of each turn those counted and those before them.
+    """How long contenders run: pairs of interleaved runs at most, steps before the first run, of each run those counted and those before them.
 
-    until: when no more pairs are begun. Turns are short, since the machine's speed may change within a second.
+    until: when no more pairs are begun. InterleavedRuns are short, since the machine's speed may change within a second.
     """
 
     pairs: int
@@ -63,34 +63,37 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What sides did in alternation: their answers by round, the processor time of their redis-servers in ms a step, and what was trained."""
+    """What contenders did in alternation: their answers by round, the processor time of their redis-servers in ms a step, and what was trained."""
 
     answers: dict[str, list[Answer]]
     redis_ms: dict[str, float]
     fetched_share: float
     arrivals: float
 
-    def ms(self, side: str) -> list[float]:
+    def ms(self, contender: str) -> list[float]:
         """Milliseconds of a step, by round."""
-        return [answer.mean_ms for answer in self.answers[side]]
+        return [answer.mean_ms for answer in self.answers[contender]]
 
     @property
     def pairs(self) -> int:
-        """Rounds of turns."""
+        """Rounds of interleaved runs."""
         return len(next(iter(self.answers.values())))
 
     @property
     def in_memory(self) -> str:
-        """The better of the sides in memory."""
-        return min((side for side in IN_MEMORY if side in self.answers), key=lambda side: statistics.median(self.ms(side)))
+        """The better of the contenders in memory."""
+        return min(
+            (contender for contender in IN_MEMORY if contender in self.answers),
+            key=lambda contender: statistics.median(self.ms(contender)),
+        )
 
-    def gain(self, side: str) -> Ratio:
-        """Foreload's samples a second over those of a side."""
-        return ratio(self.ms(side), self.ms("foreload"))
+    def gain(self, contender: str) -> Ratio:
+        """Foreload's samples a second over those of a contender."""
+        return ratio(self.ms(contender), self.ms("foreload"))
 
-    def beyond(self, side: str) -> list[float]:
+    def beyond(self, contender: str) -> list[float]:
         """Milliseconds of a step beyond the floor of the same round."""
-        return [own - floor for own, floor in zip(self.ms(side), self.ms("floor"), strict=True)]
+        return [own - floor for own, floor in zip(self.ms(contender), self.ms("floor"), strict=True)]
 
 
 def _processor_seconds(stores: LocalStores) -> float:
@@ -104,15 +107,15 @@ def _processor_seconds(stores: LocalStores) -> float:
 
 
 def contest(
-    work: Workload, schedule: Schedule, model: str, sides: Sequence[str], plan: Plan, first_epoch: bool = False
+    work: Workload, schedule: Schedule, model: str, contenders: Sequence[str], plan: Plan, first_epoch: bool = False
 ) -> Contest:
-    """Run sides over the same steps of a schedule, in alternation."""
+    """Run contenders over the same steps of a schedule, in alternation."""
     ids = work.ids(schedule, plan.end if first_epoch else None)
     with ExitStack() as stack:
         logs = stack.enter_context(TemporaryDirectory(dir=work.folder, prefix="logs-"))
         stores: dict[str, LocalStores] = {}
-        for name in sides:
-            # The sides on demand leave every row where it was, so they share a store.
+        for name in contenders:
+            # The contenders on demand leave every row where it was, so they share a store.
             shared = next((stores[other] for other in ON_DEMAND if other in stores), None) if name in ON_DEMAND else None
             if name in STORES:
                 stores[name] = shared or stack.enter_context(work.stores("empty" if first_epoch else STORES[name]))
@@ -123,25 +126,25 @@ def contest(
             order = Order(
                 name, str(schedule.path), model, str(ids), str(work.first.path), urls, schedule.header.slots[0], skipped, logs
             )
-            side = Side(order)
-            stack.callback(side.close)
-            side.turn(1, plan.warm_up - skipped - 1)
-            return side
+            contender = Side(order)
+            stack.callback(contender.close)
+            contender.run(1, plan.warm_up - skipped - 1)
+            return contender
 
-        tell(f"{model} model: starting {', '.join(sides)}")
+        tell(f"{model} model: starting {', '.join(contenders)}")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            running = dict(zip(sides, pool.map(start, sides), strict=True))
-        answers: dict[str, list[Answer]] = {name: [] for name in sides}
+            running = dict(zip(contenders, pool.map(start, contenders), strict=True))
+        answers: dict[str, list[Answer]] = {name: [] for name in contenders}
         redis_seconds = dict.fromkeys(stores, 0.0)
 
-        def turn(name: str) -> float:
+        def run(name: str) -> float:
             before = _processor_seconds(stores[name]) if name in stores else 0.0
-            answers[name].append(running[name].turn(plan.steps, plan.discarded))
+            answers[name].append(running[name].run(plan.steps, plan.discarded))
             if name in stores:
                 redis_seconds[name] += _processor_seconds(stores[name]) - before
             return answers[name][-1].mean_ms
 
-        alternate({name: partial(turn, name) for name in sides}, plan.pairs, plan.until)
+        alternate({name: partial(run, name) for name in contenders}, plan.pairs, plan.until)
     end = plan.end_of(min(len(of) for of in answers.values()))
     redis_ms = {name: 1000 * seconds / (end - plan.warm_up) for name, seconds in redis_seconds.items()}
     seen = shares(schedule, plan.warm_up, end)
@@ -149,17 +152,19 @@ def contest(
 
 
 def step_table(title: str, found: Contest) -> Table:
-    """The sides of a contest."""
+    """The contenders of a contest."""
     rows: list[list[Cell]] = []
-    for side in found.answers:
-        ms = spread(found.ms(side))
-        redis = found.redis_ms.get(side)
+    for contender in found.answers:
+        ms = spread(found.ms(contender))
+        redis = found.redis_ms.get(contender)
         rows.append([
-            "dense floor" if side == "floor" else side, 1000 * BATCH / ms.median, f"{ms.median:.2f}", f"{ms.low:.2f} to {ms.high:.2f}",
-            f"{statistics.median(found.beyond(side)):.2f}", "-" if redis is None else f"{redis:.1f}",
+            "dense floor" if contender == "floor" else contender, 1000 * BATCH / ms.median, f"{ms.median:.2f}", f"{ms.low:.2f} to {ms.high:.2f}",
+            f"{statistics.median(found.beyond(contender)):.2f}", "-" if redis is None else f"{redis:.1f}",
         ])  # fmt: skip
     note = f"{found.pairs} pairs. Arrivals a step: {found.arrivals:,.0f}, of which {found.fetched_share:.1%} are fetched from the store."
-    return Table(title, ["side", "samples/s", "ms a step", "spread", "ms beyond the floor", "Redis CPU, ms a step"], rows, note)
+    return Table(
+        title, ["contender", "samples/s", "ms a step", "spread", "ms beyond the floor", "Redis CPU, ms a step"], rows, note
+    )
 
 
 def breakdown(*contests: Contest) -> Series:
@@ -167,23 +172,23 @@ def breakdown(*contests: Contest) -> Series:
     layers: dict[str, list[Point]] = {
         "dense part": [], "waiting for rows": [], "exchange": [], "gather, gradients, updates": []
     }  # fmt: skip
-    sides = {side: found for found in reversed(contests) for side in found.answers if side != "floor"}
-    for side, found in sorted(sides.items(), key=lambda item: statistics.median(item[1].ms(item[0]))):
-        answers, floor = found.answers[side], statistics.median(found.ms("floor"))
+    contenders = {contender: found for found in reversed(contests) for contender in found.answers if contender != "floor"}
+    for contender, found in sorted(contenders.items(), key=lambda item: statistics.median(item[1].ms(item[0]))):
+        answers, floor = found.answers[contender], statistics.median(found.ms("floor"))
         known = {
             layer: statistics.median(answer.parts.get(layer, 0.0) for answer in answers)
             for layer in ("waiting for rows", "exchange")
         }
-        rest = statistics.median(found.ms(side)) - floor - sum(known.values())
+        rest = statistics.median(found.ms(contender)) - floor - sum(known.values())
         of_side = {"dense part": floor, **known, "gather, gradients, updates": max(rest, 0.0)}
         for layer, ms in of_side.items():
-            layers[layer].append((side, ms))
+            layers[layer].append((contender, ms))
     return Series("Step time broken down, small model", "", "ms a step", "stacked", layers)
 
 
-def beyond_claim(found: Contest, side: str, against: str, least: float) -> Claim:
+def beyond_claim(found: Contest, contender: str, against: str, least: float) -> Claim:
     """Step time beyond the floor: a difference of two times that both drift, so medians are taken before the ratio."""
-    both = np.array([found.beyond(side), found.beyond("foreload")])
+    both = np.array([found.beyond(contender), found.beyond("foreload")])
     again = np.random.default_rng(0).integers(0, found.pairs, (RESAMPLED, found.pairs))
     medians = np.median(both[:, again], axis=2)
     ratios = np.where(medians[1] > 0, medians[0] / np.where(medians[1] > 0, medians[1], 1), math.inf)
@@ -243,7 +248,7 @@ def slot_table(contests: dict[int, Contest]) -> tuple[Table, Series]:
     lines: dict[str, list[Point]] = {"Foreload": [], "in memory": []}
     for number, found in sorted(contests.items()):
         memory = found.in_memory
-        ours, theirs = (1000 * BATCH / statistics.median(found.ms(side)) for side in ("foreload", memory))
+        ours, theirs = (1000 * BATCH / statistics.median(found.ms(contender)) for contender in ("foreload", memory))
         floor = 1000 * BATCH / statistics.median(found.ms("floor"))
         rows.append([number, f"{found.arrivals:,.0f}", ours, theirs, floor, str(found.gain(memory))])
         lines["Foreload"].append((number, ours))
@@ -254,12 +259,12 @@ def slot_table(contests: dict[int, Contest]) -> tuple[Table, Series]:
 
 
 def losses(found: Contest) -> str:
-    """How far the sides' losses are apart: they train the same model."""
+    """How far the contenders' losses are apart: they train the same model."""
     apart = max(
         abs(own.loss - other.loss) / own.loss
         for own, other in zip(found.answers["foreload"], found.answers[found.in_memory], strict=True)
     )
-    return f"The losses of Foreload and of the tables in memory, at the last step of each turn, differ by at most {apart:.1e} of them."
+    return f"The losses of Foreload and of the tables in memory, at the last step of each run, differ by at most {apart:.1e} of them."
 
 
 def main() -> None:
@@ -281,7 +286,7 @@ def main() -> None:
     large = contest(work, second, "Bagpipe's", three, slow)
     tables = [
         step_table("Small model (bottom 13-64-32, top 64-1), second epoch", small),
-        step_table("Small model, second epoch: sides that wait for their rows", slower),
+        step_table("Small model, second epoch: contenders that wait for their rows", slower),
         step_table("Bagpipe's model (bottom 13-512-256-64-32, top 1024-1024-1024-256-128-1), second epoch", large),
     ]
     if not given.quick:
@@ -296,8 +301,8 @@ def main() -> None:
     tables += [slots_of, arrival_table]
     notes = [
         describe(work),
-        "Each side is a process of its own; turns alternate, and the first steps of each are not counted, since Foreload's traffic fetches "
-        f"{LEAD} steps ahead while another side has its turn. In memory: the faster of one nn.Embedding (lookups sorted, gradients summed by "
+        "Each contender is a process of its own; their runs alternate, and the first steps of each are not counted, since Foreload's traffic fetches "
+        f"{LEAD} steps ahead while another contender has its run. In memory: the faster of one nn.Embedding (lookups sorted, gradients summed by "
         "embedding_bag, row-wise Adagrad by hand) and 26 nn.EmbeddingBag(sparse=True). On demand: redis-py's connections with commands under way "
         "on all shards at once, and beside it its clients' pipelines, one shard after the other.",
         losses(small),
@@ -307,7 +312,7 @@ def main() -> None:
         "slots": SLOTS,
         "batch": BATCH,
         "rows in the store": work.rows,
-        "discarded steps a turn": DISCARDED,
+        "discarded steps a run": DISCARDED,
         "pairs": small.pairs,
         "quick": given.quick,
     }

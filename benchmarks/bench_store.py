@@ -248,7 +248,7 @@ def fill(store: Store, rows_per_shard: int) -> None:
 
 
 class Setting:
-    """Servers that hold rows, the batches of all repetitions with their bytes, and every side connected."""
+    """Servers that hold rows, the batches of all repetitions with their bytes, and every contender connected."""
 
     def __init__(self, folder: Path, stores: LocalStores, store: Store, total_rows: int, repetitions: int) -> None:
         servers = [str(parse_url(url).path) for url in stores.urls]
@@ -277,7 +277,7 @@ class Setting:
         self._check()
 
     def _check(self) -> None:
-        """Every side must read what was written."""
+        """Every contender must read what was written."""
         for place, batch in enumerate(self.batches[:2]):
             for name in (OURS, *self.libraries):
                 for into in self.into:
@@ -287,23 +287,23 @@ class Setting:
                 if not all(np.array_equal(a, b) for a, b in zip(batch.rows, self.into, strict=True)):
                     raise SystemExit(f"{name}: other rows were read than written")
 
-    def _operation(self, side: str, kind: str, place: int) -> Callable[[], None]:
+    def _operation(self, contender: str, kind: str, place: int) -> Callable[[], None]:
         batch = self.batches[place]
-        if side == RAW:
+        if contender == RAW:
             return partial(self.raw.replay, self.traces[kind][place])
-        if side == OURS:
+        if contender == OURS:
             reads, writes = (batch.reads(self.into), []) if kind == GATHER else ([], batch.writes())
             return partial(self.store.exchange, reads, writes)
-        library = self.libraries[side]
+        library = self.libraries[contender]
         return partial(library.gather, batch, self.into) if kind == GATHER else partial(library.scatter, batch)
 
-    def run(self, side: str) -> dict[str, float]:
+    def run(self, contender: str) -> dict[str, float]:
         """Every batch gathered and scattered once; medians in milliseconds by name: gather, gather cpu, gather server, ..., both, both cpu."""
         found: dict[str, float] = {}
         for kind in (GATHER, SCATTER):
             spans = []
             for place in range(len(self.batches)):
-                operation = self._operation(side, kind, place)
+                operation = self._operation(contender, kind, place)
                 before = self._clocks.read()
                 operation()
                 spans.append(self._clocks.read() - before)
@@ -314,7 +314,7 @@ class Setting:
         return found
 
     def close(self) -> None:
-        """Close the sides' connections."""
+        """Close the contenders' connections."""
         self.raw.close()
         for library in self.libraries.values():
             library.close()
@@ -336,13 +336,13 @@ def setting(shards: int, total_rows: int, repetitions: int) -> Iterator[Setting]
 
 
 def _table(title: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
-    columns = ["side", *(f"{kind}{name}, ms" for kind in (GATHER, SCATTER) for name in ("", " CPU", " server CPU"))]
+    columns = ["contender", *(f"{kind}{name}, ms" for kind in (GATHER, SCATTER) for name in ("", " CPU", " server CPU"))]
     rows = []
-    for side, results in found.items():
+    for contender, results in found.items():
         figures = [
             float(np.median([result[k + n] for result in results])) for k in (GATHER, SCATTER) for n in ("", " cpu", " server")
         ]
-        rows.append([side, *(f"{figure:.2f}" for figure in figures)])
+        rows.append([contender, *(f"{figure:.2f}" for figure in figures)])
     return Table(
         title, columns, rows, "Medians. CPU is that of the client's process; the servers work at the same time on the other core."
     )
@@ -376,7 +376,9 @@ def main() -> None:
         tell(where)
         with setting(shards, total, repetitions) as made:
             found = alternate(
-                {side: partial(made.run, side) for side in (OURS, RAW, *made.libraries)}, given.pairs, given.budget.until(share)
+                {contender: partial(made.run, contender) for contender in (OURS, RAW, *made.libraries)},
+                given.pairs,
+                given.budget.until(share),
             )
         counts.append(len(found[OURS]))
         tables.append(_table(f"20,000 rows of {ROW_BYTES} bytes: {where}", found))

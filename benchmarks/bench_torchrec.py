@@ -22,9 +22,9 @@ from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.numerics import ENVIRONMENTS
+from interleaved import Ranks
 from lanes import LanesWorkload
 from torchrec_environment import NotToBeHad
-from turns import Ranks
 from workload import BATCH, DIM, FULL, LR, MODELS, QUICK, ROOT, SEED, SLOTS, describe, shares
 
 RANKS = 2
@@ -35,7 +35,7 @@ CLAIM = ("trained samples/s, 2 trainers, {} model", "TorchRec on CPU, 2 ranks", 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps of a turn, those before them that do not count, the most pairs, and the share of the script's time after which none begins."""
+    """Steps of a run, those before them that do not count, the most pairs, and the share of the script's time after which none begins."""
 
     steps: int
     discarded: int
@@ -43,7 +43,7 @@ class Plan:
     share: float
 
 
-# Untimed steps outlast what traffic had fetched ahead while the other side had its turn (8 steps).
+# Untimed steps outlast what traffic had fetched ahead while the other contender had its run (8 steps).
 PLANS = {"small": Plan(25, 12, 12, 0.6), "Bagpipe's": Plan(5, 9, 4, 1.0)}
 QUICK_PLANS = {"small": Plan(15, 12, 5, 1.0)}
 
@@ -57,12 +57,12 @@ def free_port() -> int:
 
 
 def steps_of(plan: Plan) -> int:
-    """All steps that a side may train."""
+    """All steps that a contender may train."""
     return 1 + plan.discarded + plan.pairs * (plan.steps + plan.discarded)
 
 
 def torchrec(python: Path, schedule: Schedule, slices: Path, model: str) -> Ranks:
-    """TorchRec's side."""
+    """TorchRec's contender."""
     order = {
         "ranks": RANKS,
         "port": free_port(),
@@ -75,13 +75,13 @@ def torchrec(python: Path, schedule: Schedule, slices: Path, model: str) -> Rank
         "model": MODELS[model],
         "seed": SEED,
     }
-    script = str(ROOT / "benchmarks" / "torchrec_side.py")
+    script = str(ROOT / "benchmarks" / "torchrec_contender.py")
     commands = [[str(python), script, json.dumps({"rank": rank, **order})] for rank in range(RANKS)]
     return Ranks("TorchRec", commands, {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
 
 
 def foreload(schedule: Schedule, model: str, stores: LocalStores, numerics: Mapping[str, str]) -> Ranks:
-    """This project's side: two trainers on a copy of the filled store. numerics: settings other than the project's own."""
+    """This project's contender: two trainers on a copy of the filled store. numerics: settings other than the project's own."""
     order = {"ranks": RANKS, "port": free_port(), "schedule": str(schedule.path), "model": model, "urls": list(stores.urls)}
     script = str(ROOT / "benchmarks" / "foreload_rank.py")
     commands = [[sys.executable, script, json.dumps({"rank": rank, **order})] for rank in range(RANKS)]
@@ -89,11 +89,11 @@ def foreload(schedule: Schedule, model: str, stores: LocalStores, numerics: Mapp
 
 
 def settings_of() -> dict[str, dict[str, str]]:
-    """Foreload's sides by name: with the widest instructions of this processor, and with its default, AVX2, where that is not the same."""
-    sides: dict[str, dict[str, str]] = {OURS: {}}
+    """Foreload's contenders by name: with the widest instructions of this processor, and with its default, AVX2, where that is not the same."""
+    contenders: dict[str, dict[str, str]] = {OURS: {}}
     if cpu_capability() != "avx2":
-        sides[AVX2] = ENVIRONMENTS["avx2"]
-    return sides
+        contenders[AVX2] = ENVIRONMENTS["avx2"]
+    return contenders
 
 
 def processor_seconds(pids: Sequence[int | None]) -> float:
@@ -105,9 +105,9 @@ def processor_seconds(pids: Sequence[int | None]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def turn(side: Ranks, plan: Plan) -> dict[str, float]:
-    """A turn's figures; the times of a step are the mean of the two processes."""
-    answers = side.turn(plan.steps, plan.discarded)
+def run(contender: Ranks, plan: Plan) -> dict[str, float]:
+    """A run's figures; the times of a step are the mean of the two processes."""
+    answers = contender.run(plan.steps, plan.discarded)
     seconds = max(sum(answer["seconds"]) for answer in answers)
     found = {
         "samples_per_second": BATCH * plan.steps / seconds,
@@ -130,15 +130,15 @@ def compare(
     with ExitStack() as stack:
         tell(f"{model}: starting TorchRec and Foreload")
         stores = {name: stack.enter_context(work.stores()) for name in ours}
-        sides = {"TorchRec": torchrec(python, second, slices, model)}
-        stack.callback(sides["TorchRec"].close)
+        contenders = {"TorchRec": torchrec(python, second, slices, model)}
+        stack.callback(contenders["TorchRec"].close)
         for name, numerics in ours.items():
-            sides[name] = foreload(second, model, stores[name], numerics)
-            stack.callback(sides[name].close)
-        for side in sides.values():
-            side.turn(1, plan.discarded)  # compiles
+            contenders[name] = foreload(second, model, stores[name], numerics)
+            stack.callback(contenders[name].close)
+        for contender in contenders.values():
+            contender.run(1, plan.discarded)  # compiles
         before = {name: processor_seconds(own.pids) for name, own in stores.items()}
-        found = alternate({name: partial(turn, side, plan) for name, side in sides.items()}, plan.pairs, until)
+        found = alternate({name: partial(run, contender, plan) for name, contender in contenders.items()}, plan.pairs, until)
         pairs = len(found[OURS])
         steps = pairs * (plan.steps + plan.discarded)
         redis_ms = {name: 1000 * (processor_seconds(own.pids) - before[name]) / steps for name, own in stores.items()}
@@ -149,18 +149,32 @@ def compare(
         for own in ours
     ]
 
-    def median(side: str, figure: str) -> float:
-        return statistics.median(of_turn[figure] for of_turn in found[side])
+    def median(contender: str, figure: str) -> float:
+        return statistics.median(of_turn[figure] for of_turn in found[contender])
 
-    def shown(side: str) -> str:
-        of_side = spread(rate[side])
+    def shown(contender: str) -> str:
+        of_side = spread(rate[contender])
         return f"{of_side.median:,.0f} ({of_side.low:,.0f} to {of_side.high:,.0f})"
 
     rows: list[list[str | float]] = [
-        [side, shown(side), median(side, "ms"), median(side, "processor_ms"), redis_ms.get(side, "-"), median(side, "loss")]
-        for side in sides
+        [
+            contender,
+            shown(contender),
+            median(contender, "ms"),
+            median(contender, "processor_ms"),
+            redis_ms.get(contender, "-"),
+            median(contender, "loss"),
+        ]
+        for contender in contenders
     ]
-    columns = ["side", "samples/s, median (spread)", "ms a step", "processor ms of both trainers", "of Redis", "loss of the last"]
+    columns = [
+        "contender",
+        "samples/s, median (spread)",
+        "ms a step",
+        "processor ms of both trainers",
+        "of Redis",
+        "loss of the last",
+    ]
     parts: list[list[str | float]] = [
         [
             name,
@@ -173,7 +187,7 @@ def compare(
         Table(f"Two trainers, {model} model", columns, rows, f"{pairs} pairs."),
         Table(
             f"A step of Foreload's two trainers, {model} model (ms)",
-            ["side", "compute", "exchange", "waiting for rows", "bytes that a trainer sends"],
+            ["contender", "compute", "exchange", "waiting for rows", "bytes that a trainer sends"],
             parts,
         ),
     ]
@@ -209,7 +223,7 @@ def main() -> None:
         "the time: without a GPU nothing overlaps.",
         "TorchRec runs as it comes, with AVX-512 where the processor has it. Foreload is told what to use, so that all hosts of a run compute "
         "the same bits: here --cpu-capability avx512, and beside it its default, avx2, which any host has.",
-        "All sides' processes live throughout; each trains turns of steps while the other waits.",
+        "All contenders' processes live throughout; each trains runs of steps while the other waits.",
     ]
     settings: dict[str, str | int | float | bool] = {
         **{f"{model}: {name}": getattr(plan, name) for model, plan in plans.items() for name in ("steps", "discarded")},

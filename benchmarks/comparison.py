@@ -1,6 +1,6 @@
-"""How every benchmark compares: sides in turn, ratios of pairs, records of what was found, and their file.
+"""How every benchmark compares: contenders in turn, ratios of pairs, records of what was found, and their file.
 
-A script takes `arguments`, runs its sides by `alternate`, states each claim as a `Claim` and hands all to `save`, which prints it and writes
+A script takes `arguments`, runs its contenders by `alternate`, states each claim as a `Claim` and hands all to `save`, which prints it and writes
 `<out>/<script>.json` with the machine, the versions and the settings. `render.py` makes docs/benchmarks.md of those files.
 """
 
@@ -63,13 +63,16 @@ class Budget:
 def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argparse.Namespace:
     """The command line of a benchmark: `quick`, `out` (a folder, made if it is not there), `pairs` and `budget`.
 
-    pairs: how often each side runs at most, in full and with --quick.
+    pairs: how often each contender runs at most, in full and with --quick.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less data and fewer pairs: tells that it works, not how fast")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="DIR", help="folder of the results")
     parser.add_argument(
-        "--pairs", type=int, metavar="N", help=f"how often each side runs at most (default {pairs[0]}, with --quick {pairs[1]})"
+        "--pairs",
+        type=int,
+        metavar="N",
+        help=f"how often each contender runs at most (default {pairs[0]}, with --quick {pairs[1]})",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="after which no more pairs are begun than 3")
     given = parser.parse_args()
@@ -80,8 +83,8 @@ def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argpa
     if given.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {given.pairs}")
     given.out.mkdir(parents=True, exist_ok=True)
-    keep_memory()  # for all sides alike
-    # Ended from outside, a benchmark still ends the servers and the sides that it has started.
+    keep_memory()  # for all contenders alike
+    # Ended from outside, a benchmark still ends the servers and the contenders that it has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return given
 
@@ -100,25 +103,25 @@ def tell(text: str) -> None:
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], Side]], pairs: int, until: float = math.inf, least: int = LEAST_PAIRS
+    contenders: Mapping[str, Callable[[], Side]], pairs: int, until: float = math.inf, least: int = LEAST_PAIRS
 ) -> dict[str, list[Side]]:
-    """Run every side `pairs` times, in turn; the order is reversed in every other round, so that a drift favours none.
+    """Run every contender `pairs` times, in turn; the order is reversed in every other round, so that a drift favours none.
 
-    until: no round begins that would end after it (Budget.until), once there are `least`. Returns for each side its results (a figure, or
+    until: no round begins that would end after it (Budget.until), once there are `least`. Returns for each contender its results (a figure, or
     several by name), one per round.
     """
-    found: dict[str, list[Side]] = {name: [] for name in sides}
+    found: dict[str, list[Side]] = {name: [] for name in contenders}
     longest = 0.0
-    for turn in range(pairs):
+    for run in range(pairs):
         started = time.monotonic()
-        if turn >= least and started + longest > until:
-            tell(f"{turn} of {pairs} pairs: there is no time for more")
+        if run >= least and started + longest > until:
+            tell(f"{run} of {pairs} pairs: there is no time for more")
             break
-        for name in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+        for name in list(contenders) if run % 2 == 0 else list(contenders)[::-1]:
             begun = time.monotonic()
-            result = sides[name]()
+            result = contenders[name]()
             found[name].append(result)
-            tell(f"{turn + 1}/{pairs} {name}: {_figures(result)} ({time.monotonic() - begun:.1f} s)")
+            tell(f"{run + 1}/{pairs} {name}: {_figures(result)} ({time.monotonic() - begun:.1f} s)")
         longest = max(longest, time.monotonic() - started)
     return found
 
@@ -148,7 +151,7 @@ def spread(values: Sequence[float]) -> Ratio:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """The ratios of two sides' results of `alternate`, round by round. Both have the same length, and denominators are positive."""
+    """The ratios of two contenders' results of `alternate`, round by round. Both have the same length, and denominators are positive."""
     return spread([over / under for over, under in zip(numerators, denominators, strict=True)])
 
 

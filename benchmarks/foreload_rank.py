@@ -1,4 +1,4 @@
-"""One trainer of Foreload's side of bench_torchrec.py: a process that trains turns of steps (turns.py) among `ranks` trainers.
+"""One trainer of Foreload's contender of bench_torchrec.py: a process that trains runs of steps (interleaved.py) among `ranks` trainers.
 
     python benchmarks/foreload_rank.py '{"rank": 0, ...}'
 
@@ -28,9 +28,9 @@ from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.cluster.board import contiguous_lanes  # noqa: E402
 from foreload.trainer.compute.step import StepReport, Trainer  # noqa: E402
 from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
-from foreload.trainer.run.assembly import DensePart, Start, assemble  # noqa: E402
+from foreload.trainer.run.assembly import DenseModel, Start, assemble  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
-from turns import Turns, ready  # noqa: E402
+from interleaved import InterleavedRuns, ready  # noqa: E402
 from workload import SHARDS, job  # noqa: E402
 
 SILENCE = timedelta(minutes=10)
@@ -55,21 +55,21 @@ def main() -> None:
     numerics.set_up(1)
     schedule = Schedule(order.schedule)
     training = TrainJob.of(job(Path(order.schedule), order.model))
-    dense = DensePart.build(training, schedule)
+    dense = DenseModel.build(training, schedule)
     rendezvous = dist.TCPStore("127.0.0.1", order.port, None, order.rank == 0, SILENCE)
     transport = GlooTransport(rendezvous, 0, order.rank, order.ranks, SILENCE)
     lane_map = contiguous_lanes(schedule.header.lanes, order.ranks)
-    turns = Turns()
+    interleaved = InterleavedRuns()
 
     def on_step(report: StepReport) -> None:
-        turns.step(report.loss, {name: getattr(report, name) for name in TOLD})
+        interleaved.step(report.loss, {name: getattr(report, name) for name in TOLD})
 
     with Store(list(order.urls), timedelta(seconds=60)) as store:
         start = Start.anew(schedule)
         part, events = assemble(training, schedule, dense, start, lane_map, transport, store, Placement.spread(SHARDS))
         with part.traffic:
             ready()
-            turns.begin()
+            interleaved.begin()
             Trainer(part).run(events, lambda step: False, on_step, lambda report: None)
 
 

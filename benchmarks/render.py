@@ -151,7 +151,7 @@ def render(results: Path, docs: Path) -> Path:
     lines = [
         "# Benchmarks",
         "",
-        "Written by `make bench`. A ratio is the median over pairs of turns, with the least and the greatest as its spread; sides run "
+        "Written by `make bench`. A ratio is the median over pairs of interleaved runs, with least and greatest as its spread; contenders run "
         "alternately, in one run.",
         "",
         *_machines(found),

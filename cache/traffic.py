@@ -32,18 +32,18 @@ from foreload.cache.protocol.lanes import (
     LaneTraffic,
 )
 from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.ownership import ALONE, Ownership
+from foreload.cache.protocol.ownership import UNFENCED, Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import (
     LaneWrites,
-    Moved,
     PlannedFetch,
     Rounds,
+    RoundStats,
 )
 from foreload.cache.protocol.server_probe import ShardChange
 from foreload.cache.protocol.shards import Shards
 from foreload.cache.repair.inspection import Inspection
-from foreload.cache.repair.shard_repair import Mending
+from foreload.cache.repair.shard_repair import ShardRepair
 from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
 
 NICENESS = 10  # of the thread
@@ -97,7 +97,7 @@ class Traffic:
         staging_rows: int = 1 << 18,
         check_tags: bool = True,
         log: BatchLog | None = None,
-        ownership: Ownership = ALONE,
+        ownership: Ownership = UNFENCED,
         on_action: Callable[[str], None] | None = None,
         on_shard: Callable[[ShardChange], None] | None = None,
     ) -> None:
@@ -119,9 +119,9 @@ class Traffic:
             self._shards = Shards(stored, list(self._lanes), ownership, self._monitor.wake, self._changed)
         lanes = list(self._lanes.values())
         self._rounds = Rounds(stored, [state.writes for state in lanes], self._shards, log, check_tags, self._on_action)
-        self._mending: Mending | None = None
+        self._shard_repair: ShardRepair | None = None
         if self._shards is not None:
-            self._mending = Mending(stored, self._shards, self._rounds, lanes, self._monitor, self._on_action)
+            self._shard_repair = ShardRepair(stored, self._shards, self._rounds, lanes, self._monitor, self._on_action)
         self.inspection = Inspection(stored, self._shards, self._rounds, lanes, self._monitor)
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
@@ -136,7 +136,7 @@ class Traffic:
             event = self._await_event(state, event_index)
             if next(iter(state.events)) != event_index:
                 raise CacheError(f"lane {lane}: event {next(iter(state.events))} must be taken before event {event_index}")
-            self._counters.stalled_rows += event.undue
+            self._counters.stalled_rows += event.not_due
             self._monitor.wait_until(lambda: bool(event.ready.all()))
             del state.events[event_index]
             state.staged_rows -= len(event.arrivals)
@@ -154,10 +154,10 @@ class Traffic:
             self._monitor.wait_until(lambda: bool(event.ready[which].all()))
             return self._staged(event, started)
 
-    def write_back(self, lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
+    def write_back(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
         """Hand over all rows whose residency ended at a boundary, possibly none; boundaries come in ascending order.
 
-        A row that is as the store has it (tag = stored tag) is not written. beyond: these rows are written beyond the schedule, on a clean
+        A row that is as the store has it (tag = stored tag) is not written. at_stop: these rows are written beyond the schedule, on a clean
         stop, and counted apart. Blocks while too many rows wait.
         """
         mask = ended.tag != ended.stored_tag
@@ -171,7 +171,7 @@ class Traffic:
             )
             state.last_boundary = boundary
             state.unwritten_rows += len(changed)
-            state.boundaries.append(Boundary(boundary, len(changed), beyond))
+            state.boundaries.append(Boundary(boundary, len(changed), at_stop))
             state.handed.append((boundary, changed))
             state.release()
             self._monitor.signal()
@@ -183,8 +183,8 @@ class Traffic:
 
     def replace(self, shard: int, url: str) -> None:
         """Use another server in place of a store shard's from now on; its rows are rebuilt there. Without parity nothing happens."""
-        if self._mending is not None:
-            self._mending.replace(shard, url)
+        if self._shard_repair is not None:
+            self._shard_repair.replace(shard, url)
 
     def mend(self, patience: timedelta) -> list[int]:
         """Wait until every shard is whole again, as fast as can be, but no longer than `patience`; returns those that are lost.
@@ -192,26 +192,26 @@ class Traffic:
         Without parity there is nothing to wait for, but a shard that has not what it acknowledged is an error.
         """
         self.inspection.probe()
-        return self._mending.finish(patience) if self._mending is not None else []
+        return self._shard_repair.finish(patience) if self._shard_repair is not None else []
 
     def probe(self) -> None:
         """Notice now what store shards died since the last round; without parity nothing happens."""
-        if self._mending is not None:
+        if self._shard_repair is not None:
             self.inspection.probe()
 
     def lost_or_rebuilding(self) -> dict[int, float]:
         """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
-        return self._mending.progress() if self._mending is not None else {}
+        return self._shard_repair.progress() if self._shard_repair is not None else {}
 
-    def batches(self, lane: int) -> int:
+    def last_batch(self, lane: int) -> int:
         """The number of the lane's last write-back batch that all shards acknowledged; RUN keeps it for a resume."""
         with self._monitor:
-            return self._lanes[lane].batches
+            return self._lanes[lane].last_batch
 
     def counters(self) -> Counters:
         """A copy of the counters."""
         with self._monitor:
-            return replace(self._counters, rows_rebuilt=self._mending.rows_rebuilt if self._mending is not None else 0)
+            return replace(self._counters, rows_rebuilt=self._shard_repair.rows_rebuilt if self._shard_repair is not None else 0)
 
     def close(self) -> None:
         """Flush, then stop the thread."""
@@ -278,22 +278,22 @@ class Traffic:
                 if self._monitor.stopping:
                     return
         except RowsLost as error:
-            self._monitor.fail(self._mending.described(error) if self._mending is not None else error)
+            self._monitor.fail(self._shard_repair.described(error) if self._shard_repair is not None else error)
         except BaseException as error:
             self._monitor.fail(error)
 
     def _patience(self) -> float | None:
         """Seconds after which the thread looks again by itself."""
         waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.values()) else []
-        for due in (self._mending.patience() if self._mending is not None else None, self.inspection.patience()):
+        for due in (self._shard_repair.patience() if self._shard_repair is not None else None, self.inspection.patience()):
             if due is not None:
                 waits.append(due)
         return min(waits, default=None)
 
     def _round(self) -> bool:
         """One round with the store; False if there was nothing to exchange."""
-        mended = self._mending is not None and self._mending.work(self._settle)
-        if self.inspection.work(self._settle):
+        mended = self._shard_repair is not None and self._shard_repair.work(self._flush_pending)
+        if self.inspection.work(self._flush_pending):
             self._on_action("inspected")
             mended = True
         fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]] = []
@@ -308,25 +308,25 @@ class Traffic:
         sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
         if not sent and not fetches and not cut:
             return mended
-        moved = self._rounds.read_phase([planned for *_, planned in fetches], cut, sent)
+        stats = self._rounds.read_phase([planned for *_, planned in fetches], cut, sent)
         with self._monitor:
-            self._note(fetches, moved)
+            self._note(fetches, stats)
             self._monitor.notify_all()
         if fetches:
             self._on_action("rows staged")
         if cut:
-            moved = self._rounds.parity_phase(cut)
+            stats = self._rounds.parity_phase(cut)
             with self._monitor:
-                self._note([], moved)
+                self._note([], stats)
         return True
 
-    def _settle(self) -> bool:
+    def _flush_pending(self) -> bool:
         """Send the rows of all batches under way, so that what is then read or written meets none half written; whether there were any."""
         sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
         if sent:
-            moved = self._rounds.read_phase([], [], sent)
+            stats = self._rounds.read_phase([], [], sent)
             with self._monitor:
-                self._note([], moved)
+                self._note([], stats)
                 self._monitor.notify_all()
         return bool(sent)
 
@@ -334,26 +334,26 @@ class Traffic:
         self._on_shard(change)
         self._monitor.wake()
 
-    def _note(self, fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]], moved: Moved) -> None:
+    def _note(self, fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]], stats: RoundStats) -> None:
         counters = self._counters
         counters.rounds += 1
-        counters.batches += len(moved.written)
-        counters.parity_rows_read += moved.parity_rows_read
-        counters.parity_rows_written += moved.parity_rows_written
-        counters.rows_decoded += moved.rows_decoded
-        counters.bytes_fetched += moved.bytes_read
-        counters.bytes_written += moved.bytes_written
+        counters.batches += len(stats.written)
+        counters.parity_rows_read += stats.parity_rows_read
+        counters.parity_rows_written += stats.parity_rows_written
+        counters.rows_decoded += stats.rows_decoded
+        counters.bytes_fetched += stats.bytes_read
+        counters.bytes_written += stats.bytes_written
         for _, fetch, _ in fetches:
             fetch.event.ready[fetch.places] = True
             counters.rows_fetched += len(fetch.places)
-        for writes, batch in moved.written:
+        for writes, batch in stats.written:
             state = self._lanes[writes.lane]
-            state.batches = batch.number
+            state.last_batch = batch.number
             state.unwritten_rows -= batch.rows
             for boundary in state.boundaries:
                 rows = batch.rows_of.get(boundary.number, 0)
                 boundary.left -= rows
-                if boundary.beyond:
+                if boundary.at_stop:
                     counters.rows_written_beyond += rows
                 else:
                     counters.rows_written += rows
@@ -376,7 +376,7 @@ class Traffic:
                 state.fetches.append(Fetch(event, places))
             with self._monitor:
                 event.ready[made] = True
-                event.undue = int(np.count_nonzero(arrivals.after[places] > state.released_boundary))
+                event.not_due = int(np.count_nonzero(arrivals.after[places] > state.released_boundary))
                 self._counters.rows_initial += len(made)
                 state.events[index] = event
                 state.pulled = index
@@ -413,14 +413,14 @@ class Traffic:
 
     def _due(self, state: LaneTraffic) -> list[Fetch]:
         """The fetches that may leave now; the others stay."""
-        due, undue = [], []
+        due, not_due = [], []
         for fetch in state.fetches:
             late = fetch.event.arrivals.after[fetch.places] > state.released_boundary
             if not late.all():
                 due.append(Fetch(fetch.event, fetch.places[~late]))
             if late.any():
-                undue.append(Fetch(fetch.event, fetch.places[late]))
+                not_due.append(Fetch(fetch.event, fetch.places[late]))
             with self._monitor:
-                fetch.event.undue = int(np.count_nonzero(late))
-        state.fetches = undue
+                fetch.event.not_due = int(np.count_nonzero(late))
+        state.fetches = not_due
         return due

@@ -19,7 +19,7 @@ from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
 from foreload.trainer.compute.transport import LocalHub
 from foreload.trainer.errors import LossNotFinite
 from foreload.trainer.run.assembly import (
-    DensePart,
+    DenseModel,
     Start,
     assemble,
     stored_rows_at,
@@ -42,7 +42,7 @@ class Trained:
     stopped_at: int | None
     start: Start
     failure: str | None = None
-    dense: list[DensePart] = field(default_factory=list)
+    dense: list[DenseModel] = field(default_factory=list)
 
 
 def spread(lanes: int, trainers: int) -> list[int]:
@@ -73,10 +73,10 @@ def train(
     placement = Placement.spread(len(urls), *parity)
     lane_map = spread(schedule.header.lanes, trainers)
     start = resume.start if resume is not None else Start.anew(schedule)
-    batches = list(start.batches)
+    batches = list(start.last_batches)
     outcome = Trained("", [], [], None, start)
     failures: list[BaseException] = []
-    denses = [DensePart.build(job, schedule) for _ in range(trainers)]
+    denses = [DenseModel.build(job, schedule) for _ in range(trainers)]
     if resume is not None:
         for dense in denses:
             dense.module.load_state_dict(resume.dense[0].module.state_dict())
@@ -110,12 +110,12 @@ def train(
                 except LossNotFinite as error:
                     stopped, failure = trained, str(error)
                 last = schedule.header.end_step - 1 if stopped is None else stopped
-                trainer.write_everything_back(last + 1, beyond=stopped is not None)
+                trainer.write_everything_back(last + 1, at_stop=stopped is not None)
                 # What rank 0 does after the last step has happened before anyone looks for shards that are lost.
                 transports[rank].barrier()
                 assert part.traffic.mend(timedelta(seconds=30)) == []
                 for lane in trainer.lanes:
-                    batches[lane] = part.traffic.batches(lane)
+                    batches[lane] = part.traffic.last_batch(lane)
                 if mine:
                     outcome.stopped_at, outcome.failure = stopped, failure
             finally:
@@ -141,13 +141,13 @@ def train(
     return outcome
 
 
-def digest(job: TrainJob, schedule: Schedule, dense: DensePart, urls: Sequence[str], at: Start, placement: Placement) -> str:
+def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[str], at: Start, placement: Placement) -> str:
     """The digest of the model as the store and a trainer hold it."""
     found = Digest()
     found.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
     with Store(urls, timedelta(seconds=10)) as store:
         stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
-        rows = trained_rows(schedule, at.step, stored, at.batches)
+        rows = trained_rows(schedule, at.step, stored, at.last_batches)
         pending = next(rows, None)
         for number, table in enumerate(schedule.header.features.tables):
             found.table(table.name)

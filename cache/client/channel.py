@@ -125,7 +125,7 @@ def connect(url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> tu
 
 
 def now_ns() -> int:
-    """The clock of `frames.converse`."""
+    """The clock of `frames.run_exchange`."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
@@ -133,7 +133,7 @@ class Channel:
     """A connection with the requests under way on it. `send` and `receive` do what the socket allows at once; neither blocks.
 
     state (int64 [CONNECTION_COLUMNS]), out and data (uint8, the outgoing and incoming buffers) are views that `place` gives; between calls
-    `frames.converse` may go on with them.
+    `frames.run_exchange` may go on with them.
     """
 
     def __init__(self, url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> None:
@@ -195,8 +195,8 @@ class Channel:
         unsent = state[frames.OUT_START] < state[frames.OUT_END] or state[frames.FILLING] < state[frames.LAST]
         return bool(unsent or self.tls_wants_write)
 
-    def attend(self) -> None:
-        """Do what `frames.converse` cannot: read other replies, and let the socket say what ails it. Raises as send and receive do."""
+    def handle_in_python(self) -> None:
+        """Do what `frames.run_exchange` cannot: read other replies, and let the socket say what ails it. Raises as send and receive do."""
         self._read()
         self.send()
         if not self.answered:

@@ -34,7 +34,7 @@ NEXT_HEAD, NEXT_MARKER = -2, -1  # from 0 on: the next row
 CONNECTION_COLUMNS = 13
 
 MORE, COMPLETE, IRREGULAR = range(3)  # what `take` says of a reply
-ALL_ANSWERED, PAUSED, ATTEND, SILENT = range(4)  # why `converse` returns
+ALL_ANSWERED, PAUSED, IN_PYTHON, SILENT = range(4)  # why `run_exchange` returns
 _STALL_NS = 100_000_000  # this process did not run for so long beyond what it asked for, so it cannot say that others were silent
 _POLLIN, _POLLOUT = 1, 4
 _LINE_BYTES = 32  # the longest line that gives a number
@@ -286,7 +286,7 @@ def to_front(connection, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(nogil=True, cache=True)
-def forgive(connections, lapse_ns):  # type: ignore[no-untyped-def]
+def discount_stall(connections, lapse_ns):  # type: ignore[no-untyped-def]
     """Leave a time in which this process was itself stopped, or got no processor, out of everyone's silence."""
     if lapse_ns > _STALL_NS:
         for c in range(connections.shape[0]):
@@ -294,12 +294,12 @@ def forgive(connections, lapse_ns):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(nogil=True, cache=True)
-def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # type: ignore[no-untyped-def]
+def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):  # type: ignore[no-untyped-def]
     """Send and receive on all connections until every request is answered.
 
     requests: int64 [n, REQUEST_COLUMNS]; connections: int64 [c, CONNECTION_COLUMNS]; out, data: uint8 [c, bytes]. Returns
     (ALL_ANSWERED, 0); (PAUSED, 0) when a signal came or nothing moved for pause_ns; (SILENT, c) where connection c is silent for timeout_ns; or
-    (ATTEND, c) where connection c needs what only Python knows.
+    (IN_PYTHON, c) where connection c needs what only Python knows.
     """
     polls = np.zeros(
         (connections.shape[0], 2), np.int32
@@ -312,7 +312,7 @@ def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # 
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
         now = clock_time[0] * 1_000_000_000 + clock_time[1]
         if seen:
-            forgive(connections, now - seen)
+            discount_stall(connections, now - seen)
         wait_ns = np.int64(pause_ns)
         n = 0
         for c in range(connections.shape[0]):
@@ -320,7 +320,7 @@ def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # 
             if connection[ANSWERED] == connection[LAST]:
                 continue
             if fresh and not _send_some(requests, connection, out[c], now, False):
-                return ATTEND, c
+                return IN_PYTHON, c
             wants_write = connection[OUT_START] < connection[OUT_END] or connection[FILLING] < connection[LAST]
             polls[n, 0] = connection[FD]
             polls[n, 1] = _POLLIN | _POLLOUT if wants_write else _POLLIN
@@ -335,15 +335,15 @@ def converse(requests, connections, out, data, clock, timeout_ns, pause_ns):  # 
         ready = _poll(np.uint64(polls.ctypes.data), np.uint64(n), np.int32((wait_ns + 999_999) // 1_000_000))
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
         seen = clock_time[0] * 1_000_000_000 + clock_time[1]
-        forgive(connections, seen - now - wait_ns)
+        discount_stall(connections, seen - now - wait_ns)
         now = seen
         for place in range(n if ready > 0 else 0):
             c = busy[place]
             came = polls[place, 1] >> 16
             if came & _POLLOUT and not _send_some(requests, connections[c], out[c], now, True):
-                return ATTEND, c
+                return IN_PYTHON, c
             if came & ~_POLLOUT and not _receive_some(requests, connections[c], data[c], now):
-                return ATTEND, c
+                return IN_PYTHON, c
         for place in range(n):
             connection = connections[busy[place]]
             if connection[ANSWERED] < connection[LAST] and now - connection[PROGRESSED_NS] >= timeout_ns:

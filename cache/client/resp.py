@@ -44,7 +44,7 @@ class Reply(Protocol):
     def restart(self) -> None:
         """Expect the whole reply again, for a command that is sent again."""
 
-    def lay(self, row: np.ndarray) -> None:
+    def encode_into(self, row: np.ndarray) -> None:
         """Write what is expected to its columns in a row of the table of requests, and keep what comes there."""
 
 
@@ -88,7 +88,7 @@ class Request:
         """The longest piece that a buffer must hold as a whole, on the way out or in."""
         return max(self.template_bytes + (self.rows.shape[1] if self.rows is not None else 0), self.reply.frame_bytes) + 2
 
-    def lay(self, row: np.ndarray) -> None:
+    def encode_into(self, row: np.ndarray) -> None:
         """Write the request to a row of the table of requests."""
         start = _address(self.head)
         split = len(self.head) - self.template_bytes
@@ -97,14 +97,14 @@ class Request:
             row[frames.FIELDS : frames.COUNT + 1] = (_address(self.fields), len(self.fields))
         if self.rows is not None and len(self.rows):
             row[frames.ROWS : frames.ROW_BYTES + 1] = (_address(self.rows), self.rows.strides[0], self.rows.shape[1])
-        self.reply.lay(row)
+        self.reply.encode_into(row)
 
 
 def lay_out(requests: Sequence[Request]) -> np.ndarray:
     """The table of requests, int64 [n, REQUEST_COLUMNS]; it holds addresses of arrays that the requests keep."""
     table = np.zeros((len(requests), frames.REQUEST_COLUMNS), np.int64)
     for request, row in zip(requests, table, strict=True):
-        request.lay(row)
+        request.encode_into(row)
     return table
 
 
@@ -189,9 +189,9 @@ class HmgetReply:
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows
-        self.lay(np.zeros(frames.REQUEST_COLUMNS, np.int64))
+        self.encode_into(np.zeros(frames.REQUEST_COLUMNS, np.int64))
 
-    def lay(self, row: np.ndarray) -> None:
+    def encode_into(self, row: np.ndarray) -> None:
         """Write what is expected to a row of the table of requests, where progress and the marker are kept from now on."""
         count, row_bytes = self.rows.shape
         head = b"$%d\r\n" % row_bytes
@@ -303,7 +303,7 @@ class PlainReply:
     def __init__(self) -> None:
         self.restart()
 
-    def lay(self, row: np.ndarray) -> None:
+    def encode_into(self, row: np.ndarray) -> None:
         """Write what is expected to a row of the table of requests."""
         row[frames.KIND] = frames.ANY_REPLY
 
@@ -342,7 +342,7 @@ class NumberReply(PlainReply):
         self._request = np.full(frames.REQUEST_COLUMNS, frames.NEXT_HEAD, np.int64)
         super().__init__()
 
-    def lay(self, row: np.ndarray) -> None:
+    def encode_into(self, row: np.ndarray) -> None:
         """Write what is expected to a row of the table of requests, where the number is kept from now on."""
         self._request = row
         row[frames.KIND], row[frames.NEXT] = frames.NUMBER_REPLY, frames.NEXT_HEAD

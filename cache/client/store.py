@@ -157,7 +157,7 @@ class Store:
             raise
 
     @classmethod
-    def sparing(cls, urls: Sequence[str | StoreUrl], timeout: timedelta, spared: int) -> Self:
+    def connect(cls, urls: Sequence[str | StoreUrl], timeout: timedelta, spared: int) -> Self:
         """One for rows that parity has, too, if `spared` shards may be lost: a server that is gone is then not waited for, and no error."""
         return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout)
 
@@ -366,7 +366,7 @@ class Store:
             attempts = pauses(self.timeout)
             while requests:
                 self._begin(requests)
-                self._settle(list(requests), failures)
+                self._await_replies(list(requests), failures)
                 again = self._not_ready(
                     {shard: some for shard, some in requests.items() if shard not in (failures or ())}, failures
                 )
@@ -420,7 +420,7 @@ class Store:
             self.commands += len(some)
             first += len(some)
 
-    def _settle(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
+    def _await_replies(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
         """Send and receive on the channels of these shards until each has every reply, or has failed."""
         try:
             if all(self._channels[shard].compiled for shard in busy):
@@ -434,16 +434,16 @@ class Store:
     def _converse(self, failures: dict[int, StoreError] | None) -> None:
         timeout_ns = self._timeout_ns
         while True:
-            why, shard = frames.converse(
+            why, shard = frames.run_exchange(
                 self._table, self._states, self._out, self._in, time.CLOCK_MONOTONIC, timeout_ns, _PAUSE_NS
             )
             if why == frames.ALL_ANSWERED:
                 return
             if why == frames.SILENT:
                 self._lose(shard, self._silence(shard), failures)
-            elif why == frames.ATTEND:
+            elif why == frames.IN_PYTHON:
                 try:
-                    self._channels[shard].attend()
+                    self._channels[shard].handle_in_python()
                 except StoreError as error:
                     self._lose(shard, error, failures)
 
@@ -464,7 +464,7 @@ class Store:
                 wait_ns = min(max(due_ns - seen, 0), _PAUSE_NS)
                 ready = selector.select(wait_ns * 1e-9)
                 before, seen = seen, now_ns()
-                frames.forgive(self._states, seen - before - wait_ns)
+                frames.discount_stall(self._states, seen - before - wait_ns)
                 for key, events in ready:
                     try:
                         self._serve(selector, key, events)

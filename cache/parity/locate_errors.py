@@ -13,14 +13,16 @@ from foreload.cache.parity.erasure import Code, accumulate
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """restored: bool [n, k + r], rows that were wrong or not there, and are now as the rest of their stripe says; beyond: bool [n], stripes that do
-    not agree and do not tell which of their rows is wrong."""
+    """What stripes tell of their rows. restored: bool [n, k + r], rows that were wrong or not there, and are now as the rest of their stripe says.
+
+    uncorrectable: bool [n], stripes that do not agree and do not tell which of their rows is wrong.
+    """
 
     restored: np.ndarray
-    beyond: np.ndarray
+    uncorrectable: np.ndarray
 
 
-def examine(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
+def locate_errors(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
     """Check stripes, and restore in place what can be told for certain.
 
     rows: uint8 [n, k + r, row_bytes], contiguous, members first, row_bytes a multiple of 4, zeros where nothing was ever stored; erased:
@@ -28,7 +30,7 @@ def examine(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
     code's distance is r + 1, so no two sets of that many rows explain the same stripe. Other stripes stay as they are.
     """
     count = len(rows)
-    restored, beyond = np.zeros(erased.shape, bool), np.zeros(count, bool)
+    restored, uncorrectable = np.zeros(erased.shape, bool), np.zeros(count, bool)
     for gone, left in _patterns(erased):
         for apart in _explanations(code, gone):
             known = [place for place in range(code.k + code.r) if place not in apart]
@@ -40,8 +42,8 @@ def examine(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
             left = left[~agree]
             if not left.size:
                 break
-        beyond[left] = True
-    return Verdict(restored, beyond)
+        uncorrectable[left] = True
+    return Verdict(restored, uncorrectable)
 
 
 def _patterns(erased: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:

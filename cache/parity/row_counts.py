@@ -15,14 +15,14 @@ _TABLE_SHIFT = np.uint64(48)
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class RowCounts:
     """Rows and parity rows by table and store shard: int64 [tables, shards] each."""
 
     rows: np.ndarray
     parity_rows: np.ndarray
 
-    def __add__(self, other: Census) -> Census:
-        return Census(self.rows + other.rows, self.parity_rows + other.parity_rows)
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(self.rows + other.rows, self.parity_rows + other.parity_rows)
 
     @property
     def fields(self) -> np.ndarray:
@@ -37,7 +37,7 @@ class Census:
         return found
 
     @classmethod
-    def none(cls, tables: int, shards: int) -> Census:
+    def none(cls, tables: int, shards: int) -> RowCounts:
         """Nothing at all."""
         return cls(np.zeros((tables, shards), np.int64), np.zeros((tables, shards), np.int64))
 
@@ -59,9 +59,9 @@ def _count(prefix, table, count, members, k, cursors, flags, rows, parity_rows):
                 parity_rows[members[group, place]] += name < cursors[members[group, place]]
 
 
-def take_census(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarray | None = None) -> Census:
+def take_census(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarray | None = None) -> RowCounts:
     """What the shards hold of a lane. cursors: uint64 [shards], a shard has the stripes below its cursor; None: all have all."""
-    found, written = Census.none(tables, shards), stripes.written
+    found, written = RowCounts.none(tables, shards), stripes.written
     below = np.full(shards, ALL_STRIPES, np.uint64) if cursors is None else cursors
     for table in range(tables):
         flags = written.flags[written.starts[table] :]

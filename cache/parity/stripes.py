@@ -58,7 +58,7 @@ class Written:
         self.starts = np.concatenate([[0], np.cumsum(self.room)[:-1]]).astype(np.int64)
         self.flags = np.zeros(int(self.room.sum()), np.uint8)
 
-    def cover(self, table: np.ndarray, ordinal: np.ndarray) -> None:
+    def reserve(self, table: np.ndarray, ordinal: np.ndarray) -> None:
         """Have room for these rows (table int16 [n], ordinal int64 [n]) and for all members of their stripes."""
         most = self.counts.copy()
         _most(table, ordinal, most)
@@ -72,7 +72,7 @@ class Written:
             self.flags[own : own + min(count, other)] = flags[start : start + min(count, other)]
 
     def note(self, table: np.ndarray, ordinal: np.ndarray) -> None:
-        """These rows are written from now on; `cover` made room for them."""
+        """These rows are written from now on; `reserve` made room for them."""
         _most(table, ordinal, self.counts)
         _note(table, ordinal, self.flags, self.starts)
 
@@ -243,7 +243,7 @@ class LaneStripes:
     def arrange(self, table: np.ndarray, ordinal: np.ndarray, cursors: np.ndarray) -> Arrangement:
         """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
         if self.members.shape[1] > self.k:
-            self.written.cover(table, ordinal)
+            self.written.reserve(table, ordinal)
         found = _arrange(self.prefix, table, ordinal, self.members, self.k, cursors, self.written.flags, self.written.starts)
         return Arrangement(*found)
 

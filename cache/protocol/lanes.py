@@ -23,14 +23,14 @@ class LanePlan:
     """What one lane will need, and where its traffic stands at the start.
 
     plan: (event index, arrivals) in order of the program; None where the next event is not known yet (it is asked for again, after a
-    while). An exception that it raises is raised by the `take` of the event that it stands for. batches: the number of the lane's last
+    while). An exception that it raises is raised by the `take` of the event that it stands for. last_batch: the number of the lane's last
     write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: int64 [tables], the lane's
     ordinals that the store has, all below it (None: none).
     """
 
     lane: int
     plan: Plan
-    batches: int = 0
+    last_batch: int = 0
     released_boundary: int = -1
     written: np.ndarray | None = None
 
@@ -41,7 +41,7 @@ class Boundary:
 
     number: int
     left: int
-    beyond: bool
+    at_stop: bool
 
 
 @dataclass(slots=True)
@@ -63,9 +63,9 @@ class LaneTraffic:
         self.fetches: list[Fetch] = []
         written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
         stripes = stored.placement.stripes(plan.lane, written)
-        staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.batches)
+        staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.last_batch)
         held = take_census(stripes, len(stored.layouts), stored.placement.shard_count).fields
-        self.writes = LaneWrites(plan.lane, stripes, staging, plan.batches, held)
+        self.writes = LaneWrites(plan.lane, stripes, staging, plan.last_batch, held)
 
         self.pulled = -1  # index of the last event staged or taken
         self.wanted = -1  # index of the last event that the trainer waits for
@@ -77,7 +77,7 @@ class LaneTraffic:
         self.last_boundary = plan.released_boundary
         self.boundaries: deque[Boundary] = deque()
         self.unwritten_rows = 0
-        self.batches = plan.batches
+        self.last_batch = plan.last_batch
         self.released_boundary = plan.released_boundary
 
     def release(self) -> None:
@@ -87,7 +87,7 @@ class LaneTraffic:
         """
         while self.boundaries and not self.boundaries[0].left:
             done = self.boundaries.popleft()
-            if not done.beyond:
+            if not done.at_stop:
                 self.released_boundary = done.number
 
     def planned(self, fetch: Fetch) -> PlannedFetch:

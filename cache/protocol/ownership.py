@@ -28,20 +28,20 @@ class Ownership:
         return self.identity is None or is_of(store, namespace, self.identity, shard, at)
 
 
-ALONE = Ownership()
+UNFENCED = Ownership()
 
 
-def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, int]) -> None:
+def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[int, int]) -> None:
     """Fence lanes on every store shard, and note in stored.lost the shards that do not have all of their rows.
 
-    batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
+    last_batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
     """
     doubtful: dict[int, None] = {}
-    expected = {lane: stored.expected(lane) for lane in batches}
+    expected = {lane: stored.expected(lane) for lane in last_batches}
     for shard in range(stored.placement.shard_count):
         try:
             there = shard not in stored.store.down and ownership.has(stored.store, stored.namespace, shard)
-            fenced = fence_all(stored.store, shard, stored.namespace, list(batches), ownership.term) if there else {}
+            fenced = fence_all(stored.store, shard, stored.namespace, list(last_batches), ownership.term) if there else {}
         except (StoreFull, StoreAuth) as error:
             if not stored.placement.r:
                 raise
@@ -56,20 +56,20 @@ def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, in
             continue
         for lane, found in fenced.items():
             stored.epochs[lane, shard] = found.epoch
-            if not batches[lane] and (found.marked or found.rows):
+            if not last_batches[lane] and (found.marked or found.rows):
                 # What an earlier owner wrote between the removal of its rows and the fence.
                 stored.store.command(shard, "UNLINK", stored.key(lane, shard))
                 continue
             if found.marked:
                 stored.held[lane, shard] = int(expected[lane][shard])
-            if found.marker != Marker(batches[lane], batches[lane]):
+            if found.marker != Marker(last_batches[lane], last_batches[lane]):
                 stored.lost.add(shard)
             elif found.rows != expected[lane][shard]:
                 doubtful[shard] = None
             if not stored.placement.r and (shard in stored.lost or shard in doubtful):
                 raise StoreError(
                     f"store {stored.store.urls[shard]}: lost rows of lane {lane}: has {found.rows} of {expected[lane][shard]}, up to write-back "
-                    f"batch {found.marker} of {batches[lane]}; restore it and --resume, or start again with --overwrite"
+                    f"batch {found.marker} of {last_batches[lane]}; restore it and --resume, or start again with --overwrite"
                 )
     check_covered(stored)
     for shard in doubtful:
@@ -77,7 +77,7 @@ def take_over(stored: StoredRows, ownership: Ownership, batches: Mapping[int, in
         stored.lose(shard)
 
 
-def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:
+def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
     """The same for a reader: find each lane's fence epoch on every store shard, and note in stored.lost the shards that lack rows.
 
     Without parity these are noticed when they are read.
@@ -86,13 +86,13 @@ def find_rows(stored: StoredRows, batches: Sequence[int]) -> None:
         if shard in stored.store.down:
             stored.lost.add(shard)
             continue
-        for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(batches))):
+        for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(last_batches))):
             stored.epochs[lane, shard] = int(epoch)
             if not stored.placement.r:
                 continue
             found = stored.store.command(shard, "HGET", stored.key(lane, shard), MARKER)
             assert found is None or isinstance(found, bytes)
-            if Marker.parse(found) != Marker(batches[lane], batches[lane]):
+            if Marker.parse(found) != Marker(last_batches[lane], last_batches[lane]):
                 stored.lost.add(shard)
     check_covered(stored)
 
@@ -103,16 +103,16 @@ def check_covered(stored: StoredRows) -> None:
         Survivors.of(stored.placement, stored.placement.mask(stored.lost))
 
 
-def stale_shards(store: Store, namespace: str, batches: Sequence[int]) -> list[int]:
-    """The store shards that cannot be reached, or whose marker of a lane is not that of the lane's write-back batch `batches[lane]`."""
+def stale_shards(store: Store, namespace: str, last_batches: Sequence[int]) -> list[int]:
+    """The store shards that cannot be reached, or whose marker of a lane is not that of the lane's write-back batch `last_batches[lane]`."""
     stale = []
     for shard in range(store.shards):
         if shard not in store.down:
-            epochs = read_epochs(store, shard, namespace, len(batches))
+            epochs = read_epochs(store, shard, namespace, len(last_batches))
             keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
             found = [store.command(shard, "HGET", key, MARKER) for key in keys]
             markers = [Marker.parse(value if isinstance(value, bytes) else None) for value in found]
-            if markers == [Marker(number, number) for number in batches]:
+            if markers == [Marker(number, number) for number in last_batches]:
                 continue
         stale.append(shard)
     return stale

@@ -213,11 +213,11 @@ def _row_error(
     )
 
 
-def read_rows(stored: StoredRows, expected: Expected, batches: int | None = None, check_tags: bool = True) -> Rows:
+def read_rows(stored: StoredRows, expected: Expected, last_batch: int | None = None, check_tags: bool = True) -> Rows:
     """Read rows of one lane, in the order of `expected`, 65,536 at a time; those on lost shards are decoded.
 
-    A shard that is stale, or lacks a row, is lost from then on; where more are than parity covers, the row alone is decoded. batches: the number of
-    the lane's last write-back batch, checked against every store shard that is asked; None: not checked. Raises RowError for a row
+    A shard that is stale, or lacks a row, is lost from then on; where more are than parity covers, the row alone is decoded. last_batch: the
+    number of the lane's last write-back batch, checked against every store shard that is asked; None: not checked. Raises RowError for a row
     that is missing or has another id or tag, and cannot be decoded, StoreError for a stale shard or what the store answers.
     """
     count = len(expected)
@@ -225,12 +225,14 @@ def read_rows(stored: StoredRows, expected: Expected, batches: int | None = None
     for start in range(0, count, READ_ROWS):
         part = expected.select(slice(start, start + READ_ROWS))
         places = np.arange(start, start + len(part))
-        while not _read_part(stored, part, rows, places, batches, check_tags):
+        while not _read_part(stored, part, rows, places, last_batch, check_tags):
             pass
     return rows
 
 
-def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, batches: int | None, check_tags: bool) -> bool:
+def _read_part(
+    stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, last_batch: int | None, check_tags: bool
+) -> bool:
     """Read rows once; False if a shard is lost since."""
     requests = plan_reads(stored, part)
     lost = [request for request in requests if request.read.shard in stored.lost]
@@ -238,11 +240,11 @@ def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarra
     reads = [request.read for request in requests if request.read.shard not in stored.lost]
     further = [read for decoding in decodings for read in decoding.reads]
     stored.store.exchange(reads + further, [])
-    if batches is not None:
+    if last_batch is not None:
         for read in reads + further:
-            if Marker.parse(read.marker) != Marker(batches, batches) and stored.lose(read.shard):
+            if Marker.parse(read.marker) != Marker(last_batch, last_batch) and stored.lose(read.shard):
                 return False
-            check_marker(stored, part.lane, read, [Marker(batches, batches)])
+            check_marker(stored, part.lane, read, [Marker(last_batch, last_batch)])
     for read in further:
         if read.missing is not None and stored.lose(read.shard):
             return False

@@ -34,13 +34,13 @@ _TABLE_SHIFT, _ORDINAL = np.uint64(48), np.uint64((1 << 48) - 1)  # of a field
 
 @dataclass(slots=True)
 class LaneWrites:
-    """Where one lane's writes stand. batches: the number of the last batch that is released; pending: one whose parity, if there is any, is
+    """Where one lane's writes stand. last_batch: the number of the last batch that is released; pending: one whose parity, if there is any, is
     acknowledged, and whose rows are not. held: int64 [shards], how many rows and parity rows a shard has that lacks none."""
 
     lane: int
     stripes: LaneStripes
     staging: WriteBackStaging
-    batches: int
+    last_batch: int
     held: np.ndarray
     pending: WriteBackBatch | None = None
 
@@ -57,8 +57,8 @@ class PlannedFetch:
 
 
 @dataclass(slots=True)
-class Moved:
-    """What a round moved, for the counters. written: the batches whose rows are acknowledged by every live shard."""
+class RoundStats:
+    """What a round stats, for the counters. written: the batches whose rows are acknowledged by every live shard."""
 
     parity_rows_read: int = 0
     parity_rows_written: int = 0
@@ -98,7 +98,7 @@ class Rounds:
 
     def read_phase(
         self, fetches: Sequence[PlannedFetch], cut: Sequence[tuple[LaneWrites, WriteBackBatch]], sent: Sequence[LaneWrites]
-    ) -> Moved:
+    ) -> RoundStats:
         """Read phase of these fetches and batches, with the data phase of what is pending in `sent`.
 
         A shard that lacks a row, or has another in its place, is lost; where more are than parity covers, the row alone is decoded, and repaired.
@@ -118,11 +118,11 @@ class Rounds:
         self._exchange([*((lane, read) for lane, read in reads if self._readable(lane, read)), *parity], out)
         if out:
             self._on_action("data acknowledged")
-        moved = Moved(written=[(writes, writes.pending) for writes in sent if writes.pending is not None])
+        stats = RoundStats(written=[(writes, writes.pending) for writes in sent if writes.pending is not None])
         # Before anything is decoded: a shard that comes back without these rows now is not the one that acknowledged them.
-        for writes, batch in moved.written:
-            writes.pending, writes.batches = None, batch.number
-            moved.bytes_written += batch.new.nbytes
+        for writes, batch in stats.written:
+            writes.pending, writes.last_batch = None, batch.number
+            stats.bytes_written += batch.new.nbytes
         for lane, read in parity:
             if (
                 read.missing is not None
@@ -130,16 +130,16 @@ class Rounds:
                 and not self._distrusted(read.shard, missing_value(self._stored, lane, read))
             ):
                 self._decode_parity(lane, read)
-        moved.rows_decoded = self._take_rows(fetches)
-        moved.bytes_read += sum(request.read.rows.nbytes for fetch in fetches for request in fetch.requests)
+        stats.rows_decoded = self._take_rows(fetches)
+        stats.bytes_read += sum(request.read.rows.nbytes for fetch in fetches for request in fetch.requests)
         for _, read in parity:
-            moved.parity_rows_read += len(read.fields)
-            moved.bytes_read += read.rows.nbytes
+            stats.parity_rows_read += len(read.fields)
+            stats.bytes_read += read.rows.nbytes
         if parity:
             self._on_action("parity rows read")
-        return moved
+        return stats
 
-    def parity_phase(self, cut: Sequence[tuple[LaneWrites, WriteBackBatch]]) -> Moved:
+    def parity_phase(self, cut: Sequence[tuple[LaneWrites, WriteBackBatch]]) -> RoundStats:
         """Compute and log the parity rows of batches, then send them: every live shard gets the marker, also where it has none of them."""
         assert self._code is not None
         assert self._log is not None
@@ -165,7 +165,7 @@ class Rounds:
             writes.stripes.written.note(batch.table, batch.ordinal)
             writes.pending = batch
         live = [write for _, write in out if self._live(write.shard)]
-        return Moved(
+        return RoundStats(
             parity_rows_written=sum(len(write.fields) for write in live), bytes_written=sum(write.rows.nbytes for write in live)
         )
 
@@ -201,10 +201,10 @@ class Rounds:
             return self._phase[lane]
         writes = self._writes[lane]
         if writes.pending is None:
-            return [Marker(writes.batches, writes.batches)]
+            return [Marker(writes.last_batch, writes.last_batch)]
         # The reads go first, but a server may do them last.
         number = writes.pending.number
-        return [Marker(number if self._code is not None else writes.batches, writes.batches), Marker(number, number)]
+        return [Marker(number if self._code is not None else writes.last_batch, writes.last_batch), Marker(number, number)]
 
     def _marker(self, lane: int, shard: int, parity: int, data: int) -> Marker:
         return Marker(parity, data, self._shards is not None and self._shards.rebuilding(lane, shard))

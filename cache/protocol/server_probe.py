@@ -42,7 +42,7 @@ class Wanted:
     told: bool = False
 
 
-class Rejoining:
+class ServerProbe:
     """Tries, in a thread of its own, to reach the servers of lost shards, so that nobody waits for one that does not answer.
 
     found is called when there is one, on_change with those that are unreachable for 5 s.
@@ -65,7 +65,7 @@ class Rejoining:
             self._wanted[shard] = Wanted(url, now, now + pause.total_seconds())
             stale = self._ready.pop(shard, None)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="rejoining", daemon=True)
+                self._thread = threading.Thread(target=self._look, name="server-probe", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
         if stale is not None:

@@ -35,7 +35,7 @@ from foreload.cache.protocol.fence import Found, fence_all
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.server_probe import Rejoining, ShardChange
+from foreload.cache.protocol.server_probe import ServerProbe, ShardChange
 
 RECONNECT = timedelta(milliseconds=200)
 REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
@@ -66,7 +66,7 @@ class Shards:
         self.lost: dict[int, str] = {}
         self._kept: set[int] = set()  # lost, though their servers have their rows
         self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
-        self._rejoining = Rejoining(stored, ownership, wake, on_change)
+        self._probe = ServerProbe(stored, ownership, wake, on_change)
         self._survivors: dict[bytes, Survivors] = {}
 
     def begin(self) -> None:
@@ -158,7 +158,7 @@ class Shards:
         for cursors in self.cursors.values():
             cursors[shard] = 0
         times = self._refused[shard] = self._refused.get(shard, 0) + 1 if refused else 0
-        self._rejoining.want(shard, self.urls[shard], min(REFUSED * 2**times, LONGEST_REFUSED) if refused else timedelta())
+        self._probe.want(shard, self.urls[shard], min(REFUSED * 2**times, LONGEST_REFUSED) if refused else timedelta())
         self._on_change(ShardChange(shard, "lost", self.urls[shard].plain, why))
         self._kept.discard(shard)
         if refused and whole:
@@ -184,7 +184,7 @@ class Shards:
         if shard not in self.lost:
             self.lose(shard, f"store {other}: takes the shard over")
         self.urls[shard] = other
-        self._rejoining.want(shard, other)
+        self._probe.want(shard, other)
 
     def _reconnect(self, shard: int, error: StoreError, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
         """Connect again to a shard whose connection broke; if it is not as it should be, it is lost. writes: what was under way there."""
@@ -240,12 +240,12 @@ class Shards:
         for lane, epoch in epochs.items():
             self._stored.epochs[lane, shard] = epoch
 
-    def take_back(self, batches: Mapping[int, int]) -> None:
+    def take_back(self, last_batches: Mapping[int, int]) -> None:
         """Adopt the servers of lost shards that are there again, each emptied of the lanes; no write-back batch is under way.
 
-        batches: of each lane the number of its last one.
+        last_batches: of each lane the number of its last one.
         """
-        for shard, fresh in self._rejoining.ready().items():
+        for shard, fresh in self._probe.ready().items():
             try:
                 try:
                     for lane, there in self._fence(fresh, shard).items():
@@ -253,7 +253,7 @@ class Shards:
                         self._stored.held.pop((lane, shard), None)
                         fresh.command(0, "UNLINK", self._stored.key(lane, shard))
                         begun = self._stored.write(
-                            lane, shard, *NO_ROWS, Marker(batches[lane], batches[lane], rebuilding=True), 0
+                            lane, shard, *NO_ROWS, Marker(last_batches[lane], last_batches[lane], rebuilding=True), 0
                         )
                         fresh.exchange([], [replace(begun, shard=0)])
                         self._stored.note(lane, begun)
@@ -263,7 +263,7 @@ class Shards:
             except Fenced:
                 raise
             except StoreError:
-                self._rejoining.want(shard, self.urls[shard], REFUSED)
+                self._probe.want(shard, self.urls[shard], REFUSED)
                 continue
             del self.lost[shard]
             self._on_change(ShardChange(shard, "rebuilding", self.urls[shard].plain))
@@ -277,7 +277,7 @@ class Shards:
 
     def close(self) -> None:
         """Stop looking for lost shards."""
-        self._rejoining.close()
+        self._probe.close()
 
 
 def _done(write: Write, found: Found) -> bool:

@@ -1,4 +1,4 @@
-"""What is looked at beside the traffic, in its thread and between its rounds, when somebody asks: a scrub, a census, the lag, the markers."""
+"""What is looked at beside the traffic, in its thread and between its rounds, when somebody asks: a scrub, a count, the lag, the markers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from foreload.cache.client.store import NO_ROWS, Read
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.row_counts import Census, take_census
+from foreload.cache.parity.row_counts import RowCounts, take_census
 from foreload.cache.protocol.lanes import LaneTraffic
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
@@ -50,7 +50,7 @@ class Inspection:
         self._monitor = monitor
         self._scrub: LiveScrub | None = None
         self._counting = False
-        self._census: Census | None = None
+        self._row_counts: RowCounts | None = None
         self._probing = False
 
     def probe(self) -> None:
@@ -89,18 +89,18 @@ class Inspection:
         """Have what the shards hold of the lanes counted."""
         with self._monitor:
             self._counting = True
-            self._census = None
+            self._row_counts = None
             self._monitor.signal()
 
-    def census(self) -> Census | None:
+    def row_counts(self) -> RowCounts | None:
         """What was counted; None until it is."""
         with self._monitor:
-            return self._census
+            return self._row_counts
 
     def lag(self) -> Lag:
         """What the store still lacks."""
         with self._monitor:
-            batches = sum(state.writes.staging.number - state.batches for state in self._lanes)
+            batches = sum(state.writes.staging.number - state.last_batch for state in self._lanes)
             boundaries = sum(len(state.boundaries) for state in self._lanes)
             return Lag(batches, boundaries, sum(state.unwritten_rows for state in self._lanes))
 
@@ -113,8 +113,8 @@ class Inspection:
                 return None
             return self._scrub.wait().total_seconds()
 
-    def work(self, settle: Callable[[], object]) -> bool:
-        """Do what was asked for, a chunk of it; False if there was nothing. settle: sends the rows of all batches under way."""
+    def work(self, flush_pending: Callable[[], object]) -> bool:
+        """Do what was asked for, a chunk of it; False if there was nothing. flush_pending: sends the rows of all batches under way."""
         with self._monitor:
             counting, scrub, probing = self._counting, self._scrub, self._probing
         if probing:
@@ -123,7 +123,7 @@ class Inspection:
             self._count()
         if scrub is None or scrub.done or scrub.wait():
             return counting
-        settle()
+        flush_pending()
         found = scrub.chunk()
         with self._monitor:
             scrub.findings.add(found)
@@ -140,10 +140,10 @@ class Inspection:
 
     def _count(self) -> None:
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
-        found = Census.none(tables, shards)
+        found = RowCounts.none(tables, shards)
         for state in self._lanes:
             cursors = self._shards.cursors[state.lane] if self._shards is not None else None
             found += take_census(state.writes.stripes, tables, shards, cursors)
         with self._monitor:
-            self._census, self._counting = found, False
+            self._row_counts, self._counting = found, False
             self._monitor.notify_all()

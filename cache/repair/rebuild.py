@@ -78,7 +78,7 @@ class Rebuild:
                 return 0  # one more is lost; the next attempt decodes from others
             if self._rounds.lacking(reads):
                 return 0
-            marker = Marker(writes.batches, writes.batches, rebuilding=True)
+            marker = Marker(writes.last_batch, writes.last_batch, rebuilding=True)
             names = found.fields(table, stripes.k)
             write = self._stored.write(lane, shard, names, plan.decode(), marker, len(names))
             self._rounds.exchange_alone([], [(lane, write)])
@@ -94,7 +94,7 @@ class Rebuild:
 
     def _finish(self, writes: LaneWrites, shard: int) -> None:
         lane = writes.lane
-        last = self._stored.write(lane, shard, *NO_ROWS, Marker(writes.batches, writes.batches), 0)
+        last = self._stored.write(lane, shard, *NO_ROWS, Marker(writes.last_batch, writes.last_batch), 0)
         self._rounds.exchange_alone([], [(lane, last)])
         if shard not in self._shards.lost:
             self._shards.rebuilt(lane, shard)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, Read, Write
-from foreload.cache.parity.locate_errors import Verdict, examine
+from foreload.cache.parity.locate_errors import Verdict, locate_errors
 from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import StoredRows, check_answer, check_marker
@@ -155,16 +155,16 @@ class StripeChunk:
         rows[missing] = 0
         wrong = self._wrong(rows, missing)
         erased = (wrong != _FINE) | self.absent
-        verdict = examine(code, rows, erased)
+        verdict = locate_errors(code, rows, erased)
         self._try_absent(rows, missing, erased, verdict)
         # What was restored must be the row that belongs there, or something else is wrong than it seems.
         members = verdict.restored[:, : code.k]
-        verdict.beyond[:] |= (members & ~self._valid(rows[:, : code.k])).any(axis=1)
-        verdict.restored[verdict.beyond] = False
+        verdict.uncorrectable[:] |= (members & ~self._valid(rows[:, : code.k])).any(axis=1)
+        verdict.restored[verdict.uncorrectable] = False
         fine = verdict.restored & (wrong == _FINE)
         wrong[fine] = np.where(missing[fine], _MISSING, _APART)
         restored = verdict.restored & ~self.absent
-        return self._findings(wrong, restored, verdict.beyond, missing), self._writes(rows, restored, missing)
+        return self._findings(wrong, restored, verdict.uncorrectable, missing), self._writes(rows, restored, missing)
 
     def _wrong(self, rows: np.ndarray, missing: np.ndarray) -> np.ndarray:
         """What is wrong with rows by themselves: uint8 [n, k + r]."""
@@ -197,29 +197,31 @@ class StripeChunk:
         code = self.stored.placement.code
         assert code is not None
         k = code.k
-        doubtful = missing[:, :k] & (self.known.presence.reshape(-1, k) == MAY) & verdict.beyond[:, None]
+        doubtful = missing[:, :k] & (self.known.presence.reshape(-1, k) == MAY) & verdict.uncorrectable[:, None]
         fits, solved, apart = np.zeros(len(rows), np.int64), rows.copy(), erased.copy()
         for place in range(k):
             some = np.flatnonzero(doubtful[:, place])
             trial, gone = rows[some], erased[some]
             gone[:, place] = True
-            tried = examine(code, trial, gone)
-            right = ~tried.beyond & (tried.restored == gone).all(axis=1)
+            tried = locate_errors(code, trial, gone)
+            right = ~tried.uncorrectable & (tried.restored == gone).all(axis=1)
             right &= (self._valid(trial[:, :k], some) | ~gone[:, :k]).all(axis=1)
             fits[some[right]] += 1
             solved[some[right]], apart[some[right]] = trial[right], gone[right]
         once = fits == 1
-        rows[once], verdict.restored[once], verdict.beyond[once] = solved[once], apart[once], False
+        rows[once], verdict.restored[once], verdict.uncorrectable[once] = solved[once], apart[once], False
 
-    def _findings(self, wrong: np.ndarray, restored: np.ndarray, beyond: np.ndarray, missing: np.ndarray) -> Findings:
+    def _findings(self, wrong: np.ndarray, restored: np.ndarray, uncorrectable: np.ndarray, missing: np.ndarray) -> Findings:
         k = self.stored.placement.k
         there = self.wanted & ~missing
         mended = restored.any(axis=1)
-        found = Findings(len(self.stripe), int(there[:, :k].sum()), int(there[:, k:].sum()), int(mended.sum()), int(beyond.sum()))
+        found = Findings(
+            len(self.stripe), int(there[:, :k].sum()), int(there[:, k:].sum()), int(mended.sum()), int(uncorrectable.sum())
+        )
         found.repaired = [self._finding(i, wrong[i]) for i in np.flatnonzero(mended)[:NAMED].tolist()]
         found.damaged = [
             replace(one, what=f"{one.what}; the rest of the stripe does not tell what belongs there" if one.what else _DISAGREES)
-            for one in (self._finding(i, wrong[i]) for i in np.flatnonzero(beyond)[:NAMED].tolist())
+            for one in (self._finding(i, wrong[i]) for i in np.flatnonzero(uncorrectable)[:NAMED].tolist())
         ]
         return found
 

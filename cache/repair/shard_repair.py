@@ -20,7 +20,7 @@ from foreload.cache.repair.rebuild import Rebuild
 _POLL = timedelta(milliseconds=50)
 
 
-class Mending:
+class ShardRepair:
     """Of the shards of one traffic with parity. rows_rebuilt: so far, with parity rows; on_action: the traffic's."""
 
     def __init__(
@@ -71,20 +71,20 @@ class Mending:
         """Seconds after which the next chunk of a rebuild is due; None if there is none."""
         return self._rebuild.wait().total_seconds() if self._rebuild.wanted(self._lanes) is not None else None
 
-    def work(self, settle: Callable[[], bool]) -> bool:
+    def work(self, flush_pending: Callable[[], bool]) -> bool:
         """While not all shards are whole: take back those that are there again, and rebuild, a chunk; False if there was nothing to do.
 
-        settle: sends the rows of all batches under way, and says whether there were any.
+        flush_pending: sends the rows of all batches under way, and says whether there were any.
         """
         for shard, url in self._replacements():
             self._shards.replace(shard, url)
         if self._shards.whole:
             return False
-        settled = settle()
-        self._shards.take_back({writes.lane: writes.batches for writes in self._lanes})
+        flushed = flush_pending()
+        self._shards.take_back({writes.lane: writes.last_batch for writes in self._lanes})
         wanted = self._rebuild.wanted(self._lanes)
         if wanted is None or self._rebuild.wait():
-            return settled
+            return flushed
         rows = self._rebuild.chunk(*wanted)
         with self._monitor:
             self.rows_rebuilt += rows

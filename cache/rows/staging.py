@@ -153,7 +153,7 @@ class EventStaging:
         self.arrivals = arrivals
         self.rows = Rows.zeros(len(arrivals), shapes)
         self.ready = np.zeros(len(arrivals), bool)
-        self.undue = 0  # rows whose fetch must wait for a boundary that is not yet released
+        self.not_due = 0  # rows whose fetch must wait for a boundary that is not yet released
 
     def fill_initial(self, seed: int, layouts: Sequence[RowLayout]) -> np.ndarray:
         """Make the rows that were never written (tag 0). Returns their places, int64 [n]; `ready` is left to the caller."""

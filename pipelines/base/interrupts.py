@@ -17,7 +17,7 @@ _COMPILERS = ("/numba/", "/llvmlite/")
 
 
 class Interrupts:
-    """While entered, these signals raise KeyboardInterrupt in the main thread; with `gentle` set they are only noted.
+    """While entered, these signals raise KeyboardInterrupt in the main thread; with `defer_signals` set they are only noted.
 
     SIGHUP that is ignored, as under nohup, stays so. Where it is not, output that went to the terminal goes nowhere from then on, for a write to
     a terminal that is gone is an error.
@@ -34,7 +34,7 @@ class Interrupts:
         self.received: list[int] = []
         self._relayed = relayed
         self._received_at = 0.0
-        self.gentle = False
+        self.defer_signals = False
         self._due = False
 
     def __enter__(self) -> Interrupts:
@@ -65,7 +65,7 @@ class Interrupts:
             return
         self._received_at = now
         self.received.append(number)
-        if not self.gentle:
+        if not self.defer_signals:
             self._due = True
             self._again(number, frame)
 
@@ -73,7 +73,7 @@ class Interrupts:
         if any(_would_lose_it(at) for at in _stack(frame)):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
             return
-        due, self._due = self._due and not self.gentle, False
+        due, self._due = self._due and not self.defer_signals, False
         if due:
             raise KeyboardInterrupt
 

@@ -41,7 +41,7 @@ from foreload.pipelines.schedule.format import (
     HEADER,
     MANIFEST,
     Header,
-    Placement,
+    SampleAssignment,
     mask_dtype,
 )
 from foreload.pipelines.schedule.reader import Schedule
@@ -67,7 +67,7 @@ class CompileSettings:
     segment_bytes: int = 64 << 20
     window_accesses: int = 4 << 20
     parent: Path | None = None
-    placement: Placement = "locality"
+    placement: SampleAssignment = "locality"
     direct_rows: int = DIRECT_ROWS
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
@@ -305,7 +305,7 @@ class Compiler:
         lanes = self.oracle.lanes
         totals = {name: sum(planner.totals[name] for planner in lanes) for name in lanes[0].totals}
         occupied = [self.oracle.occupied(lane) for lane in range(len(lanes))]
-        cover = min(planner.cover for planner in lanes)
+        lookahead_ratio = min(planner.lookahead_ratio for planner in lanes)
         manifest = {
             "version": FORMAT_VERSION,
             "header": self.writer.header_checksum(),
@@ -325,7 +325,11 @@ class Compiler:
                 "write_backs": totals["ends"] + sum(occupied),
             },
             # The least lookahead that a decision to end a residency had, in units of slots / arrivals per step; None: all of the future.
-            "lookahead": {"cover": None if cover == float("inf") else cover, "bound": 3, "exact": cover >= 3},
+            "lookahead": {
+                "cover": None if lookahead_ratio == float("inf") else lookahead_ratio,
+                "bound": 3,
+                "exact": lookahead_ratio >= 3,
+            },
             "rows": write_row_table(self.out, self.serial.table),
         }
         write_sealed(self.out / MANIFEST, manifest)

@@ -68,7 +68,7 @@ class LaneOracle:
         self.lane, self.slots = lane, slots
         self.buffer = MoveBuffer(mask)
         self.totals = {"used": 0, "ends": 0, "arrivals": 0, "initial": 0}
-        self.cover = float("inf")
+        self.lookahead_ratio = float("inf")
         self.pending = 0  # accesses between the serial pass and the oracle
         self._recent: deque[int] = deque(maxlen=RATE_STEPS)
         self._sum = 0  # of recent
@@ -90,7 +90,7 @@ class LaneOracle:
             self._recent.append(arrivals)
             self._sum += arrivals
             if ends and not at_end:
-                self.cover = min(self.cover, (front - step) * self._sum / len(self._recent) / self.slots)
+                self.lookahead_ratio = min(self.lookahead_ratio, (front - step) * self._sum / len(self._recent) / self.slots)
         sums = counts.sum(axis=0).tolist()
         for name, value in zip(self.totals, sums, strict=True):
             self.totals[name] += value

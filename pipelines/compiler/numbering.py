@@ -241,7 +241,7 @@ def owner_by_hash(table: int, row: int, users: int) -> int:
 
 
 @nb.njit(nogil=True, cache=True)
-def settle(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Scratch) -> int:
+def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Scratch) -> int:
     """Give a lane to each distinct row that has none, and in training an ordinal; sort the rows by lane.
 
     counts int64 [V, tables]: the ordinals given so far; owned int64 [V]: filled with the rows of each lane. Fills s.lane, s.given and s.order.

@@ -31,7 +31,7 @@ from foreload.pipelines.compiler.row_table import (
 UNKNOWN = np.int64(-1)
 FRONT, TAIL = range(2)  # places in Window.scalars
 RECORD, NEXT = range(2)  # columns of Window.accesses
-USED, FAR, OLDEST, END = range(4)  # columns of Partitions.scalars
+USED, FURTHEST, OLDEST, END = range(4)  # columns of Partitions.scalars
 _HIGH = np.int64(32)
 _LOW = np.int64(0xFFFFFFFF)
 
@@ -49,7 +49,7 @@ class Window(NamedTuple):
     tables: np.ndarray  # int16 [ring]
     recent: np.ndarray  # uint8 [ring]: 1: the step before changes the row
     next_users: np.ndarray  # unsigned [ring]: the lanes of the next use, where that is the step after
-    mine: np.ndarray  # int32 [ring], lane by lane: the lane's accesses in a step, counted from the step's first one
+    lane_accesses: np.ndarray  # int32 [ring], lane by lane: the lane's accesses in a step, counted from the step's first one
     stacks: np.ndarray  # int64 [ring], lane by lane: the slots that a step uses: slot | place among the lane's accesses << 32
     starts: np.ndarray  # int64 [steps ring, V + 1]: where each lane's lists for a step begin, and where the last one ends
 
@@ -58,7 +58,7 @@ class Partitions(NamedTuple):
     """The slots of all lanes, those of lane v from firsts[v] on; slots are numbered within their lane."""
 
     scalars: np.ndarray  # int64 [V, 4]
-    heights: np.ndarray  # int32 [V, steps ring]: slots in the stack of a step
+    stack_sizes: np.ndarray  # int32 [V, steps ring]: slots in the stack of a step
     firsts: np.ndarray  # int64 [V + 1]
     record: np.ndarray  # int64 [slots]: -1 free
     tag: np.ndarray  # int32 [slots]: 1 + step of the occupant's last use
@@ -125,7 +125,7 @@ def with_ring(window: Window, ring: int) -> Window:
     numbers = np.arange(window.scalars[TAIL], window.scalars[FRONT])
     old, new = numbers & (len(window.tables) - 1), numbers & (ring - 1)
     grown = {}
-    for name in ("accesses", "tables", "recent", "next_users", "mine", "stacks"):
+    for name in ("accesses", "tables", "recent", "next_users", "lane_accesses", "stacks"):
         source = getattr(window, name)
         grown[name] = np.zeros((ring, *source.shape[1:]), source.dtype)
         grown[name][new] = source[old]
@@ -137,10 +137,10 @@ def with_steps(window: Window, parts: Partitions, steps: int, first: int, last: 
     numbers = np.arange(max(first, 0), last)
     old, new = numbers & (len(window.starts) - 1), numbers & (steps - 1)
     starts = np.zeros((steps, window.starts.shape[1]), np.int64)
-    heights = np.zeros((len(parts.heights), steps), np.int32)
+    stack_sizes = np.zeros((len(parts.stack_sizes), steps), np.int32)
     starts[new] = window.starts[old]
-    heights[:, new] = parts.heights[:, old]
-    return window._replace(starts=starts), parts._replace(heights=heights)
+    stack_sizes[:, new] = parts.stack_sizes[:, old]
+    return window._replace(starts=starts), parts._replace(stack_sizes=stack_sizes)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -164,7 +164,7 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
     step: the training step's number; count, owned and s: its distinct rows, settled.
     """
     accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
-    mine, stacks, starts = window.mine, window.stacks, window.starts
+    lane_accesses, stacks, starts = window.lane_accesses, window.stacks, window.starts
     order, record_of, table_of_row, users, state = s.order, s.record, s.table, s.users, s.state
     queue, place_of = parts.queue, parts.place
     ring = np.uint64(tables.size - 1)
@@ -208,10 +208,10 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
             tables[c] = table_of_row[d]
             recent[c] = changed
             next_users[c] = 0
-            mine[(front + k) & ring] = d
-        parts.heights[lane, this] = np.int32(height)
+            lane_accesses[(front + k) & ring] = d
+        parts.stack_sizes[lane, this] = np.int32(height)
         if height:
-            parts.scalars[lane, FAR] = step
+            parts.scalars[lane, FURTHEST] = step
         start += np.uint64(owned[lane])
     starts[this, owned.size] = np.int64(front + start)
     window.scalars[FRONT] = np.int64(front + start)
@@ -253,7 +253,7 @@ def _slots_held(lane: int, this: np.uint64, used: int, window: Window, parts: Pa
 
     Nothing branches on which of them must: it cannot be guessed by the processor. Returns how many.
     """
-    recent, next_users, members, stacks = window.recent, window.next_users, window.mine, window.stacks
+    recent, next_users, members, stacks = window.recent, window.next_users, window.lane_accesses, window.stacks
     ring = np.uint64(len(recent) - 1)
     start, front = np.uint64(window.starts[this, lane]), np.uint64(window.starts[this, 0])
     row0, arrival0 = np.uint64(fill[0]), np.uint64(fill[2])
@@ -263,10 +263,10 @@ def _slots_held(lane: int, this: np.uint64, used: int, window: Window, parts: Pa
     for k in range(np.uint64(used)):
         slots[row0 + np.uint64(k)] = -1
     # The rows in slots that this step uses are exactly those in its stack: taken out, they cannot leave.
-    for k in range(np.uint64(parts.heights[lane, this])):
+    for k in range(np.uint64(parts.stack_sizes[lane, this])):
         entry = stacks[(start + np.uint64(k)) & ring]
         slots[row0 + np.uint64(entry >> _HIGH)] = np.int32(entry & _LOW)
-    parts.heights[lane, this] = 0
+    parts.stack_sizes[lane, this] = 0
     found = np.uint64(0)
     for k in range(np.uint64(used)):
         i = np.uint64(k)
@@ -341,11 +341,11 @@ def _arrive(
 @nb.njit(nogil=True, cache=True)
 def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Window, parts: Partitions, moves: Moves) -> bool:
     """Take so many slots from the rows whose next use is furthest, into moves.ends from end0 on; False where that many do not exist."""
-    stacks, heights, held, tags, queue = window.stacks, parts.heights, parts.record, parts.tag, parts.queue
+    stacks, stack_sizes, held, tags, queue = window.stacks, parts.stack_sizes, parts.record, parts.tag, parts.queue
     ring, steps = np.uint64(len(stacks) - 1), len(window.starts) - 1
     base = np.uint64(parts.firsts[lane])
     waiting = base + base
-    oldest, end, far = parts.scalars[lane, OLDEST], parts.scalars[lane, END], parts.scalars[lane, FAR]
+    oldest, end, far = parts.scalars[lane, OLDEST], parts.scalars[lane, END], parts.scalars[lane, FURTHEST]
     found = np.uint64(0)
     while found < wanted and oldest < end:
         slot = queue[waiting + np.uint64(oldest)]
@@ -356,11 +356,11 @@ def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Wi
             moves.ends[end0 + found] = slot
             found += np.uint64(1)
     while found < wanted:
-        while far > step and heights[lane, far & steps] == 0:
+        while far > step and stack_sizes[lane, far & steps] == 0:
             far -= 1
         if far <= step:
             return False
-        bottom, height = np.uint64(window.starts[far & steps, lane]), np.uint64(heights[lane, far & steps])
+        bottom, height = np.uint64(window.starts[far & steps, lane]), np.uint64(stack_sizes[lane, far & steps])
         some = min(height, wanted - found)
         for k in range(some):
             slot = np.int32(stacks[(bottom + height - np.uint64(1) - np.uint64(k)) & ring] & _LOW)
@@ -368,21 +368,21 @@ def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Wi
             prefetch(tags, np.int64(base) + slot)
             moves.ends[end0 + found + np.uint64(k)] = slot
         found += some
-        heights[lane, far & steps] = np.int32(height - some)
-    parts.scalars[lane, OLDEST], parts.scalars[lane, FAR] = oldest, far
+        stack_sizes[lane, far & steps] = np.int32(height - some)
+    parts.scalars[lane, OLDEST], parts.scalars[lane, FURTHEST] = oldest, far
     return True
 
 
 @nb.njit(nogil=True, cache=True)
 def _wait_for_next(lane: int, step: int, used: int, window: Window, parts: Partitions, slots: np.ndarray) -> None:
     """Put the slots of a step's rows, int32 [used], on the stacks of their next use, or at the end of those with none known."""
-    accesses, members, stacks, starts = window.accesses, window.mine, window.stacks, window.starts
+    accesses, members, stacks, starts = window.accesses, window.lane_accesses, window.stacks, window.starts
     ring, steps = np.uint64(len(stacks) - 1), np.uint64(len(starts) - 1)
     start, front = np.uint64(starts[np.uint64(step) & steps, lane]), np.uint64(starts[np.uint64(step) & steps, 0])
     base, v = np.uint64(parts.firsts[lane]), np.uint64(lane)
-    tags, heights, queue, place_of = parts.tag, parts.heights, parts.queue, parts.place
+    tags, stack_sizes, queue, place_of = parts.tag, parts.stack_sizes, parts.queue, parts.place
     waiting, room = base + base, 2 * (parts.firsts[lane + 1] - parts.firsts[lane])
-    furthest, end = parts.scalars[lane, FAR], parts.scalars[lane, END]
+    furthest, end = parts.scalars[lane, FURTHEST], parts.scalars[lane, END]
     for k in range(np.uint64(used)):
         i = np.uint64(k)
         slot = slots[i]
@@ -391,9 +391,9 @@ def _wait_for_next(lane: int, step: int, used: int, window: Window, parts: Parti
         if access >= 0:
             following = access >> _HIGH
             far = np.uint64(following) & steps
-            height = heights[v, far]
+            height = stack_sizes[v, far]
             stacks[(np.uint64(starts[far, v]) + np.uint64(height)) & ring] = np.int64(slot) | (access & _LOW) << _HIGH
-            heights[v, far] = height + np.int32(1)
+            stack_sizes[v, far] = height + np.int32(1)
             furthest = max(furthest, following)
         else:
             if end == room:
@@ -404,20 +404,20 @@ def _wait_for_next(lane: int, step: int, used: int, window: Window, parts: Parti
             place_of[base + np.uint64(slot)] = end
             end += 1
     parts.scalars[lane, END] = end
-    parts.scalars[lane, FAR] = furthest
+    parts.scalars[lane, FURTHEST] = furthest
 
 
 @nb.njit(nogil=True, cache=True)
 def plan_evaluation(
-    rows: Rows, mine: np.ndarray, s: Scratch, first_slot: int, fill: np.ndarray, moves: Moves, counts: np.ndarray
+    rows: Rows, lane_accesses: np.ndarray, s: Scratch, first_slot: int, fill: np.ndarray, moves: Moves, counts: np.ndarray
 ) -> None:
     """One lane's part of an evaluation step: rows in slots are read there, others arrive in evaluation slots from `first_slot` on.
 
-    mine int32 [rows]: the lane's distinct rows in s. Fills moves and counts int64 [4] as `plan_steps` does; changes nothing else.
+    lane_accesses int32 [rows]: the lane's distinct rows in s. Fills moves and counts int64 [4] as `plan_steps` does; changes nothing else.
     """
     arrivals = fill[2]
-    for i in range(mine.size):
-        d = mine[i]
+    for i in range(lane_accesses.size):
+        d = lane_accesses[i]
         record = s.record[d]
         row = fill[0] + i
         moves.early[row] = 0
@@ -435,8 +435,8 @@ def plan_evaluation(
             moves.after[arrivals] = -rows.records[record, PLACE] - 2 if record >= 0 else -1
             counts[3] += moves.tag[arrivals] == 0
             arrivals += 1
-    counts[0], counts[1], counts[2] = mine.size, 0, arrivals - fill[2]
-    fill[0] += mine.size
+    counts[0], counts[1], counts[2] = lane_accesses.size, 0, arrivals - fill[2]
+    fill[0] += lane_accesses.size
     fill[2] = arrivals
 
 

@@ -73,7 +73,7 @@ class SerialPass:
         count = self._distinct(samples, train)
         step = self._sliced(samples, count, train, order)
         numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
-        if numbering.settle(count, self.counts, train, self.owned, self.scratch) < 0:
+        if numbering.assign_owners(count, self.counts, train, self.owned, self.scratch) < 0:
             raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
         if train:
             numbering.remember(self.table.rows, count, self.accesses, self.scratch)

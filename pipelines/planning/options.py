@@ -17,7 +17,7 @@ from foreload.pipelines.base.files import unwritable
 from foreload.pipelines.errors import PipelineError
 from foreload.pipelines.planning.sizing import MOST_SLOTS
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.schedule.format import Placement
+from foreload.pipelines.schedule.format import SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
 
 MOST_LANES = 64  # the users of a row are a mask of 64 bits
@@ -63,7 +63,7 @@ class Options:
     values: int | None = None
     epochs: int = 1
     shuffle_seed: int | None = None
-    placement: Placement | None = None
+    placement: SampleAssignment | None = None
     eval_sources: tuple[str, ...] = ()
     eval_fraction: float = 0.0
     after: Path | None = None

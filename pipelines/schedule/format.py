@@ -22,7 +22,7 @@ PROVENANCE = "provenance.json"
 """How the schedule came to be: the one file of it that is not a function of the data and the settings."""
 
 Kind = Literal["train", "evaluate"]
-Placement = Literal["order", "locality"]
+SampleAssignment = Literal["order", "locality"]
 
 MOVE_COLUMNS = (
     *("slots", "early", "next_users", "ends"),
@@ -81,7 +81,7 @@ class Header:
     first_number: int
     parent: str | None
     settings: dict[str, Any]
-    placement: Placement = "order"
+    placement: SampleAssignment = "order"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

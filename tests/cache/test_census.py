@@ -41,7 +41,7 @@ def test_rows_and_parity_rows_are_those_that_the_servers_hold(
     stripes = stored.placement.stripes(0, counts)
     found = take_census(stripes, len(LAYOUTS), 3)
     for shard, held in enumerate(contents(store, stored.key(0, 0))):
-        assert Marker.parse(held.pop(MARKER)) == Marker(traffic.batches(0), traffic.batches(0))
+        assert Marker.parse(held.pop(MARKER)) == Marker(traffic.last_batch(0), traffic.last_batch(0))
         parity = [name for name in held if name[0] & 0x80]
         assert found.parity_rows[:, shard].sum() == len(parity)
         assert found.rows[:, shard].sum() == len(held) - len(parity)

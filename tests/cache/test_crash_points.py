@@ -158,7 +158,7 @@ class Truth:
                 }
                 table = (batch.fields >> np.uint64(48)).astype(np.int16)
                 ordinal = (batch.fields & np.uint64((1 << 48) - 1)).astype(np.int64)
-                stripes[lane].written.cover(table, ordinal)
+                stripes[lane].written.reserve(table, ordinal)
                 stripes[lane].written.note(table, ordinal)
         assert last == batches
         return cls(placement, rows, stripes)

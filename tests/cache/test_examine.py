@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.cache.parity.erasure import Code
-from foreload.cache.parity.locate_errors import examine
+from foreload.cache.parity.locate_errors import locate_errors
 
 CODES = [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 4)]
 
@@ -25,9 +25,9 @@ def test_whole_stripes_are_left_as_they_are(k: int, r: int) -> None:
     code = Code(k, r)
     rows = stripes(code, 30, 20, 1)
     before = rows.copy()
-    verdict = examine(code, rows, np.zeros((30, k + r), bool))
+    verdict = locate_errors(code, rows, np.zeros((30, k + r), bool))
     assert not verdict.restored.any()
-    assert not verdict.beyond.any()
+    assert not verdict.uncorrectable.any()
     assert np.array_equal(rows, before)
 
 
@@ -47,10 +47,10 @@ def test_erased_and_wrong_rows_are_restored_as_far_as_the_distance_goes(
         wrong[i, places[gone : gone + more]] = True
     rows[erased] = random.integers(0, 256, (int(erased.sum()), 16), np.uint8)
     rows[wrong, random.integers(0, 16)] ^= np.uint8(1 << int(random.integers(0, 8)))
-    verdict = examine(code, rows, erased)
+    verdict = locate_errors(code, rows, erased)
     assert np.array_equal(rows, before)
     assert np.array_equal(verdict.restored, erased | wrong)
-    assert not verdict.beyond.any()
+    assert not verdict.uncorrectable.any()
 
 
 @pytest.mark.parametrize(("k", "r"), CODES)
@@ -64,7 +64,7 @@ def test_what_cannot_be_told_is_left_as_it_is(k: int, r: int) -> None:
         rows[1, place, 4 * place] ^= 0x55
         rows[1, place, 4 * place + 1] ^= 0xAA
     changed = rows.copy()
-    verdict = examine(code, rows, erased)
-    assert verdict.beyond.tolist() == [True, True, False]
+    verdict = locate_errors(code, rows, erased)
+    assert verdict.uncorrectable.tolist() == [True, True, False]
     assert not verdict.restored.any()
     assert np.array_equal(rows, changed)

@@ -161,7 +161,7 @@ def test_batches_on_their_way_are_never_taken_for_damage(
 def test_a_scrub_that_does_not_wait_for_these_batches_is_caught(
     four: LocalStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Traffic, "_settle", lambda self: False)
+    monkeypatch.setattr(Traffic, "_flush_pending", lambda self: False)
     scrubbing = Scrubbing("parity acknowledged", 3, again=True)
     # What a repair brought before its time is new to the store no more when it is written.
     with contextlib.suppress(RowError, RowsLost):
@@ -258,6 +258,6 @@ def test_what_is_on_its_way_and_what_is_there_are_told(four: LocalStores, tmp_pa
     assert batches >= 1
     assert boundaries >= 1
     assert rows >= 1
-    census = scrubbing.traffic.inspection.census()
-    assert census is not None
-    assert 0 < census.rows.sum() < sum(len(shard) for lane in held.values() for shard in lane)
+    counted = scrubbing.traffic.inspection.row_counts()
+    assert counted is not None
+    assert 0 < counted.rows.sum() < sum(len(shard) for lane in held.values() for shard in lane)

@@ -74,7 +74,7 @@ def held(stored: StoredRows, traffic: Traffic) -> Contents:
                 assert isinstance(pairs, list)
                 fields = found[lane][shard] = dict(zip(pairs[::2], pairs[1::2], strict=True))
                 # How many batches there were is a matter of time.
-                assert Marker.parse(fields.pop(b"m")) == Marker(traffic.batches(lane), traffic.batches(lane))
+                assert Marker.parse(fields.pop(b"m")) == Marker(traffic.last_batch(lane), traffic.last_batch(lane))
     return found
 
 

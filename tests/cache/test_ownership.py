@@ -19,7 +19,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.namespace import claim, lane_key
-from foreload.cache.protocol.ownership import ALONE, find_rows, take_over
+from foreload.cache.protocol.ownership import UNFENCED, find_rows, take_over
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
@@ -41,7 +41,7 @@ def owner(store: Store, k: int, r: int, log: Path, batches: int = 0) -> tuple[St
     stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
     written = np.array([0, COUNT if batches else 0, 0, 0])
     stored.stripes = lambda lane: stored.placement.stripes(lane, written)
-    take_over(stored, ALONE, {0: batches})
+    take_over(stored, UNFENCED, {0: batches})
     plan = LanePlan(0, iter([]), batches, written=written)
     return stored, Traffic(stored, [plan], SEED, log=FileLog(log))
 

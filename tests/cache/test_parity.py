@@ -174,11 +174,11 @@ def test_every_stripe_agrees_with_its_members_and_only_what_must_move_moves(
             expected = Expected(
                 lane, *arrays, np.array([id for _, id in names]), np.array([program.tags[n] for n in names], np.int32)
             )
-            found = read_rows(stored, expected, batches=traffic.batches(lane))
+            found = read_rows(stored, expected, last_batch=traffic.last_batch(lane))
             assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truths[lane].of(names))
             held = log.held(lane)
             assert held is not None
-            assert held.number == traffic.batches(lane)
+            assert held.number == traffic.last_batch(lane)
     counted = [Counted.of(program) for program in programs.values()]
     assert counters.rows_fetched == sum(count.stored for count in counted)
     assert counters.rows_written == sum(count.ended for count in counted)
@@ -198,7 +198,7 @@ def test_phases_of_a_batch_leave_in_order_under_its_markers(five: LocalStores, c
         stored = StoredRows(store, Placement.spread(5, 2, 1), LAYOUTS, "t")
         with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path), on_action=actions.append) as traffic:
             run_lane(traffic, 0, program)
-        batches = traffic.batches(0)
+        batches = traffic.last_batch(0)
     markers = []
     for _, writes in store.exchanges:
         if writes:

@@ -74,7 +74,7 @@ def train_until_dead(store: Store, logs: Path, k: int, r: int, on_action: object
     with pytest.raises(Died):
         run_lane(traffic, 0, program)
     traffic.abort()
-    return stored, traffic.batches(0)
+    return stored, traffic.last_batch(0)
 
 
 def rows_of(store: Store, stored: StoredRows) -> dict[int, bytes]:

@@ -112,7 +112,7 @@ def rest(request: pytest.FixtureRequest, five: LocalStores, tmp_path: Path) -> I
             names = sorted((name for name in program.tags if name[0] == table), key=lambda name: program.ordinals[name])
             ids, tags = np.array([id for _, id in names]), np.array([program.tags[name] for name in names], np.int32)
             known.append(TableRows(table, np.full(len(names), MUST, np.uint8), ids, tags, np.ones(len(names), bool)))
-        yield AtRest(stored, known, traffic.batches(LANE))
+        yield AtRest(stored, known, traffic.last_batch(LANE))
 
 
 def check_repaired(rest: AtRest, stripes: int, *words: str) -> None:
@@ -290,7 +290,7 @@ def test_many_stripes_are_read_and_repaired_in_commands_of_2048(five: LocalStore
             traffic.write_back(LANE, 1, protected)
             traffic.flush()
         known = TableRows(1, np.full(count, MUST, np.uint8), ended.id, ended.tag, np.ones(count, bool))
-        rest = AtRest(stored, [known], traffic.batches(LANE))
+        rest = AtRest(stored, [known], traffic.last_batch(LANE))
         lost = [name for name in rest.before[0] if name != MARKER]
         for start in range(0, len(lost), 1000):
             store.command(0, "HDEL", stored.key(LANE, 0), *lost[start : start + 1000])

@@ -97,15 +97,15 @@ def test_a_silent_store_is_unavailable_after_the_timeout(server: LocalStores) ->
 
 
 def test_a_client_that_was_itself_stopped_calls_no_store_silent(server: LocalStores, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid, converse = server.pids[0] or 0, frames.converse
+    pid, run_exchange = server.pids[0] or 0, frames.run_exchange
     asked: list[bool] = []
 
     def stopped_before_it_looks(requests: Any, connections: Any, out: Any, data: Any, clock: int, *times: int) -> tuple[int, int]:
         if asked:
-            found: tuple[int, int] = converse(requests, connections, out, data, clock, *times)
+            found: tuple[int, int] = run_exchange(requests, connections, out, data, clock, *times)
             return found
         asked.append(True)
-        assert converse(requests, connections, out, data, clock, times[0], 1) == (frames.PAUSED, 0)
+        assert run_exchange(requests, connections, out, data, clock, times[0], 1) == (frames.PAUSED, 0)
         os.kill(pid, signal.SIGCONT)
         # The server has answered while this process was stopped for much longer than the timeout. (Its answer to a later command of another
         # connection would not say so: it may be sent first.)
@@ -115,7 +115,7 @@ def test_a_client_that_was_itself_stopped_calls_no_store_silent(server: LocalSto
 
     with Store(server.urls, LONG) as store:
         os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(frames, "converse", stopped_before_it_looks)
+        monkeypatch.setattr(frames, "run_exchange", stopped_before_it_looks)
         store.exchange([], [write()])
     assert asked
 

@@ -140,7 +140,7 @@ def test_every_row_used_and_stored_is_the_true_one(
         counters = traffic.counters()
         for lane, program in programs.items():
             rows, names = expected(lane, program)
-            found = read_rows(stored, rows, batches=traffic.batches(lane))
+            found = read_rows(stored, rows, last_batch=traffic.last_batch(lane))
             assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truths[lane].of(names))
     arrivals = [event.arrivals for program in programs.values() for event in program.events]
     assert counters.rows_initial == sum(int((a.tag == 0).sum()) for a in arrivals)
@@ -176,12 +176,12 @@ def test_batches_are_numbered_and_marked_on_every_shard_and_hold_2048_rows_a_sha
     stored = stored_rows(recording)
     narrow, wide = ending(13_000, 1), ending(500, 1, table=0)
     both = EndedRows(*(np.concatenate([getattr(narrow, name), getattr(wide, name)]) for name in EndedRows.__slots__[:7]))
-    with Traffic(stored, [LanePlan(5, iter([]), batches=6)], SEED) as traffic:
+    with Traffic(stored, [LanePlan(5, iter([]), last_batch=6)], SEED) as traffic:
         traffic.write_back(5, 1, both)
         traffic.flush()
         traffic.write_back(5, 2, ending(0, 1))
         traffic.flush()
-        assert traffic.batches(5) == 6 + len(recording.exchanges)
+        assert traffic.last_batch(5) == 6 + len(recording.exchanges)
     for number, (_, writes) in enumerate(recording.exchanges, start=7):
         assert [write.shard for write in writes] == [0, 1, 2]
         assert [write.marker for write in writes] == [number.to_bytes(8, "little")] * 3
@@ -241,7 +241,7 @@ def test_fetches_of_later_events_pass_a_stalled_one(store: Store) -> None:
         traffic.write_back(0, 1, ending(3, 1))
         traffic.flush()
     later = [(0, arriving()), (1, arriving((1, 0, 1000, 1, 9), (1, 1, 1001, 1, 1))), (2, arriving((1, 2, 1002, 1, 1)))]
-    with Traffic(stored_rows(store), [LanePlan(0, iter(later), traffic.batches(0), released_boundary=1)], SEED) as traffic:
+    with Traffic(stored_rows(store), [LanePlan(0, iter(later), traffic.last_batch(0), released_boundary=1)], SEED) as traffic:
         assert traffic.rows_ready(0, 2, np.array([True])).weights[0, 0] == 1
         assert traffic.rows_ready(0, 1, np.array([1])).weights[1, 0] == 1
         traffic.take(0, 0)
@@ -298,7 +298,7 @@ def test_a_write_back_waits_for_room(servers: LocalStores, store: Store) -> None
         trainer = threading.Thread(target=traffic.write_back, args=(0, 2, ending(1, 2, stored=1)))
         trainer.start()
         proxy.wait_for_request(b"HSET")
-        assert traffic.batches(0) == 0
+        assert traffic.last_batch(0) == 0
         proxy.release()
         trainer.join()
         traffic.flush()
@@ -310,7 +310,7 @@ def test_rows_as_the_store_has_them_are_not_written_and_those_beyond_the_schedul
     unchanged.stored_tag[:] = [3, 2, 3, 0]
     with Traffic(stored_rows(store), [LanePlan(0, iter([]))], SEED) as traffic:
         traffic.write_back(0, 3, ending(2, 2))
-        traffic.write_back(0, 4, unchanged, beyond=True)
+        traffic.write_back(0, 4, unchanged, at_stop=True)
         with pytest.raises(CacheError, match="boundary 4 must follow 4"):
             traffic.write_back(0, 4, ending(1, 1))
     counters = traffic.counters()
@@ -333,19 +333,19 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
         # A clean stop: what sits in slots is written beyond the schedule, at the boundary that comes next.
         slots = partition.occupied()
         ended = partition.end(slots)
-        traffic.write_back(0, 15, ended, beyond=True)
+        traffic.write_back(0, 15, ended, at_stop=True)
     resumed = partition_for()
-    rows = read_rows(stored, Expected(0, ended.table, ended.ordinal, ended.id, ended.tag), traffic.batches(0))
+    rows = read_rows(stored, Expected(0, ended.table, ended.ordinal, ended.id, ended.tag), traffic.last_batch(0))
     assert rows.weights.tobytes() == ended.weights.tobytes()
     rest = [(index, event.arrivals) for index, event in enumerate(program.events) if index >= half]
     occupants = Arrivals(slots, ended.table, ended.ordinal, ended.id, ended.tag, np.full(len(slots), -1, np.int32))
     resumed.admit(occupants, rows)
-    plans = [LanePlan(0, iter(rest), traffic.batches(0), released_boundary=15)]
+    plans = [LanePlan(0, iter(rest), traffic.last_batch(0), released_boundary=15)]
     with Traffic(stored, plans, SEED) as traffic:
         for index, event in enumerate(program.events[half:], start=half):
             if event.step is not None:
                 # The rows that end at the boundary of the stop are in the store already.
-                traffic.write_back(0, event.step, resumed.end(event.ends), beyond=False) if event.step > 15 else resumed.end(
+                traffic.write_back(0, event.step, resumed.end(event.ends), at_stop=False) if event.step > 15 else resumed.end(
                     event.ends
                 )
             resumed.admit(event.arrivals, traffic.take(0, index))
@@ -388,7 +388,7 @@ def test_with_the_tag_check_off_a_dropped_write_back_changes_the_result(recordin
 def write_one(store: Store, tag: int, id: int = 1000, number: int = 1) -> None:
     row = ending(1, tag)
     row.id[0] = id
-    with Traffic(stored_rows(store), [LanePlan(0, iter([]), batches=number - 1)], SEED) as traffic:
+    with Traffic(stored_rows(store), [LanePlan(0, iter([]), last_batch=number - 1)], SEED) as traffic:
         traffic.write_back(0, 1, row)
 
 
@@ -432,8 +432,8 @@ def test_a_stale_or_foreign_shard_is_noticed_by_its_marker(store: Store) -> None
             traffic.take(0, 0)
     rows = Expected(0, wanted.table, wanted.ordinal, wanted.id, wanted.tag)
     with pytest.raises(StoreError, match="stale shard"):
-        read_rows(stored_rows(store), rows, batches=2)
-    assert read_rows(stored_rows(store), rows, batches=3).tag.tolist() == [5]
+        read_rows(stored_rows(store), rows, last_batch=2)
+    assert read_rows(stored_rows(store), rows, last_batch=3).tag.tolist() == [5]
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["beside reads", "alone"])
@@ -472,7 +472,7 @@ def test_the_batch_that_leaves_with_a_read_is_not_the_one_that_its_shard_must_ha
                 for shard in range(other.shards):
                     other.command(shard, "HDEL", stored.key(0, shard), MARKER)
 
-    plans = [LanePlan(0, iter([(0, arriving((1, 0, 1000, 5, 1)))]), batches=3)]
+    plans = [LanePlan(0, iter([(0, arriving((1, 0, 1000, 5, 1)))]), last_batch=3)]
     message = "stale shard: its last write-back batch of lane 0 is 0, must be 4"
     traffic = Traffic(stored, plans, SEED, on_action=forget)
     traffic.write_back(0, 1, ending(1, 5))

@@ -113,7 +113,7 @@ def test_a_signal_at_the_very_end_is_not_lost() -> None:
 
 def test_a_gentle_one_is_only_noted_and_a_terminal_ends_but_once() -> None:
     with Interrupts() as interrupts:
-        interrupts.gentle = True
+        interrupts.defer_signals = True
         send(signal.SIGHUP)
         send(signal.SIGHUP)
         send(signal.SIGTERM)

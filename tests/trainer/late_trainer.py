@@ -22,7 +22,7 @@ def late(self: TrainerProcess, traffic: Traffic) -> list[int]:
     """Strike, then do as `_mend` does."""
     while self._board.poll("mended/0/0") is None:
         time.sleep(0.01)
-    Fault(self._last_step, 1, signal.SIGKILL).strike(self._run / STORES)
+    Fault(self._last_step, 1, signal.SIGKILL).inject(self._run / STORES)
     return in_time(self, traffic)
 
 

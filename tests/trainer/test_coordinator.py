@@ -16,8 +16,8 @@ import torch
 from foreload.trainer.cluster.board import (
     Board,
     ControlSocket,
-    Inbox,
-    Mail,
+    EventReceiver,
+    EventSender,
     StopAgreement,
     ask,
     contiguous_lanes,
@@ -81,18 +81,18 @@ def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
 
 def test_mail_arrives_once_and_in_order() -> None:
     coordinator, first, second = boards(3)
-    mails, inbox = [Mail(first, 0), Mail(second, 1)], Inbox(coordinator, 2)
+    events, receiver = [EventSender(first, 0), EventSender(second, 1)], EventReceiver(coordinator, 2)
     for step in range(50):
-        for mail in mails:
+        for mail in events:
             mail.send("step", step=step)
-    for mail in mails:
+    for mail in events:
         mail.send("ended")
-    got = list(inbox.poll())
+    got = list(receiver.poll())
     for trainer in (0, 1):
         mine = [item for item in got if item["trainer"] == trainer]
         assert [item["step"] for item in mine[:-1]] == list(range(50))
         assert mine[-1]["kind"] == "ended"
-    assert list(inbox.poll()) == []
+    assert list(receiver.poll()) == []
 
 
 def test_a_trainer_notices_that_the_coordinator_is_gone() -> None:

@@ -69,7 +69,7 @@ def test_a_killed_shard_is_rebuilt_and_the_model_is_that_of_an_undisturbed_run(
     assert found["median_step_seconds"] > 0
     assert summary["digest"] == found.get("digest_undisturbed", undisturbed) == undisturbed
     assert (summary["state"], summary["steps"]) == ("ended", LAST + 1)
-    assert Run.open(run).resting().lost == []
+    assert Run.open(run).saved_status().lost == []
     check_picture(run / DRILL)
     out = capsys.readouterr().out
     assert f"store shard 1: struck by SIGKILL after step {at}" in out
@@ -94,7 +94,7 @@ def test_without_a_server_to_come_back_the_run_ends_degraded(schedule: Path, tmp
     found = drilled(schedule, tmp_path / "run", "--at", "20", "--shard", "2", "--no-restart")["drill"]
     assert found["seconds_until_lost"] is not None
     assert found["seconds_until_back"] is found["seconds_until_whole"] is None
-    assert Run.open(tmp_path / "run").resting().lost == [2]
+    assert Run.open(tmp_path / "run").saved_status().lost == [2]
 
 
 def test_without_a_schedule_clicks_are_made_up(

@@ -272,30 +272,30 @@ def test_stopping_and_going_on_changes_nothing(
 
 def _drop_a_write_back(rank: int, trainer: Trainer) -> None:
     """One row of one boundary never leaves for the store."""
-    traffic, write_back = trainer.part.traffic, trainer.part.traffic.write_back
+    traffic, write_back = trainer.parts.traffic, trainer.parts.traffic.write_back
     dropped: list[int] = []
 
-    def broken(lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
+    def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
         if lane == 2 and boundary > 40 and len(ended) and not dropped:
             dropped.append(boundary)
             ended = ended.select(np.arange(1, len(ended)))
-        write_back(lane, boundary, ended, beyond)
+        write_back(lane, boundary, ended, at_stop)
 
     traffic.write_back = broken  # type: ignore[method-assign]
 
 
 def _write_a_stale_row(rank: int, trainer: Trainer) -> None:
     """One row is written back as it was before its last residency."""
-    traffic, write_back = trainer.part.traffic, trainer.part.traffic.write_back
+    traffic, write_back = trainer.parts.traffic, trainer.parts.traffic.write_back
     staled: list[int] = []
 
-    def broken(lane: int, boundary: int, ended: EndedRows, beyond: bool = False) -> None:
+    def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
         places = np.flatnonzero(ended.stored_tag > 0)
         if lane == 1 and len(places) and not staled:
             staled.append(boundary)
             ended.tag[places[0]] = ended.stored_tag[places[0]] - 1
             ended.weights[places[0]] *= 0.5
-        write_back(lane, boundary, ended, beyond)
+        write_back(lane, boundary, ended, at_stop)
 
     traffic.write_back = broken  # type: ignore[method-assign]
 
@@ -318,7 +318,7 @@ def test_without_the_check_of_tags_a_stale_row_changes_the_digest(
 
 def _swap_the_last_two_parts(rank: int, trainer: Trainer) -> None:
     """Lane 3's part of a row's gradient is added before lane 2's."""
-    exchange = trainer.part.exchange
+    exchange = trainer.parts.exchange
     add_part = exchange._kernels.add_part
     held: list[tuple[torch.Tensor, np.ndarray, int, torch.Tensor]] = []
 

@@ -85,11 +85,11 @@ def run(
             left.pop(report.step)(stores, traffics)
 
     def break_it(rank: int, trainer: Trainer) -> None:
-        traffics.append(trainer.part.traffic)
+        traffics.append(trainer.parts.traffic)
         if rank == 0 and later:
-            mending = trainer.part.traffic._mending
-            assert mending is not None
-            mending._on_action = lambda action: on_action(trainer.part.traffic, action)
+            repair_task = trainer.parts.traffic._shard_repair
+            assert repair_task is not None
+            repair_task._on_action = lambda action: on_action(trainer.parts.traffic, action)
 
     def on_action(traffic: Traffic, action: str) -> None:
         rebuilt = traffic.lost_or_rebuilding().values()

@@ -106,7 +106,7 @@ def test_a_follower_that_waits_heeds_ctrl_c_and_goes_on_later(
         status, _, err = job.end()
     assert status == 130, err
     assert f"stopped after step {last}; go on with: " in err
-    assert Run.open(run).resting().step == last
+    assert Run.open(run).saved_status().step == last
     put_back(schedule, followed)
     going_on(followed, run, undisturbed)
 
@@ -136,11 +136,11 @@ def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_
     why = "clicks.csv, line 7" if how == "failed" else "is not complete, and no `foreload prepare` is at work on it"
     assert why in error_of(status, err)
     assert f"training stopped after step {last}" in err
-    assert Run.open(run).resting().step == last
+    assert Run.open(run).saved_status().step == last
     # Now nothing is there to wait for, from the beginning on.
     if how == "killed":
         assert main(arguments(followed, run, "--resume", "--follow")) == 2
-        assert Run.open(run).resting().step == last
+        assert Run.open(run).saved_status().step == last
     put_back(schedule, followed)
     going_on(followed, run, undisturbed)
 
@@ -173,9 +173,9 @@ def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more
     told = [line for line in err.splitlines() if not line.startswith("the run cannot keep what its model is read by")]
     assert f"{used}" in error_of(status, "\n".join(told))
     assert "training stopped after step " in err
-    stopped = Run.open(run).resting().step
+    stopped = Run.open(run).saved_status().step
     assert stopped < 59
     assert main(arguments(used, run, "--resume")) == 2
-    assert Run.open(run).resting().step == stopped
+    assert Run.open(run).saved_status().step == stopped
     put_back(schedule, used)
     going_on(used, run, undisturbed)

@@ -92,7 +92,7 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     status, _, err = first.end()
     assert status == 130, err
     assert "--resume" in err
-    rest = Run.open(run).resting()
+    rest = Run.open(run).saved_status()
     assert rest.state == "stopped"
     assert rest.step >= 5
     # What stopped there can be read, too.
@@ -104,7 +104,7 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     assert status == 2
     assert "numerics fingerprint: mkl_cbwr is COMPATIBLE here" in err
     assert "go on in these numerics with --resume --accept-numerics" in err
-    assert Run.open(run).resting() == rest
+    assert Run.open(run).saved_status() == rest
 
     # With other trainers than before.
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--trainers", "3", "--digest"]) == 0
@@ -130,7 +130,7 @@ def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
     os.close(theirs)
     os.close(ours)
     assert job.end()[0] == 128 + signal.SIGHUP
-    assert Run.open(run).resting().state == "stopped"
+    assert Run.open(run).saved_status().state == "stopped"
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_in_other_numerics_says_since_when(
     first.process.send_signal(signal.SIGINT)
     assert first.end()[0] == 130
     begun = Run.open(run).manifest
-    since = Run.open(run).resting().step + 1
+    since = Run.open(run).saved_status().step + 1
 
     elsewhere = ("train", str(schedule), "--run", str(run), "--resume", "--accept-numerics", "--trainers", "2", "--digest")
     status, out, err = launched(*elsewhere, MKL_CBWR="COMPATIBLE").end()
@@ -215,7 +215,7 @@ def test_whatever_is_killed_resuming_goes_on_from_the_last_clean_stop_or_says_ho
     job.until(reached(run, 3))
     job.process.send_signal(signal.SIGTERM)
     assert job.end()[0] == 143
-    rest = Run.open(run).resting()
+    rest = Run.open(run).saved_status()
     job = launched("train", str(schedule), "--run", str(run), "--resume")
     # Rows have been written back since.
     job.until(reached(run, rest.step + 20))
@@ -258,7 +258,7 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
     assert "its launcher was killed; stopped after step " in err
     assert LocalStores.find(run / STORES) is None
     assert not (run / "control.sock").exists()
-    rest = Run.open(run).resting()
+    rest = Run.open(run).saved_status()
     assert (rest.state, rest.totals["steps"]) == ("stopped", rest.step + 1)
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
@@ -334,7 +334,7 @@ def test_rows_that_cannot_be_saved_stay_where_they_are_and_are_used_from_there(
     (server,) = servers_of(run)
     assert f"store local: shard 1 (process {server.pid}) could not save its rows" in err
     assert "Traceback" not in err
-    assert Run.open(run).resting().state == ("stopped" if stopped else "ended")
+    assert Run.open(run).saved_status().state == ("stopped" if stopped else "ended")
     # Still they cannot be saved, and are read all the same.
     assert main(["digest", str(run)]) == 0
     out, err = capsys.readouterr()
@@ -389,7 +389,7 @@ def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
     job.interrupt(reached(tmp_path / "run", 5))
     _, _, err = job.end()
     assert "go on with: foreload train" in err
-    assert Run.open(tmp_path / "run").resting().state == "stopped"
+    assert Run.open(tmp_path / "run").saved_status().state == "stopped"
     assert main(["train", str(schedule), "--run", str(tmp_path / "run"), "--resume", "--digest"]) == 0
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
 

@@ -27,7 +27,7 @@ from foreload.cache.rows.layout import decode_rows
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.faults import Witness
+from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.job import TrainJob
@@ -97,7 +97,7 @@ def is_mended(run: Path, err: str, undisturbed: str, capsys: pytest.CaptureFixtu
     assert "store shard 1: is whole again" in err
     assert "warning" not in err
     assert summary(run)["digest"] == undisturbed
-    assert Run.open(run).resting().lost == []
+    assert Run.open(run).saved_status().lost == []
     assert main(["scrub", str(run)]) == 0
     out = capsys.readouterr().out
     assert "0 stripes repaired, 0 damaged" in out
@@ -190,7 +190,7 @@ def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
     assert status == 0, err
     assert "warning: store shard 1 is lost" in err
     assert summary(run)["digest"] == undisturbed
-    assert Run.open(run).resting().lost == [1]
+    assert Run.open(run).saved_status().lost == [1]
     assert [(run / STORES / f"shard-{shard}.rdb").exists() for shard in range(3)] == [True, False, True]
     capsys.readouterr()
     assert main(["stores", "status", str(run)]) == 2
@@ -213,12 +213,12 @@ def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
     status, _, err = job.end()
     assert status == 130, err
     assert "warning: store shard 2 is lost" in err
-    assert Run.open(run).resting().lost == [2]
+    assert Run.open(run).saved_status().lost == [2]
     # The rows of the lost shard are decoded, and the server that then is there is rebuilt.
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
     assert "store shard 2: is whole again" in capsys.readouterr().err
     assert summary(run)["digest"] == undisturbed
-    assert Run.open(run).resting().lost == []
+    assert Run.open(run).saved_status().lost == []
 
 
 def test_a_spare_takes_the_place_of_a_lost_shard(
@@ -356,7 +356,7 @@ def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replace
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
     spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
     job = TrainJob(schedule="-", run="-", store=",".join(urls), model="dlrm", spare=",".join(spares))
-    shards = StoreShards(job, urls, None, True, Witness(), check=lambda url, in_use: None)
+    shards = StoreShards(job, urls, None, True, RunObserver(), check=lambda url, in_use: None)
 
     def tell(trainer: int, what: str, url: str, why: str = "") -> None:
         shards.changed(trainer, asdict(ShardChange(1, what, url, why)))

@@ -176,7 +176,7 @@ def test_a_diverged_training_is_told_and_can_be_read(clicks: Clicks, tmp_path: P
     assert status == 2, err
     assert not out
     error = err.splitlines()[-1].removeprefix("foreload: error: ")
-    rests = Run.open(run).resting()
+    rests = Run.open(run).saved_status()
     assert error.startswith(f"step {rests.step + 1}: the loss must be finite in every lane; got ")
     assert error.endswith(
         f"; training stopped as after step {rests.step}, with everything saved; train anew with a lower --lr or --dense-lr, or go on with "
@@ -192,4 +192,4 @@ def test_a_diverged_training_is_told_and_can_be_read(clicks: Clicks, tmp_path: P
     told = refused("evaluate", run)
     assert re.fullmatch(rf"run {run}, evaluation step \d+: the loss must be finite in every lane; got nan in lane \d", told)
     done("train", clicks.schedule, "--run", run, "--resume", "--allow-nan")
-    assert Run.open(run).resting().state == "ended"
+    assert Run.open(run).saved_status().state == "ended"

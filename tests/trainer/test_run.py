@@ -58,7 +58,7 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert again.placement.shard_count == 2
     assert again.status is None
     run.write_status(Status("stopped", 7, {"0": 3}, {"steps": 8}))
-    assert again.resting() == Status("stopped", 7, {"0": 3}, {"steps": 8})
+    assert again.saved_status() == Status("stopped", 7, {"0": 3}, {"steps": 8})
 
 
 def test_passwords_are_not_kept(tmp_path: Path) -> None:

@@ -35,16 +35,16 @@ def joined(*parts: Timeline) -> Timeline:
 
 def test_a_step_has_ended_when_the_last_trainer_has_ended_it() -> None:
     times = StepTimes()
-    for mail in (told(7, 10.0), told(8, 11.0), told(7, 10.25, trainer=1), told(8, 11.5, trainer=1)):
-        times.note(mail)
+    for event in (told(7, 10.0), told(8, 11.0), told(7, 10.25, trainer=1), told(8, 11.5, trainer=1)):
+        times.note(event)
     assert times.timeline.ended.tolist() == [10.25, 11.5]
     assert times.timeline.took.tolist() == [STEP, 1.25]
 
 
 def test_evaluation_between_epochs_is_no_step_s_time() -> None:
     times = StepTimes()
-    for mail in (told(0, 1.0), told(1, 1.5), told(2, 9.0, epoch=1), told(3, 9.5, epoch=1)):
-        times.note(mail)
+    for event in (told(0, 1.0), told(1, 1.5), told(2, 9.0, epoch=1), told(3, 9.5, epoch=1)):
+        times.note(event)
     assert times.timeline.took.tolist() == [STEP] * 4
 
 

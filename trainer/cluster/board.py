@@ -115,7 +115,7 @@ class StopAgreement:
         return self._after is not None and step >= self._after
 
 
-class Mail:
+class EventSender:
     """A trainer's reports to the coordinator, sent a few at a time."""
 
     def __init__(self, board: Board, trainer: int) -> None:
@@ -134,13 +134,13 @@ class Mail:
     def flush(self) -> None:
         """Send what is held back."""
         if self._held:
-            self._board.publish(f"mail/{self._trainer}/{self._sent}", self._held)
+            self._board.publish(f"events/{self._trainer}/{self._sent}", self._held)
             self._sent += 1
             self._held = []
             self._sent_at = time.monotonic()
 
 
-class Inbox:
+class EventReceiver:
     """The coordinator's side of the trainers' mail."""
 
     def __init__(self, board: Board, trainers: int) -> None:
@@ -150,7 +150,7 @@ class Inbox:
     def poll(self) -> Iterator[dict[str, Any]]:
         """What has come in since, in each trainer's order."""
         for trainer in range(len(self._next)):
-            while (held := self._board.take(f"mail/{trainer}/{self._next[trainer]}")) is not None:
+            while (held := self._board.take(f"events/{trainer}/{self._next[trainer]}")) is not None:
                 self._next[trainer] += 1
                 yield from held
 

@@ -20,7 +20,7 @@ class Fault:
     shard: int
     signal_number: int
 
-    def strike(self, stores: Path) -> None:
+    def inject(self, stores: Path) -> None:
         """Send it. stores: the folder of the servers. Raises TrainerError where there is no such process."""
         local = LocalStores.find(stores)
         pid = local.pids[self.shard] if local is not None else None
@@ -29,13 +29,13 @@ class Fault:
         os.kill(pid, self.signal_number)
 
 
-class Witness:
+class RunObserver:
     """Sees what happens in a call of `foreload train`, in the launcher's thread. This one only lets it happen."""
 
     faults: Sequence[Fault] = ()
 
-    def see(self, mail: Mapping[str, Any]) -> None:
-        """A trainer's mail: {"kind", "trainer", ...}. "at" is time.monotonic() of the trainer's machine; mails of a shard's progress have none."""
+    def see(self, event: Mapping[str, Any]) -> None:
+        """A trainer's event: {"kind", "trainer", ...}. "at" is time.monotonic() of the trainer's machine; events of a shard's progress have none."""
 
     def may_start(self, shard: int) -> bool:
         """Whether the dead server of a local store shard may be started again now."""

@@ -30,9 +30,9 @@ from foreload.cache.protocol.spare import check_spare
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import Witness
+from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.trainer_group import Attempt, Ending
+from foreload.trainer.cluster.trainer_group import Ending, TrainerGroup
 from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
@@ -43,7 +43,7 @@ from foreload.trainer.errors import (
     TrainerError,
 )
 from foreload.trainer.models import ignored_inputs
-from foreload.trainer.run.assembly import DensePart
+from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import (
     LOG,
     STORES,
@@ -62,28 +62,28 @@ from foreload.trainer.run.job import TrainJob, local_shards, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.memory_check import check_fit
 from foreload.trainer.run.reach import reach
-from foreload.trainer.run.saved_run import rest
+from foreload.trainer.run.saved_run import saved_run_at
 
 _MEET_PAUSE, _MEET_SAID = timedelta(seconds=1), timedelta(minutes=1)
 
 
-def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
+def train(job: TrainJob, observer: RunObserver | None = None) -> Ending | None:
     """Train as the job says, in the environment that `foreload train` sets. Returns None in a process that is only one of a scheduler's trainers.
 
-    witness: sees it, and may have put faults in.
+    observer: sees it, and may have put faults in.
 
     Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
     """
     numerics.check_processor()
     if not under_scheduler():
         with Interrupts() as interrupts:
-            return Launch(job, interrupts, None, witness or Witness()).run()
+            return Launcher(job, interrupts, None, observer or RunObserver()).run()
     with Interrupts(relayed=True) as interrupts:
         store, rank, world = _scheduled_store()
         if world != job.trainers:
             job = replace(job, trainers=world)
         if not rank:
-            return Launch(job, interrupts, store, witness or Witness()).run()
+            return Launcher(job, interrupts, store, observer or RunObserver()).run()
         urls = None if local_shards(job.store) else job.store.split(",")
         status = work(store, rank, urls, interrupts)
         if status:
@@ -127,12 +127,12 @@ def _scheduled_store() -> tuple[Any, int, int]:
             ) from error
 
 
-class Launch:
+class Launcher:
     """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job, else one is made here."""
 
-    def __init__(self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, witness: Witness) -> None:
+    def __init__(self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, observer: RunObserver) -> None:
         self._job = job
-        self._witness = witness
+        self._observer = observer
         self._interrupts = interrupts
         self._rendezvous = rendezvous
         self._spawned = range(1) if rendezvous is not None else range(job.trainers)
@@ -169,7 +169,7 @@ class Launch:
     def _check_model(self, schedule: Schedule) -> None:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
         job = self._job
-        module = DensePart.build(replace(job, device="cpu"), schedule).module
+        module = DenseModel.build(replace(job, device="cpu"), schedule).module
         if ignored := ignored_inputs(module, model_spec(schedule.header.features, job.dim)):
             sys.stderr.write(
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"
@@ -183,7 +183,7 @@ class Launch:
             raise RunError(
                 f"--store: must be what the run was started with, {manifest.training_job.store}; got {self._job.store.split('@')[-1]}"
             )
-        start = replace(run.resting(), state="training", step=step)
+        start = replace(run.saved_status(), state="training", step=step)
         if not manifest.local_stores:
             urls = parse_urls(self._job.store)
             if not run.placement.r:  # else one that is gone is not waited for
@@ -214,9 +214,9 @@ class Launch:
             urls = list(local.urls) if local is not None else self._job.store.split(",")
             with self._claimed(run, manifest, start, urls):
                 keep_schedule(run, schedule)
-                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._witness, self._spare_check(manifest))
-                attempt = Attempt(self._job, self._interrupts, run, manifest, start, schedule, shards, self._witness)
-                ending = attempt.train(self._rendezvous, self._spawned)
+                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, self._spare_check(manifest))
+                group = TrainerGroup(self._job, self._interrupts, run, manifest, start, schedule, shards, self._observer)
+                ending = group.train(self._rendezvous, self._spawned)
         except ShardsLost as error:
             if local is not None:
                 if any(start.batches.values()):
@@ -231,17 +231,17 @@ class Launch:
                 local.discard()
             raise
         try:
-            if self._job.digest and attempt.failure is None:
-                with Store.sparing(shards.urls, self._job.store_silence, run.placement.r) as store:
-                    ending.summary["digest"] = rest(run, store, attempt.status).digest()
+            if self._job.digest and group.failure is None:
+                with Store.connect(shards.urls, self._job.store_silence, run.placement.r) as store:
+                    ending.summary["digest"] = saved_run_at(run, store, group.status).digest()
                 write_json(run.path / SUMMARY, ending.summary)
         finally:
             # Nothing interrupts the saving, whatever became of the digest.
-            self._interrupts.gentle = True
+            self._interrupts.defer_signals = True
             if local is not None:
-                local.stop(save=True, lost=attempt.status.lost)
-        if attempt.failure is not None:
-            raise TrainerError(attempt.failure)
+                local.stop(save=True, lost=group.status.lost)
+        if group.failure is not None:
+            raise TrainerError(group.failure)
         return ending
 
     @contextlib.contextmanager
@@ -250,11 +250,11 @@ class Launch:
         # A run that goes on may do so without the shards whose rows parity has.
         goes_on = job.resume and any(start.batches.values())
         spared = run.placement.r if goes_on else 0
-        with Store.sparing(urls, job.store_silence, spared) as store:
+        with Store.connect(urls, job.store_silence, spared) as store:
             mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
             claim(store, manifest.namespace, manifest.identity, mode, spared)
             if job.resume:
-                before = run.resting()
+                before = run.saved_status()
                 run.check_rows(store, before)
                 if before.state == "training":
                     # Of later batches than the rows.

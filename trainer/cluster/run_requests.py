@@ -1,4 +1,4 @@
-"""What is asked of a training run over its control socket and done by all of its trainers, each for its lanes: a scrub, and a census of the store."""
+"""What is asked of a training run over its control socket and done by all of its trainers, each for its lanes: a scrub, and a count of the store."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.traffic import Traffic
-from foreload.trainer.cluster.board import Mail
+from foreload.trainer.cluster.board import EventSender
 from foreload.trainer.run.directory import SCRUB
 from foreload.trainer.run.expected_rows import MappedRows
 
-CENSUS_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socket may take
+COUNT_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socket may take
 
 
-class Errands:
-    """The coordinator's side. scrub, scrubbed and census are called in threads of the control socket, the rest in the main one."""
+class RunRequests:
+    """The coordinator's side. scrub, scrubbed and count are called in threads of the control socket, the rest in the main one."""
 
     def __init__(self, trainers: int, protected: bool, training: Callable[[], bool]) -> None:
         self._trainers, self._protected, self._training = trainers, protected, training
         self._condition = threading.Condition()
-        self._orders: list[dict[str, Any]] = []
+        self._commands: list[dict[str, Any]] = []
         self._number = 0
-        self._told: dict[str, dict[int, dict[str, Any]]] = {}  # by errand: what each trainer told of the last one
+        self._told: dict[str, dict[int, dict[str, Any]]] = {}  # by request: what each trainer told of the last one
         self._last: dict[str, int] = {}
 
     def scrub(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Errands:
         with self._condition:
             if "scrub" in self._last and not self._done("scrub"):
                 return {"error": "a scrub of it is under way already; wait for its end"}
-            return {"scrub": self._order("scrub", rows=str(request.get("rows")))}
+            return {"scrub": self._command("scrub", rows=str(request.get("rows")))}
 
     def scrubbed(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """How far the last scrub is: {"done", "stripes", "trainers": [{"stripes", "findings", ...}]}, or {"error"}."""
@@ -50,70 +50,72 @@ class Errands:
                 return {"error": errors[0]}
             return {"done": self._done("scrub"), "stripes": sum(part["stripes"] for part in parts), "trainers": parts}
 
-    def census(self, _: Mapping[str, Any]) -> dict[str, Any]:
+    def row_counts(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """What each trainer counts: {"trainers": [{"rows", "parity_rows", "row_bytes", "lag"}]}; of those that do not answer in time nothing."""
         if not self._training():
             return {"trainers": []}
         with self._condition:
-            if "census" not in self._last or self._done("census"):
-                self._order("census")
-            self._condition.wait_for(lambda: self._done("census"), CENSUS_TIMEOUT.total_seconds())
-            return {"trainers": list(self._told["census"].values()) if self._done("census") else []}
+            if "row_counts" not in self._last or self._done("row_counts"):
+                self._command("row_counts")
+            self._condition.wait_for(lambda: self._done("row_counts"), COUNT_TIMEOUT.total_seconds())
+            return {"trainers": list(self._told["row_counts"].values()) if self._done("row_counts") else []}
 
     def take(self) -> list[dict[str, Any]]:
         """What is to be told to all trainers."""
         with self._condition:
-            taken, self._orders = self._orders, []
+            taken, self._commands = self._commands, []
             return taken
 
-    def receive(self, mail: Mapping[str, Any]) -> None:
-        """What a trainer tells of an errand."""
+    def receive(self, sender: Mapping[str, Any]) -> None:
+        """What a trainer tells of an request."""
         with self._condition:
-            if mail["number"] == self._last[mail["errand"]]:
-                self._told[mail["errand"]][mail["trainer"]] = dict(mail["told"])
+            if sender["number"] == self._last[sender["request"]]:
+                self._told[sender["request"]][sender["trainer"]] = dict(sender["told"])
                 self._condition.notify_all()
 
-    def _order(self, errand: str, **what: Any) -> int:
+    def _command(self, request: str, **what: Any) -> int:
         self._number += 1
-        self._last[errand], self._told[errand] = self._number, {}
-        self._orders.append({"do": errand, "number": self._number, **what})
+        self._last[request], self._told[request] = self._number, {}
+        self._commands.append({"do": request, "number": self._number, **what})
         return self._number
 
-    def _done(self, errand: str) -> bool:
-        told = self._told.get(errand, {})
+    def _done(self, request: str) -> bool:
+        told = self._told.get(request, {})
         return len(told) == self._trainers and all(part.get("done", True) or "error" in part for part in told.values())
 
 
-class TrainerErrands:
+class TrainerRequests:
     """A trainer's side; its main thread uses it."""
 
-    def __init__(self, mail: Mail, run: Path, traffic: Traffic, lanes: Sequence[int], layouts: Sequence[RowLayout]) -> None:
-        self._mail, self._run, self._traffic, self._lanes, self._layouts = mail, run, traffic, list(lanes), layouts
+    def __init__(
+        self, sender: EventSender, run: Path, traffic: Traffic, lanes: Sequence[int], layouts: Sequence[RowLayout]
+    ) -> None:
+        self._events, self._run, self._traffic, self._lanes, self._layouts = sender, run, traffic, list(lanes), layouts
         self._scrub: int | None = None
-        self._census: int | None = None
+        self._row_counts: int | None = None
 
-    def begin(self, order: Mapping[str, Any]) -> None:
-        """Begin an errand that the coordinator asks for."""
-        if order["do"] == "census":
-            self._census = order["number"]
+    def begin(self, command: Mapping[str, Any]) -> None:
+        """Begin an request that the coordinator asks for."""
+        if command["do"] == "row_counts":
+            self._row_counts = command["number"]
             self._traffic.inspection.begin_census()
             return
         try:
-            self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / order["rows"], self._lanes))
-            self._scrub = order["number"]
+            self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / command["rows"], self._lanes))
+            self._scrub = command["number"]
         except (OSError, ValueError, CacheError) as error:
-            self._tell("scrub", order["number"], {"error": str(error)})
+            self._tell("scrub", command["number"], {"error": str(error)})
 
     def tell(self) -> None:
         """Tell how far errands are."""
-        counted = self._traffic.inspection.census()
-        if self._census is not None and counted is not None:
+        counted = self._traffic.inspection.row_counts()
+        if self._row_counts is not None and counted is not None:
             told = {
                 "rows": counted.rows.sum(axis=0).tolist(), "parity_rows": counted.parity_rows.sum(axis=0).tolist(),
                 "row_bytes": counted.row_bytes(self._layouts).tolist(), "lag": asdict(self._traffic.inspection.lag()),
             }  # fmt: skip
-            self._tell("census", self._census, told)
-            self._census = None
+            self._tell("row_counts", self._row_counts, told)
+            self._row_counts = None
         found = self._traffic.inspection.scrubbed()
         if self._scrub is not None and found is not None:
             self._tell("scrub", self._scrub, asdict(found))
@@ -126,5 +128,5 @@ class TrainerErrands:
             self._traffic.inspection.scrubbed(finish=True)
         self.tell()
 
-    def _tell(self, errand: str, number: int, told: Mapping[str, Any]) -> None:
-        self._mail.send("errand", errand=errand, number=number, told=dict(told))
+    def _tell(self, request: str, number: int, told: Mapping[str, Any]) -> None:
+        self._events.send("request", request=request, number=number, told=dict(told))

@@ -13,7 +13,7 @@ from typing import Any
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
-from foreload.trainer.cluster.faults import Witness
+from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.run.job import TrainJob
 
 SHOWN_STEP = 0.1  # of a rebuild, after which the user is told again
@@ -40,11 +40,11 @@ class StoreShards:
         urls: Sequence[str],
         local: LocalStores | None,
         protected: bool,
-        witness: Witness,
+        observer: RunObserver,
         check: Callable[[StoreUrl, Sequence[tuple[int, StoreUrl]]], None],
     ) -> None:
         self.urls = list(urls)
-        self.protected, self._witness, self._check = protected, witness, check
+        self.protected, self._observer, self._check = protected, observer, check
         self._restarted = local if protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
@@ -66,23 +66,23 @@ class StoreShards:
         if self._restarted is None:
             return
         for shard in range(self._restarted.count):
-            if self._witness.may_start(shard) and self._restarted.restart(shard):
+            if self._observer.may_start(shard) and self._restarted.restart(shard):
                 sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
 
-    def changed(self, trainer: int, mail: Mapping[str, Any]) -> None:
+    def changed(self, trainer: int, event: Mapping[str, Any]) -> None:
         """Note what a trainer tells of a shard: a ShardChange, or {"shard", "what": "rebuilding", "done": a share}; a spare may take its place."""
-        shard, what = mail["shard"], mail["what"]
+        shard, what = event["shard"], event["what"]
         # Whether it is of the server in use, and not of one that another takes the place of.
-        in_use = mail.get("url") == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
+        in_use = event.get("url") == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
         before = self._state(shard)
         if what != "unreachable":
-            self._states.setdefault(shard, {})[trainer] = ShardState(what, mail.get("done", 0.0))
+            self._states.setdefault(shard, {})[trainer] = ShardState(what, event.get("done", 0.0))
         after = self._state(shard)
         if after.what == "lost" != before.what:
-            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({mail['why']})\n")
+            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({event['why']})\n")
             self._shown[shard] = 0.0
         elif what == "unreachable" and in_use:
-            sys.stderr.write(f"store shard {shard}: no server for it yet ({mail['why']})\n")
+            sys.stderr.write(f"store shard {shard}: no server for it yet ({event['why']})\n")
         elif after.what == "ok" != before.what:
             sys.stderr.write(f"store shard {shard}: is whole again\n")
         elif after.what == "rebuilding" and after.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:

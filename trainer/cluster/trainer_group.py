@@ -21,18 +21,18 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import (
     Board,
     ControlSocket,
-    Inbox,
+    EventReceiver,
     contiguous_lanes,
 )
 from foreload.trainer.cluster.ending import stage_of, status_of
-from foreload.trainer.cluster.faults import Witness
+from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.keeper import (
     GO,
     STOP_WANTED,
     Keeper,
     program_path,
 )
-from foreload.trainer.cluster.run_requests import Errands
+from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.worker import (
     LAUNCHER,
@@ -40,7 +40,7 @@ from foreload.trainer.cluster.worker import (
     RESTED,
     TERM,
     TRAINER,
-    Call,
+    LaunchSpec,
 )
 from foreload.trainer.cluster.worker import STORES as STORES_VARIABLE
 from foreload.trainer.errors import FingerprintError, ShardsLost, TrainerError
@@ -63,7 +63,7 @@ class Ending:
     signal_number: int | None
 
 
-class Attempt:
+class TrainerGroup:
     """The trainers of one call, from the coordinator's side. status, failure: what stands when they have left."""
 
     def __init__(
@@ -75,12 +75,12 @@ class Attempt:
         start: Status,
         schedule: Schedule,
         shards: StoreShards,
-        witness: Witness,
+        observer: RunObserver,
     ) -> None:
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
-        self._witness = witness
+        self._observer = observer
         self._schedule, self._shards = schedule, shards
-        self._orders = 0
+        self._commands = 0
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
@@ -91,24 +91,24 @@ class Attempt:
         self._errors: list[dict[str, Any]] = []
         self._stop_wanted = False
         self._stop_told = False
-        self._errands = Errands(job.trainers, shards.protected, lambda: len(self._ready) == job.trainers)
+        self._run_requests = RunRequests(job.trainers, shards.protected, lambda: len(self._ready) == job.trainers)
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
         job = self._job
-        call = Call(
+        call = LaunchSpec(
             job=asdict(job),
             trainers=job.trainers,
             start_step=self._start.step,
-            batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
+            last_batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
             stores=self._shards.plain_urls,
             fingerprint=None if job.accept_numerics else self.manifest.fingerprint,
             resumes=self._start.step >= self.manifest.stages[0].first_step,
             servers_return=self._shards.servers_return,
-            faults=tuple(asdict(fault) for fault in self._witness.faults),
+            faults=tuple(asdict(fault) for fault in self._observer.faults),
             totals=self._start.totals,
         )
-        self._interrupts.gentle = True
+        self._interrupts.defer_signals = True
         with contextlib.ExitStack() as stack:
             keeper: Keeper | None = None
             if rendezvous is None:
@@ -123,9 +123,9 @@ class Attempt:
 
     def _end(self) -> None:
         self._kill()
-        self._interrupts.gentle = False
+        self._interrupts.defer_signals = False
 
-    def _lead(self, board: Board, call: Call) -> Ending:
+    def _lead(self, board: Board, call: LaunchSpec) -> Ending:
         job = self._job
         board.publish_lane_map(TERM, self._lane_map)
         # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
@@ -139,9 +139,9 @@ class Attempt:
                 "status": lambda _: self._told(report),
                 "stop": lambda _: self._want_stop(),
                 "replace": self._shards.want_replacement,
-                "scrub": self._errands.scrub,
-                "scrubbed": self._errands.scrubbed,
-                "census": self._errands.census,
+                "scrub": self._run_requests.scrub,
+                "scrubbed": self._run_requests.scrubbed,
+                "row_counts": self._run_requests.row_counts,
             },
         )
         try:
@@ -177,22 +177,22 @@ class Attempt:
             )
 
     def _follow(self, board: Board, report: RunReport) -> None:
-        inbox = Inbox(board, self._job.trainers)
+        receiver = EventReceiver(board, self._job.trainers)
         gone = False
         while len(self._ended) < self._job.trainers:
-            # Before the mail is read: what a process sent before it ended is then there.
+            # Before the event is read: what a process sent before it ended is then there.
             dead = [trainer for trainer, process in self._processes.items() if process.poll() is not None]
-            for mail in inbox.poll():
-                self._receive(mail, board, report)
+            for event in receiver.poll():
+                self._receive(event, board, report)
             if self._errors or set(dead) - self._ended.keys():
                 if gone:
                     raise self._reason()
                 gone = True
-                self._linger(inbox, board, report)
+                self._linger(receiver, board, report)
                 continue
             self._see_to_stores(board)
-            for order in self._errands.take():
-                self._tell_all(board, order)
+            for command in self._run_requests.take():
+                self._tell_all(board, command)
             report.tick()
             if len(self._interrupts.received) > 1 or (self._interrupts.received and len(self._ready) < self._job.trainers):
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
@@ -207,27 +207,27 @@ class Attempt:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE.total_seconds())
 
-    def _linger(self, inbox: Inbox, board: Board, report: RunReport) -> None:
+    def _linger(self, receiver: EventReceiver, board: Board, report: RunReport) -> None:
         """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
         deadline = time.monotonic() + GRACE.total_seconds()
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
-            for mail in inbox.poll():
-                self._receive(mail, board, report)
+            for event in receiver.poll():
+                self._receive(event, board, report)
             if any(not error["peer_lost"] and not error.get("rows_lost") for error in self._errors):
                 return
             time.sleep(POLL.total_seconds())
-        for mail in inbox.poll():
-            self._receive(mail, board, report)
+        for event in receiver.poll():
+            self._receive(event, board, report)
 
-    def _receive(self, mail: dict[str, Any], board: Board, report: RunReport) -> None:
-        kind, trainer = mail["kind"], mail["trainer"]
-        self._witness.see(mail)
+    def _receive(self, event: dict[str, Any], board: Board, report: RunReport) -> None:
+        kind, trainer = event["kind"], event["trainer"]
+        self._observer.see(event)
         if kind == "step":
-            report.step(mail["report"])
+            report.step(event["report"])
         elif kind == "evaluation":
-            report.evaluation(mail["report"])
+            report.evaluation(event["report"])
         elif kind == "ready":
-            self._ready[trainer] = mail["fingerprint"]
+            self._ready[trainer] = event["fingerprint"]
             if len(self._ready) == self._job.trainers:
                 self.manifest = self.manifest.under(self._ready[0], self._start.step + 1)
                 self._run.write_manifest(self.manifest)
@@ -237,11 +237,11 @@ class Attempt:
         elif kind == "ended":
             self._ended[trainer] = board.read(f"ended/{trainer}")
         elif kind == "shard":
-            self._shards.changed(trainer, mail)
-        elif kind == "errand":
-            self._errands.receive(mail)
+            self._shards.changed(trainer, event)
+        elif kind == "request":
+            self._run_requests.receive(event)
         elif kind == "error":
-            self._errors.append(mail)
+            self._errors.append(event)
 
     def _reason(self) -> TrainerError:
         causes = [error for error in self._errors if not error["peer_lost"]]
@@ -274,7 +274,7 @@ class Attempt:
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
                 "the next --resume, with a server there, rebuilds it\n"
             )
-        traffic = {name: sum(mail["traffic"][name] for mail in ended) for name in first["traffic"]}
+        traffic = {name: sum(event["traffic"][name] for event in ended) for name in first["traffic"]}
         summary = report.summary(
             state=self.status.state,
             trainers=self._job.trainers,
@@ -309,9 +309,9 @@ class Attempt:
                 self._run.write_manifest(self.manifest)
             sys.stderr.write(f"store shard {shard}: {url} takes its place\n")
 
-    def _tell_all(self, board: Board, order: Mapping[str, Any]) -> None:
-        board.publish(f"orders/{self._orders}", dict(order))
-        self._orders += 1
+    def _tell_all(self, board: Board, command: Mapping[str, Any]) -> None:
+        board.publish(f"commands/{self._commands}", dict(command))
+        self._commands += 1
 
     def _told(self, report: RunReport) -> dict[str, Any]:
         """The answer to `status` on the control socket."""

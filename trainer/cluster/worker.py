@@ -34,20 +34,20 @@ from foreload.pipelines.errors import PipelineError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import (
     Board,
-    Mail,
+    EventSender,
     StopAgreement,
     join_store,
 )
 from foreload.trainer.cluster.ending import ADDED, SHARED, end_alone
 from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.cluster.keeper import GO, ORPHANED, STOP_WANTED
-from foreload.trainer.cluster.run_requests import TrainerErrands
+from foreload.trainer.cluster.run_requests import TrainerRequests
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
 from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport
 from foreload.trainer.errors import LossNotFinite, PeerLost, TrainerError
-from foreload.trainer.run.assembly import DensePart, Start, assemble
+from foreload.trainer.run.assembly import DenseModel, Start, assemble
 from foreload.trainer.run.dense_file import load_dense, save_dense
 from foreload.trainer.run.directory import (
     DENSE,
@@ -72,19 +72,19 @@ _ready = threading.Event()
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What the coordinator tells every trainer of one call of `foreload train`; stores without passwords."""
+class LaunchSpec:
+    """What the coordinator tells every trainer of one spec of `foreload train`; stores without passwords."""
 
     job: dict[str, Any]
     trainers: int
     start_step: int
-    batches: tuple[int, ...]
+    last_batches: tuple[int, ...]
     stores: tuple[str, ...]
     fingerprint: dict[str, str] | None
     resumes: bool
     servers_return: bool = False  # servers of lost shards are started again, or others take their place
     faults: tuple[dict[str, int], ...] = ()  # foreload.trainer.cluster.faults.Fault
-    totals: dict[str, float] = field(default_factory=dict)  # of the run before this call
+    totals: dict[str, float] = field(default_factory=dict)  # of the run before this spec
 
 
 def main() -> int:
@@ -113,84 +113,91 @@ def work(store: Any, trainer: int, store_urls: list[str] | None, interrupts: Int
     begins, a signal asks for a clean stop of all trainers.
     """
     board = Board(store)
-    mail = Mail(board, trainer)
+    sender = EventSender(board, trainer)
     try:
-        call = Call(**board.read("call"))
-        TrainerProcess(store, board, mail, trainer, call, store_urls or list(call.stores), interrupts).run()
+        spec = LaunchSpec(**board.read("spec"))
+        TrainerProcess(store, board, sender, trainer, spec, store_urls or list(spec.stores), interrupts).run()
     except (PipelineError, CacheError, TrainerError) as error:
         with contextlib.suppress(PeerLost):
             lost = {"shards": error.shards, "covered": error.covered, "rows": error.rows} if isinstance(error, RowsLost) else None
-            mail.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=lost)
+            sender.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=lost)
         return 2
     except Exception as error:
         if isinstance(error, OSError) and is_full(error):
             with contextlib.suppress(PeerLost):
-                mail.send("error", message=f"trainer {trainer}: the disk is full: free space there", peer_lost=False)
+                sender.send("error", message=f"trainer {trainer}: the disk is full: free space there", peer_lost=False)
             return 2
         traceback.print_exc()
         with contextlib.suppress(PeerLost):
-            mail.send("error", message=f"trainer {trainer}: {type(error).__name__}: {error} (see above)", peer_lost=False)
+            sender.send("error", message=f"trainer {trainer}: {type(error).__name__}: {error} (see above)", peer_lost=False)
         return 1
     return 0
 
 
 class TrainerProcess:
-    """One trainer's part of a call, from joining to leaving."""
+    """One trainer's part of a spec, from joining to leaving."""
 
     def __init__(
-        self, store: Any, board: Board, mail: Mail, trainer: int, call: Call, store_urls: list[str], interrupts: Interrupts | None
+        self,
+        store: Any,
+        board: Board,
+        sender: EventSender,
+        trainer: int,
+        spec: LaunchSpec,
+        store_urls: list[str],
+        interrupts: Interrupts | None,
     ) -> None:
         self._interrupts, self._stop_asked = interrupts, False
-        self._store, self._board, self._mail = store, board, mail
-        self._trainer, self._call, self._store_urls = trainer, call, store_urls
-        self._job = TrainJob.of(call.job)
+        self._store, self._board, self._events = store, board, sender
+        self._trainer, self._call, self._store_urls = trainer, spec, store_urls
+        self._job = TrainJob.of(spec.job)
         self._run = Path(self._job.run)
-        self._last_step = call.start_step
-        self._totals: Counter[str] = Counter()  # of this call's steps, as StepReport has them
+        self._last_step = spec.start_step
+        self._totals: Counter[str] = Counter()  # of this spec's steps, as StepReport has them
         self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
-        self._orders = 0
+        self._commands = 0
         self._losses = 0  # of shards, found so far
         self._asked_at = 0.0
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
-        call, job = self._call, self._job
+        spec, job = self._call, self._job
         numerics.set_up(job.threads, job.device, job.cpu_capability)
         self._check_fingerprint()
         schedule = Schedule(job.schedule, follow=job.follow)
-        if call.resumes:
+        if spec.resumes:
             check_same(Run.open(self._run).manifest.stages[-1], schedule)
-        dense = DensePart.build(job, schedule)
-        if call.resumes:
-            load_dense(self._run / DENSE, dense.module, dense.optimizer, call.start_step)
+        dense = DenseModel.build(job, schedule)
+        if spec.resumes:
+            load_dense(self._run / DENSE, dense.module, dense.optimizer, spec.start_step)
         lane_map = self._board.lane_map(TERM)
         if lane_map[0] == self._trainer:
-            self._faults = [Fault(**fault) for fault in call.faults]
+            self._faults = [Fault(**fault) for fault in spec.faults]
         placement = Placement.load(self._run / PLACEMENT)
-        with self._transport() as transport, Store.sparing(self._store_urls, job.store_silence, placement.r) as store:
-            start = Start(call.start_step, tuple(call.batches))
+        with self._transport() as transport, Store.connect(self._store_urls, job.store_silence, placement.r) as store:
+            start = Start(spec.start_step, tuple(spec.last_batches))
             log = FileLog(self._run / LOG)
             owner = Ownership(TERM, Run.open(self._run).manifest.identity)
             part, events = assemble(
                 job, schedule, dense, start, lane_map, transport, store, placement, log,
                 ownership=owner, on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
             )  # fmt: skip
-            gate = SegmentGate(self._board, schedule, events, self._trainer, call.trainers, lane_map[0])
-            self._errands = TrainerErrands(self._mail, self._run, part.traffic, list(part.partitions), dense.layouts)
+            gate = SegmentGate(self._board, schedule, events, self._trainer, spec.trainers, lane_map[0])
+            self._run_requests = TrainerRequests(self._events, self._run, part.traffic, list(part.partitions), dense.layouts)
             with part.traffic, self._rows_lost_first(part.traffic):
-                self._mail.send("ready", fingerprint=numerics.fingerprint(self._device()))
+                self._events.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 # From here on it is the keeper that tells whether the launcher is there.
                 _ready.set()
                 if self._interrupts is not None:
-                    self._interrupts.gentle = True
+                    self._interrupts.defer_signals = True
                 self._board.read(GO)
                 trainer = Trainer(part)
                 stopped, failure = self._train(trainer, gate)
-                flushed = trainer.write_everything_back(self._last_step + 1, beyond=stopped)
+                flushed = trainer.write_everything_back(self._last_step + 1, at_stop=stopped)
                 lost = self._mend(part.traffic)
-                self._errands.finish()
-                batches = {lane: part.traffic.batches(lane) for lane in part.partitions}
+                self._run_requests.finish()
+                batches = {lane: part.traffic.last_batch(lane) for lane in part.partitions}
                 counters = {
                     name: value.total_seconds() if isinstance(value, timedelta) else int(value)
                     for name, value in asdict(part.traffic.counters()).items()
@@ -205,7 +212,7 @@ class TrainerProcess:
                 "lost": lost, "segments": gate.begun, "prefix": schedule.prefix(gate.begun),
                 "totals": {name: self._totals[name] for name in (*ADDED, *SHARED)},
             })  # fmt: skip
-            self._mail.send("ended")
+            self._events.send("ended")
         if leads:
             self._see_it_rest(schedule)
 
@@ -226,16 +233,16 @@ class TrainerProcess:
             self._last_step = report.step
             told = asdict(report)
             self._totals.update({"steps": 1} | {name: told[name] for name in (*ADDED, *SHARED) if name in told})
-            self._mail.send("step", report=told, at=time.monotonic())
+            self._events.send("step", report=told, at=time.monotonic())
             self._strike()
-            self._see_to_shards(trainer.part.traffic)
+            self._see_to_shards(trainer.parts.traffic)
 
         def on_evaluation(report: EvaluationReport) -> None:
-            self._mail.send("evaluation", report=asdict(report))
+            self._events.send("evaluation", report=asdict(report))
 
         def while_waiting() -> None:
-            self._mail.flush()
-            self._see_to_shards(trainer.part.traffic)
+            self._events.flush()
+            self._see_to_shards(trainer.parts.traffic)
 
         events = gate.events(while_waiting)
         try:
@@ -265,15 +272,15 @@ class TrainerProcess:
         for fault in self._faults:
             if fault.step == self._last_step:
                 at = time.monotonic()
-                fault.strike(self._run / STORES_FOLDER)
-                self._mail.send("fault", shard=fault.shard, at=at)
+                fault.inject(self._run / STORES_FOLDER)
+                self._events.send("fault", shard=fault.shard, at=at)
 
     def _see_to_shards(self, traffic: Traffic) -> None:
         """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
         while self._shard_changes:
             change, at = self._shard_changes.popleft()
             self._losses += change.what == "lost"
-            self._mail.send("shard", **asdict(change), at=at)
+            self._events.send("shard", **asdict(change), at=at)
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
@@ -282,15 +289,15 @@ class TrainerProcess:
             self._board.publish(STOP_WANTED, True)
         for shard, done in traffic.lost_or_rebuilding().items():
             if done:
-                self._mail.send("shard", shard=shard, what="rebuilding", done=done)
-        self._errands.tell()
-        while (order := self._board.poll(f"orders/{self._orders}")) is not None:
-            self._orders += 1
-            if order["do"] == "replace":
-                traffic.replace(order["shard"], order["url"])
+                self._events.send("shard", shard=shard, what="rebuilding", done=done)
+        self._run_requests.tell()
+        while (command := self._board.poll(f"commands/{self._commands}")) is not None:
+            self._commands += 1
+            if command["do"] == "replace":
+                traffic.replace(command["shard"], command["url"])
                 self._losses += 1  # of the server that had the shard
             else:
-                self._errands.begin(order)
+                self._run_requests.begin(command)
 
     def _mend(self, traffic: Traffic) -> list[int]:
         """Wait until all shards are whole again, for every trainer, as long as there is hope; returns those that are not.

@@ -16,7 +16,7 @@ from typing import Any
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import Fault, Witness
+from foreload.trainer.cluster.faults import Fault, RunObserver
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import JobError, TrainerError
 from foreload.trainer.run.directory import (
@@ -55,7 +55,7 @@ class Drill:
     make: bool = False
 
 
-class LostShard(Witness):
+class LostShard(RunObserver):
     """The fault, and all that is seen of it: steps and moments, in seconds of time.monotonic()."""
 
     def __init__(self, fault: Fault, stores: Path, down_seconds: float) -> None:
@@ -70,17 +70,17 @@ class LostShard(Witness):
         self._return = threading.Timer(down_seconds, self._come_back)
         self._may_start = self._signal != signal.SIGKILL
 
-    def see(self, mail: Mapping[str, Any]) -> None:
+    def see(self, event: Mapping[str, Any]) -> None:
         """Note steps and what becomes of the shard; once it is struck, see to its return."""
-        if mail["kind"] == "step":
-            self._steps.note(mail)
-        elif mail["kind"] == "fault":
-            self._struck = mail["at"]
+        if event["kind"] == "step":
+            self._steps.note(event)
+        elif event["kind"] == "fault":
+            self._struck = event["at"]
             self._return.start()
-        elif mail["kind"] == "shard" and mail["shard"] == self._shard and "at" in mail:
-            moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}.get(mail["what"])
+        elif event["kind"] == "shard" and event["shard"] == self._shard and "at" in event:
+            moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}.get(event["what"])
             if moments is not None:
-                moments[mail["trainer"]] = mail["at"]
+                moments[event["trainer"]] = event["at"]
 
     def may_start(self, shard: int) -> bool:
         """Not before the server was down for long enough."""
@@ -127,16 +127,16 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     down = drill.down_seconds
     if down is None:
         down = 1.0 + (job.store_silence.total_seconds() if drill.stop else 0.0)
-    witness = LostShard(fault, Path(job.run) / STORES, down)
+    observer = LostShard(fault, Path(job.run) / STORES, down)
     try:
-        ending = train(replace(job, digest=job.digest or drill.check), witness)
+        ending = train(replace(job, digest=job.digest or drill.check), observer)
     finally:
-        witness.release()
+        observer.release()
     assert ending is not None
-    moments = witness.moments
+    moments = observer.moments
     if moments is None:
         raise TrainerError(f"drill: training stopped after step {ending.step}, before the store shard was to be struck")
-    timeline = witness.timeline
+    timeline = observer.timeline
     begin = float(timeline.ended[0] - timeline.took[0])
     figures: dict[str, Any] = {
         "signal": signal.Signals(fault.signal_number).name,

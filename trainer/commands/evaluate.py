@@ -23,7 +23,7 @@ from foreload.trainer.compute.metrics import BinaryMetrics
 from foreload.trainer.errors import LossNotFinite, RunError
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.dense_file import load_parameters
-from foreload.trainer.run.saved_run import RestingRun, open_resting
+from foreload.trainer.run.saved_run import SavedRun, open_saved
 
 _KEY = np.dtype([("table", np.int16), ("id", np.int64)])
 
@@ -42,22 +42,22 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
 
     Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
     """
-    with open_resting(path, store) as resting:
-        numerics.set_up(resting.job.threads, cpu_capability=resting.job.cpu_capability)
-        used = resting.schedule if schedule is None else _fitting(resting, Schedule(schedule))
+    with open_saved(path, store) as saved:
+        numerics.set_up(saved.job.threads, cpu_capability=saved.job.cpu_capability)
+        used = saved.schedule if schedule is None else _fitting(saved, Schedule(schedule))
         wanted = _distinct_rows(used)
-        weights = _weights(resting, wanted)
-        module = _module(resting)
+        weights = _weights(saved, wanted)
+        module = _module(saved)
         metrics = BinaryMetrics()
         for step in _last_pass(used):
-            for lane, logits in _logits(resting, module, step, wanted, weights):
+            for lane, logits in _logits(saved, module, step, wanted, weights):
                 if not logits.isfinite().all():
                     raise LossNotFinite(f"run {path}, evaluation step {step.number}", lane, math.nan)
                 metrics.add(logits.numpy(), step.lanes[lane].labels)
         found = metrics.result()
     return {
         "schedule": str(used.path),
-        "step": resting.status.step,
+        "step": saved.status.step,
         "samples": found.samples,
         "log_loss": found.log_loss,
         "auc": found.auc,
@@ -65,11 +65,11 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
     }
 
 
-def _fitting(resting: RestingRun, schedule: Schedule) -> Schedule:
-    mine, other = resting.schedule.header, schedule.header
+def _fitting(saved: SavedRun, schedule: Schedule) -> Schedule:
+    mine, other = saved.schedule.header, schedule.header
     if other.features != mine.features or other.settings.get("encoding") != mine.settings.get("encoding"):
         raise RunError(
-            f"schedule {schedule.path}: its features or their encoding are not those that the run was trained on ({resting.schedule.path}); "
+            f"schedule {schedule.path}: its features or their encoding are not those that the run was trained on ({saved.schedule.path}); "
             "prepare it with the same feature file, and --after that schedule where vocabularies or standardised columns are counted"
         )
     return schedule
@@ -107,19 +107,19 @@ def _distinct_rows(schedule: Schedule) -> np.ndarray:
     return np.unique(np.concatenate(found))
 
 
-def _weights(resting: RestingRun, wanted: np.ndarray) -> Tensor:
+def _weights(saved: SavedRun, wanted: np.ndarray) -> Tensor:
     """The rows' weights, float32 [n, W of the widest]: from the store where trained, else initial."""
-    weights = np.zeros((len(wanted), max(layout.width for layout in resting.layouts)), np.float32)
-    for table, layout in enumerate(resting.layouts):
+    weights = np.zeros((len(wanted), max(layout.width for layout in saved.layouts)), np.float32)
+    for table, layout in enumerate(saved.layouts):
         of_table = np.flatnonzero(wanted["table"] == table)
         own = np.zeros((len(of_table), weights.shape[1]), np.float32)
         ids = np.ascontiguousarray(wanted["id"][of_table])
-        initial_weights(resting.job.seed, table, ids, layout.scale, own, layout.init_columns)
+        initial_weights(saved.job.seed, table, ids, layout.scale, own, layout.init_columns)
         weights[of_table] = own
     ordinals = None
-    if resting.status.step < resting.schedule.header.end_step - 1:
-        ordinals = ordinals_after(resting.schedule, resting.status.step)
-    for batch in resting.schedule.rows():
+    if saved.status.step < saved.schedule.header.end_step - 1:
+        ordinals = ordinals_after(saved.schedule, saved.status.step)
+    for batch in saved.schedule.rows():
         keys = np.empty(len(batch["id"]), _KEY)
         keys["table"], keys["id"] = batch["table"], batch["id"]
         places = np.searchsorted(wanted, keys)
@@ -128,26 +128,26 @@ def _weights(resting: RestingRun, wanted: np.ndarray) -> Tensor:
             hit &= batch["ordinal"] < ordinals[batch["lane"], batch["table"]]
         for lane in np.unique(batch["lane"][hit]):
             chosen = np.flatnonzero(hit & (batch["lane"] == lane))
-            tags = np.minimum(batch["tag"][chosen], resting.status.step + 1)
+            tags = np.minimum(batch["tag"][chosen], saved.status.step + 1)
             tables, ordinals_here, ids = (batch[name][chosen] for name in ("table", "ordinal", "id"))
             expected = Expected(int(lane), tables, ordinals_here, ids, tags, tag_at_most=True)
-            weights[places[chosen]] = read_rows(resting.stored, expected, resting.batches[lane]).weights
+            weights[places[chosen]] = read_rows(saved.stored, expected, saved.last_batches[lane]).weights
     return torch.from_numpy(weights)
 
 
-def _module(resting: RestingRun) -> nn.Module:
-    job = resting.job
-    spec = model_spec(resting.schedule.header.features, job.dim)
+def _module(saved: SavedRun) -> nn.Module:
+    job = saved.job
+    spec = model_spec(saved.schedule.header.features, job.dim)
     module = build_model(load_model(job.model, job.model_folder), spec, job.model_options, job.seed)
-    load_parameters(module, resting.dense()[0])
+    load_parameters(module, saved.dense()[0])
     return module.eval()
 
 
 def _logits(
-    resting: RestingRun, module: nn.Module, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
+    saved: SavedRun, module: nn.Module, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """Lane and logits float32 [b] of each slice that has samples."""
-    block_layout = BlockLayout.of(resting.schedule.header.features, resting.layouts)
+    block_layout = BlockLayout.of(saved.schedule.header.features, saved.layouts)
     kernels = kernels_for("cpu")
     places = [np.searchsorted(wanted, rows) for rows in step.rows]
     for lane, moves in enumerate(step.lanes):

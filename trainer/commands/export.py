@@ -16,7 +16,7 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.files import replacing, write_json
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.model_rows import TrainedRows
-from foreload.trainer.run.saved_run import RestingRun, open_resting
+from foreload.trainer.run.saved_run import SavedRun, open_saved
 
 MODEL, DENSE_STATE, ABOUT = "model.safetensors", "optimizer.safetensors", "export.json"
 
@@ -29,12 +29,12 @@ def run(path: str, store: str | None, out: str) -> dict[str, Any]:
     there = next(folder for folder in target.absolute().parents if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise RunError(f"--out: cannot write {out}: {there} is no folder that may be written to; choose another folder")
-    with open_resting(path, store) as resting:
+    with open_saved(path, store) as saved:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with replacing(target) as temporary:
                 temporary.mkdir()
-                about = _write(resting, temporary)
+                about = _write(saved, temporary)
         except OSError as error:
             raise RunError(
                 f"--out: cannot write {out}: {error.strerror or error}; free the disk or choose another folder"
@@ -42,24 +42,24 @@ def run(path: str, store: str | None, out: str) -> dict[str, Any]:
     return about
 
 
-def _write(resting: RestingRun, folder: Path) -> dict[str, Any]:
-    parameters, state = resting.dense()
+def _write(saved: SavedRun, folder: Path) -> dict[str, Any]:
+    parameters, state = saved.dense()
     save_file(parameters, folder / MODEL)
     save_file(state, folder / DENSE_STATE)
-    names = [quote(layout.name, safe=" ") + ".parquet" for layout in resting.layouts]
+    names = [quote(layout.name, safe=" ") + ".parquet" for layout in saved.layouts]
     counts = [0] * len(names)
-    batches = resting.rows()
+    batches = saved.rows()
     batch = next(batches, None)
-    for table, layout in enumerate(resting.layouts):
+    for table, layout in enumerate(saved.layouts):
         with pq.ParquetWriter(folder / names[table], _schema(layout), compression="zstd") as writer:
             while batch is not None and batch.table == table:
                 writer.write_table(_arrow(batch, layout))
                 counts[table] += len(batch.ids)
                 batch = next(batches, None)
-    job = resting.manifest.job
+    job = saved.manifest.job
     about = {
-        "step": resting.status.step,
-        "seed": resting.job.seed,
+        "step": saved.status.step,
+        "seed": saved.job.seed,
         "model": {name: job[name] for name in ("model", "model_options", "dim")},
         "dense": MODEL,
         "dense_optimizer_state": DENSE_STATE,
@@ -68,7 +68,7 @@ def _write(resting: RestingRun, folder: Path) -> dict[str, Any]:
                 "name": layout.name, "file": names[table], "rows": counts[table], "table_rows": layout.rows,
                 "parts": [list(part) for part in layout.parts], "optimizer": layout.optimizer,
             }
-            for table, layout in enumerate(resting.layouts)
+            for table, layout in enumerate(saved.layouts)
         ],
     }  # fmt: skip
     write_json(folder / ABOUT, about)

@@ -33,7 +33,7 @@ from foreload.trainer.run.directory import (
 )
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_known_rows
 from foreload.trainer.run.kept import schedule_of
-from foreload.trainer.run.saved_run import layouts_of, open_resting
+from foreload.trainer.run.saved_run import layouts_of, open_saved
 
 POLL = timedelta(milliseconds=300)
 
@@ -58,8 +58,8 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     if status.state == "training" and (found.manifest.local_stores is None or (local is not None and any(local.pids))):
         with locked(found.path), _broken_off(found, local, store) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * found.manifest.lanes)
-    with open_resting(path, store) as resting:
-        return _scrub(resting.stored, resting.schedule, resting.status.step, list(resting.batches))
+    with open_saved(path, store) as saved:
+        return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def _broken_off(found: Run, local: LocalStores | None, urls: str | None) -> Iter
     manifest = found.manifest
     job, schedule = manifest.training_job, schedule_of(found)
     servers = list(local.urls) if local is not None else urls.split(",") if urls else list(manifest.store_urls)
-    with Store.sparing(servers, job.store_silence, found.placement.r) as store:
+    with Store.connect(servers, job.store_silence, found.placement.r) as store:
         stored = StoredRows(store, found.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(found.path / LOG)
         for lane in range(manifest.lanes):
@@ -81,13 +81,13 @@ def _broken_off(found: Run, local: LocalStores | None, urls: str | None) -> Iter
         yield stored, schedule
 
 
-def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, batches: list[int | None]) -> dict[str, Any]:
+def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batches: list[int | None]) -> dict[str, Any]:
     ordinals = given_ordinals(schedule, step)
     stripes = int((-(-ordinals // stored.placement.k)).sum())
     total = Findings()
     with _bar(stripes) as bar:
         for lane, rows in table_rows(schedule, step, ordinals):
-            for found in scrub_table(stored, lane, rows, batches[lane]):
+            for found in scrub_table(stored, lane, rows, last_batches[lane]):
                 total.add(found)
                 bar.update(found.stripes)
     return told(total, [layout.name for layout in stored.layouts], sorted(stored.lost))

@@ -13,7 +13,7 @@ from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.row_counts import Census, take_census
+from foreload.cache.parity.row_counts import RowCounts, take_census
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
@@ -46,7 +46,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     plan = _plan(found)
     lag = forecast = None
     if training is not None:
-        trainers = (ask(found.path, {"do": "census"}) or {"trainers": []})["trainers"]
+        trainers = (ask(found.path, {"do": "row_counts"}) or {"trainers": []})["trainers"]
         for name in ("rows", "parity_rows", "row_bytes"):
             _tell(shards, name, np.sum([part[name] for part in trainers], axis=0) if trainers else None)
         if trainers:
@@ -82,9 +82,9 @@ def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
         return None
 
 
-def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> Census:
+def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowCounts:
     """What every shard holds when all ordinals given (int64 [lanes, tables]) were written."""
-    found = Census.none(tables, placement.shard_count)
+    found = RowCounts.none(tables, placement.shard_count)
     for lane, counts in enumerate(ordinals):
         found += take_census(placement.stripes(lane, counts), tables, placement.shard_count)
     return found
@@ -107,7 +107,7 @@ def _parity_state(placement: Placement, shards: list[dict[str, Any]]) -> str | N
     return "degraded" if gone else "rebuilding" if rebuilding else "ok"
 
 
-def _forecast(at_end: Census, rows: list[RowLayout], shards: list[dict[str, Any]]) -> dict[str, Any]:
+def _forecast(at_end: RowCounts, rows: list[RowLayout], shards: list[dict[str, Any]]) -> dict[str, Any]:
     """Rows and memory at the end of the schedule; what a row takes beyond its bytes is that of what is there, if any server tells."""
     asked = [told for told in shards if told["state"] == "up" and told.get("rows")]
     overhead = float(STORE_OVERHEAD_BYTES)

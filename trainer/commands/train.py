@@ -8,13 +8,13 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
 
 if TYPE_CHECKING:
-    from foreload.trainer.cluster.faults import Witness
+    from foreload.trainer.cluster.faults import RunObserver
     from foreload.trainer.cluster.trainer_group import Ending
 
 
-def train(job: TrainJob, witness: Witness | None = None) -> Ending | None:
+def train(job: TrainJob, observer: RunObserver | None = None) -> Ending | None:
     """`foreload.trainer.cluster.launcher.train` under the environment that the job asks for: torch, which reads it, is imported only then."""
     numerics.set_environment(job.cpu_capability, job.threads)
     from foreload.trainer.cluster import launcher
 
-    return launcher.train(job, witness)
+    return launcher.train(job, observer)

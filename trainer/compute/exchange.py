@@ -50,7 +50,7 @@ def _split(users: np.ndarray, bits: np.uint64, early: np.ndarray) -> tuple[np.nd
 
 
 @dataclass(slots=True)
-class Lists:
+class ExchangePlan:
     """What one trainer sends and receives for one event; places are int32 indices into an owner lane's list of rows.
 
     sends: peer -> per hosted lane (lane, early places, critical places). buffers: peer -> float32 [early, then critical rows; W].
@@ -99,7 +99,7 @@ class Exchange:
     def _empty(self, rows: int) -> Tensor:
         return torch.empty((rows, self._width), dtype=torch.float32, device=self._transport.device)
 
-    def lists(self, events: Sequence[LaneEvent], early: bool) -> Lists:
+    def plan(self, events: Sequence[LaneEvent], early: bool) -> ExchangePlan:
         """What an event's exchange consists of. events: every lane's; early: whether rows may go early at all."""
         flags = [event.early if early else np.zeros_like(event.early) for event in events]
         sends = {
@@ -119,76 +119,76 @@ class Exchange:
                 start, place = start + first.size, place + second.size
             buffers[peer] = self._empty(total)
         local = {lane: [_select(event.users, np.uint64(1 << lane)) for event in events] for lane in self.hosted}
-        return Lists(events, sends, buffers, early_rows, at, local)
+        return ExchangePlan(events, sends, buffers, early_rows, at, local)
 
-    def post_early(self, lists: Lists, fill: Callable[[int, np.ndarray, Tensor], None]) -> None:
+    def post_early(self, plan: ExchangePlan, fill: Callable[[int, np.ndarray, Tensor], None]) -> None:
         """Start the early messages of the next step. fill(lane, places, out): write the weights of a hosted lane's rows there."""
         outgoing = {}
-        for peer, parts in lists.sends.items():
+        for peer, parts in plan.sends.items():
             buffer = self._empty(sum(first.size for _, first, _ in parts))
             start = 0
             for lane, first, _ in parts:
                 fill(lane, first, buffer[start : start + first.size])
                 start += first.size
             outgoing[peer] = buffer
-        incoming = {peer: buffer[: lists.early_rows[peer]] for peer, buffer in lists.buffers.items()}
-        lists.held = list(outgoing.values())
-        lists.early = self._transport.post(outgoing, incoming, EARLY)
+        incoming = {peer: buffer[: plan.early_rows[peer]] for peer, buffer in plan.buffers.items()}
+        plan.held = list(outgoing.values())
+        plan.early = self._transport.post(outgoing, incoming, EARLY)
 
-    def finish_rows(self, lists: Lists, weights: Mapping[int, Tensor]) -> None:
+    def finish_rows(self, plan: ExchangePlan, weights: Mapping[int, Tensor]) -> None:
         """Send and receive what goes on the critical path, and wait until all rows of the step are here. weights: hosted lane -> [slots, W]."""
         outgoing = {}
-        for peer, parts in lists.sends.items():
+        for peer, parts in plan.sends.items():
             buffer = self._empty(sum(second.size for _, _, second in parts))
             start = 0
             for lane, _, second in parts:
-                self._kernels.take_rows(weights[lane], lists.events[lane].slots[second], buffer[start : start + second.size])
+                self._kernels.take_rows(weights[lane], plan.events[lane].slots[second], buffer[start : start + second.size])
                 start += second.size
             outgoing[peer] = buffer
-        incoming = {peer: buffer[lists.early_rows[peer] :] for peer, buffer in lists.buffers.items()}
+        incoming = {peer: buffer[plan.early_rows[peer] :] for peer, buffer in plan.buffers.items()}
         critical = self._transport.post(outgoing, incoming, CRITICAL)
-        if lists.early is not None:
-            lists.early.wait()
-            lists.early = None
-            lists.held.clear()
+        if plan.early is not None:
+            plan.early.wait()
+            plan.early = None
+            plan.held.clear()
         critical.wait()
 
-    def local_rows(self, lists: Lists, lane: int, weights: Mapping[int, Tensor]) -> tuple[Tensor, np.ndarray | None]:
+    def local_rows(self, plan: ExchangePlan, lane: int, weights: Mapping[int, Tensor]) -> tuple[Tensor, np.ndarray | None]:
         """The local rows of a hosted lane, by owner lane and then by first lookup in the step: (rows float32 [n, W], None).
 
         Of a single lane, (its partition, the slots int32 [n] of the rows).
         """
         if len(self._map) == 1:
-            return weights[lane], lists.events[lane].slots
-        parts = lists.local[lane]
+            return weights[lane], plan.events[lane].slots
+        parts = plan.local[lane]
         rows = self._empty(sum(part.size for part in parts))
         start = 0
         for owner, part in enumerate(parts):
             out = rows[start : start + part.size]
             if owner in weights:
-                self._kernels.take_rows(weights[owner], lists.events[owner].slots[part], out)
+                self._kernels.take_rows(weights[owner], plan.events[owner].slots[part], out)
             else:
-                self._kernels.take_rows(lists.buffers[self._map[owner]], lists.at[owner][part], out)
+                self._kernels.take_rows(plan.buffers[self._map[owner]], plan.at[owner][part], out)
             start += part.size
         return rows, None
 
-    def _owner_parts(self, lists: Lists, lane: int, gradients: Tensor) -> list[Tensor]:
-        return list(gradients.split([part.size for part in lists.local[lane]]))
+    def _owner_parts(self, plan: ExchangePlan, lane: int, gradients: Tensor) -> list[Tensor]:
+        return list(gradients.split([part.size for part in plan.local[lane]]))
 
-    def sum_row_gradients(self, lists: Lists, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def sum_row_gradients(self, plan: ExchangePlan, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return every lane's gradients to the owners and add them there in lane order.
 
         gradients: hosted lane -> float32 [n, W] of its local rows. Returns hosted lane -> float32 [U, W] of the rows that it owns.
         """
         if len(self._map) == 1:
             return dict(gradients)
-        parts = {lane: self._owner_parts(lists, lane, gradient) for lane, gradient in gradients.items()}
+        parts = {lane: self._owner_parts(plan, lane, gradient) for lane, gradient in gradients.items()}
         outgoing = {
             peer: _joined([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]]) for peer in self._peers
         }
         used = {
             owner: {
-                lane: _select(lists.events[owner].users, np.uint64(1 << lane)).size
+                lane: _select(plan.events[owner].users, np.uint64(1 << lane)).size
                 for peer in self._peers
                 for lane in self._lanes[peer]
             }
@@ -209,7 +209,7 @@ class Exchange:
                     start += used[owner][lane]
         totals = {}
         for owner in self.hosted:
-            users = lists.events[owner].users
+            users = plan.events[owner].users
             totals[owner] = self._empty(users.size)
             for lane in range(len(self._map)):
                 part = parts[lane][owner] if lane in parts else received[lane, owner]

@@ -18,7 +18,7 @@ from foreload.pipelines.base.hashing import key
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import dense_optimizers
-from foreload.trainer.compute.exchange import Exchange, Lists
+from foreload.trainer.compute.exchange import Exchange, ExchangePlan
 from foreload.trainer.compute.gradient_bucket import FlatGradients
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import BlockLayout, UpdateRules
@@ -58,7 +58,7 @@ class EvaluationReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TrainerParts:
     """What a Trainer is made of; everything in it belongs to that trainer alone."""
 
     schedule: Schedule
@@ -112,8 +112,8 @@ class _Clock:
 class Trainer:
     """Runs events over its lanes. One thread uses it; the traffic with the store has a thread of its own."""
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
+    def __init__(self, part: TrainerParts) -> None:
+        self.parts = part
         self.lanes = list(part.partitions)
         self._parameters = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
         self._flat = FlatGradients(self._parameters, part.exchange.trainers)
@@ -135,7 +135,7 @@ class Trainer:
         Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the last step reported left them.
         """
         event = next(events, None)
-        ahead: Lists | None = None
+        ahead: ExchangePlan | None = None
         last_step = None
         while event is not None:
             if event.kind == "train":
@@ -152,54 +152,54 @@ class Trainer:
         return None
 
     def _lanes_of(self, event: Event) -> list[LaneEvent]:
-        return [self.part.schedule.lane(event, lane) for lane in range(self.part.schedule.header.lanes)]
+        return [self.parts.schedule.lane(event, lane) for lane in range(self.parts.schedule.header.lanes)]
 
     def _move(self, event: Event, lanes: Sequence[LaneEvent], clock: _Clock) -> None:
         """The boundary before an event: rows of ended residencies leave for write-back, arrived rows take their slots."""
-        for lane, partition in self.part.partitions.items():
+        for lane, partition in self.parts.partitions.items():
             moves = lanes[lane]
             if event.kind == "train":
-                self.part.traffic.write_back(lane, event.step, partition.end(moves.ends))
+                self.parts.traffic.write_back(lane, event.step, partition.end(moves.ends))
                 self._boundary = event.step
             clock.lap("compute")
-            staged = self.part.traffic.take(lane, event.index)
+            staged = self.parts.traffic.take(lane, event.index)
             clock.lap("waiting")
             partition.admit(moves.arrivals, staged)
 
     def _weights(self) -> dict[int, Tensor]:
-        return {lane: partition.weights for lane, partition in self.part.partitions.items()}
+        return {lane: partition.weights for lane, partition in self.parts.partitions.items()}
 
-    def _post_early(self, event: Event) -> Lists:
+    def _post_early(self, event: Event) -> ExchangePlan:
         """Send rows of the next step while this one computes."""
-        lists = self.part.exchange.lists(self._lanes_of(event), early=True)
+        plan = self.parts.exchange.plan(self._lanes_of(event), early=True)
 
         def fill(lane: int, places: np.ndarray, out: Tensor) -> None:
-            moves, partition = lists.events[lane], self.part.partitions[lane]
+            moves, partition = plan.events[lane], self.parts.partitions[lane]
             slots = moves.slots[places]
             arrival = np.empty(slots.size, np.int32)
             _arrival_of(slots, moves.arrivals.slot, self._scratch[lane], arrival)
-            self.part.kernels.take_rows(partition.weights, slots, out)
+            self.parts.kernels.take_rows(partition.weights, slots, out)
             arriving = np.flatnonzero(arrival >= 0)
             if arriving.size:
                 wanted = np.zeros(len(moves.arrivals), bool)
                 wanted[arrival[arriving]] = True
-                values = self.part.traffic.rows_ready(lane, event.index, wanted).weights[arrival[arriving]]
-                self.part.kernels.put_rows(out, arriving.astype(np.int32), torch.from_numpy(values).to(out.device))
+                values = self.parts.traffic.rows_ready(lane, event.index, wanted).weights[arrival[arriving]]
+                self.parts.kernels.put_rows(out, arriving.astype(np.int32), torch.from_numpy(values).to(out.device))
 
-        self.part.exchange.post_early(lists, fill)
-        return lists
+        self.parts.exchange.post_early(plan, fill)
+        return plan
 
     def _train(
-        self, event: Event, events: Iterator[Event], ahead: Lists | None, on_step: Callable[[StepReport], None]
-    ) -> tuple[Event | None, Lists | None]:
+        self, event: Event, events: Iterator[Event], ahead: ExchangePlan | None, on_step: Callable[[StepReport], None]
+    ) -> tuple[Event | None, ExchangePlan | None]:
         clock, begun = _Clock(), time.perf_counter()
-        part = self.part
+        part = self.parts
         before = part.bytes_sent()
-        lists = ahead if ahead is not None else part.exchange.lists(self._lanes_of(event), early=False)
-        lanes = lists.events
+        plan = ahead if ahead is not None else part.exchange.plan(self._lanes_of(event), early=False)
+        lanes = plan.events
         self._move(event, lanes, clock)
         clock.lap("compute")
-        part.exchange.finish_rows(lists, self._weights())
+        part.exchange.finish_rows(plan, self._weights())
         clock.lap("exchange")
         # A following segment may not be published yet, so rows go early within a segment only; the end of a segment is known to all.
         following: Event | None = None
@@ -213,13 +213,13 @@ class Trainer:
             clock.lap("exchange")
         gradients, flat = {}, {}
         for lane in self.lanes:
-            gradients[lane], flat[lane] = self._learn(event, lane, lists)
+            gradients[lane], flat[lane] = self._learn(event, lane, plan)
         clock.lap("compute")
         # The dense sums are under way while rows are exchanged, added and updated.
         under_way = None
         if len(lanes) > 1:
             under_way = part.exchange.begin_dense({lane: self._flat.pack(*flat[lane], lane) for lane in self.lanes})
-        totals = part.exchange.sum_row_gradients(lists, gradients)
+        totals = part.exchange.sum_row_gradients(plan, gradients)
         losses = flat[0][1].reshape(1) if under_way is None else part.exchange.add_dense(under_way)
         clock.lap("exchange")
         if not part.allow_nan and not all(map(math.isfinite, losses.tolist())):  # on CUDA this waits for the backward pass
@@ -260,10 +260,10 @@ class Trainer:
         )
         return (following if inside else next(events, None)), ahead
 
-    def _forward(self, lane: int, lists: Lists, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, lane: int, plan: ExchangePlan, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
         """(block, logits, labels) of a lane's slice, which has samples."""
-        part, moves = self.part, lists.events[lane]
-        rows, places = part.exchange.local_rows(lists, lane, self._weights())
+        part, moves = self.parts, plan.events[lane]
+        rows, places = part.exchange.local_rows(plan, lane, self._weights())
         block = torch.empty(
             (len(moves.labels), len(part.block.names), part.block.width), device=part.device, requires_grad=requires_grad
         )
@@ -271,11 +271,11 @@ class Trainer:
         dense, labels = (_aligned(view).to(part.device) for view in (moves.dense, moves.labels))
         return block, part.module(dense, part.block.embeddings(block)), labels
 
-    def _learn(self, event: Event, lane: int, lists: Lists) -> tuple[Tensor, tuple[list[Tensor], Tensor]]:
+    def _learn(self, event: Event, lane: int, plan: ExchangePlan) -> tuple[Tensor, tuple[list[Tensor], Tensor]]:
         """Forward and backward of a lane's slice: gradients of its local rows [n, W], and (those of the parameters, the loss)."""
-        part, moves = self.part, lists.events[lane]
+        part, moves = self.parts, plan.events[lane]
         width = part.block.width
-        count = sum(places.size for places in lists.local[lane])
+        count = sum(places.size for places in plan.local[lane])
         if not len(moves.labels):
             nothing = [torch.zeros_like(parameter) for parameter in self._parameters]
             return torch.empty((0, width), device=part.device), (nothing, torch.zeros((), device=part.device))
@@ -286,7 +286,7 @@ class Trainer:
         else:
             torch.manual_seed(seed)
         part.module.train()
-        block, logits, labels = self._forward(lane, lists, requires_grad=True)
+        block, logits, labels = self._forward(lane, plan, requires_grad=True)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / event.samples
         found = torch.autograd.grad(loss, [block, *self._parameters], allow_unused=True)
         dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(found[1:], self._parameters, strict=True)]
@@ -296,26 +296,26 @@ class Trainer:
         return out, (dense, loss.detach())
 
     def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:
-        part = self.part
+        part = self.parts
         segment = part.schedule.segment(event.segment)
         assert segment is not None
         for lane, partition in part.partitions.items():
             partition.reserve_evaluation(segment.evaluation_slots[lane])
-        lists = part.exchange.lists(self._lanes_of(event), early=False)
-        self._move(event, lists.events, _Clock())
-        part.exchange.finish_rows(lists, self._weights())
+        plan = part.exchange.plan(self._lanes_of(event), early=False)
+        self._move(event, plan.events, _Clock())
+        part.exchange.finish_rows(plan, self._weights())
         part.module.eval()
         logits = {}
         with torch.no_grad():
             for lane in self.lanes:
-                if len(lists.events[lane].labels):
-                    logits[lane] = self._forward(lane, lists, requires_grad=False)[1]
+                if len(plan.events[lane].labels):
+                    logits[lane] = self._forward(lane, plan, requires_grad=False)[1]
                 else:
                     logits[lane] = torch.empty(0, device=part.device)
-        gathered = part.exchange.collect_logits(logits, [len(moves.labels) for moves in lists.events])
+        gathered = part.exchange.collect_logits(logits, [len(moves.labels) for moves in plan.events])
         if gathered is not None:
             self._metrics = self._metrics or BinaryMetrics()
-            for lane, (moves, values) in enumerate(zip(lists.events, gathered, strict=True)):
+            for lane, (moves, values) in enumerate(zip(plan.events, gathered, strict=True)):
                 self._metrics.add(values.cpu().numpy(), moves.labels)
                 if self._not_finite is None and not values.isfinite().all():
                     self._not_finite = event.step, lane
@@ -337,31 +337,31 @@ class Trainer:
 
     def _agree_on_evaluation(self) -> None:
         """At the end of an evaluation pass: raise LossNotFinite on every trainer where a loss of the pass is not finite."""
-        if self.part.allow_nan:
+        if self.parts.allow_nan:
             return
-        found = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.part.device)
-        step, lane = self.part.exchange.agree(found).tolist()
+        found = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.parts.device)
+        step, lane = self.parts.exchange.agree(found).tolist()
         if step >= 0:
             raise LossNotFinite(f"evaluation step {step}", lane, math.nan)
 
-    def write_everything_back(self, boundary: int, beyond: bool) -> int:
+    def write_everything_back(self, boundary: int, at_stop: bool) -> int:
         """End every residency and wait until the store has all rows. Returns how many sat in slots, beyond the schedule only changed ones.
 
-        boundary: of the step after the last one trained. beyond: on a clean stop; these write-backs are none of the schedule's and are counted
+        boundary: of the step after the last one trained. at_stop: on a clean stop; these write-backs are none of the schedule's and are counted
         apart.
         """
         count = 0
         # That of a step which was not finished is behind already.
         boundary = max(boundary, self._boundary + 1)
-        for lane, partition in self.part.partitions.items():
+        for lane, partition in self.parts.partitions.items():
             ended = partition.end(partition.occupied())
-            count += int((ended.tag != ended.stored_tag).sum()) if beyond else len(ended)
-            self.part.traffic.write_back(lane, boundary, ended, beyond)
-        self.part.traffic.flush()
+            count += int((ended.tag != ended.stored_tag).sum()) if at_stop else len(ended)
+            self.parts.traffic.write_back(lane, boundary, ended, at_stop)
+        self.parts.traffic.flush()
         return count
 
 
-def _finish_early(ahead: Lists | None) -> None:
+def _finish_early(ahead: ExchangePlan | None) -> None:
     """Wait for the rows of a step that will not come."""
     if ahead is not None and ahead.early is not None:
         ahead.early.wait()

@@ -190,7 +190,7 @@ class LocalHub:
     def __init__(self, world: int) -> None:
         self.world = world
         self.changed = threading.Condition()
-        self.mail: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self.messages: dict[tuple[int, int, int, int], torch.Tensor] = {}
         self.closed: set[int] = set()
 
     def transports(self, timeout: timedelta = timedelta(seconds=60)) -> list[LocalTransport]:
@@ -214,7 +214,7 @@ class LocalTransport(Transport):
             for peer, tensor in outgoing.items():
                 number = self._sent[peer, kind]
                 self._sent[peer, kind] += 1
-                hub.mail[self.rank, peer, kind, number] = tensor.detach().clone()
+                hub.messages[self.rank, peer, kind, number] = tensor.detach().clone()
             hub.changed.notify_all()
         expected = []
         for peer, tensor in incoming.items():
@@ -240,8 +240,8 @@ class _LocalWork(Work):
         for key, tensor in self._expected:
             peer, rank = key[0], key[1]
             with hub.changed:
-                hub.changed.wait_for(lambda: key in hub.mail or peer in hub.closed, deadline - time.monotonic())  # noqa: B023
-                message = hub.mail.pop(key, None)
+                hub.changed.wait_for(lambda: key in hub.messages or peer in hub.closed, deadline - time.monotonic())  # noqa: B023
+                message = hub.messages.pop(key, None)
             if message is None:
                 reason = "it has left" if peer in hub.closed else "no message in time"
                 raise PeerLost(f"trainer {rank}: lost trainer {peer}: {reason}")

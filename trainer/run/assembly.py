@@ -17,7 +17,7 @@ from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.ownership import (
-    ALONE,
+    UNFENCED,
     Ownership,
     find_rows,
     take_over,
@@ -43,7 +43,7 @@ from foreload.trainer.compute.layouts import (
     layouts,
     model_spec,
 )
-from foreload.trainer.compute.step import Part
+from foreload.trainer.compute.step import TrainerParts
 from foreload.trainer.compute.transport import Transport
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.job import TrainJob
@@ -54,7 +54,7 @@ class Start:
     """Where a trainer begins: the last step trained before, and per lane the number of its last write-back batch."""
 
     step: int
-    batches: tuple[int, ...]
+    last_batches: tuple[int, ...]
 
     @classmethod
     def anew(cls, schedule: Schedule) -> Start:
@@ -63,7 +63,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class DensePart:
+class DenseModel:
     """The dense part of the model, the same on every trainer, and the layouts that follow from the model."""
 
     module: nn.Module
@@ -71,7 +71,7 @@ class DensePart:
     layouts: list[RowLayout]
 
     @classmethod
-    def build(cls, job: TrainJob, schedule: Schedule) -> DensePart:
+    def build(cls, job: TrainJob, schedule: Schedule) -> DenseModel:
         """A new model and its optimizer, as the job says. Raises ModelError and JobError."""
         features = schedule.header.features
         model = load_model(job.model, job.model_folder)
@@ -119,14 +119,14 @@ def stored_rows_at(
     """The rows of a run that rests after a step, found on the store shards that have them. Raises StoreError and RowsLost."""
     stored = StoredRows(store, placement, rows, namespace)
     stored.stripes = _written_stripes(placement, lambda: ordinals_after(schedule, at.step))
-    find_rows(stored, at.batches)
+    find_rows(stored, at.last_batches)
     return stored
 
 
 def _lane_plan(schedule: Schedule, position: Position, lane: int, start: Start, protected: bool) -> LanePlan:
     # What was given an ordinal was trained, and so written back when the step before `start` was the last.
     written = np.array(position.lanes[lane].ordinals, np.int64) if protected else None
-    return LanePlan(lane, _plan(schedule, position, lane), start.batches[lane], start.step, written)
+    return LanePlan(lane, _plan(schedule, position, lane), start.last_batches[lane], start.step, written)
 
 
 def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
@@ -152,7 +152,7 @@ def _enter(partition: Partition, position: Position, lane: int, stored: StoredRo
 def assemble(
     job: TrainJob,
     schedule: Schedule,
-    dense: DensePart,
+    dense: DenseModel,
     start: Start,
     lane_map: Sequence[int],
     transport: Transport,
@@ -160,9 +160,9 @@ def assemble(
     placement: Placement,
     log: BatchLog | None = None,
     check_tags: bool = True,
-    ownership: Ownership = ALONE,
+    ownership: Ownership = UNFENCED,
     on_shard: Callable[[ShardChange], None] | None = None,
-) -> tuple[Part, Iterator[Event]]:
+) -> tuple[TrainerParts, Iterator[Event]]:
     """One trainer's parts, and the events that it runs, from `start` on. log, ownership, on_shard: as Traffic has them, where there is parity.
 
     Raises CacheError.
@@ -180,7 +180,7 @@ def assemble(
     }
     given = np.array([lane.ordinals for lane in position.lanes], np.int64)
     stored.stripes = _written_stripes(placement, lambda: given)
-    take_over(stored, ownership, {lane: start.batches[lane] for lane in hosted})
+    take_over(stored, ownership, {lane: start.last_batches[lane] for lane in hosted})
     for lane, partition in partitions.items():
         _enter(partition, position, lane, stored)
     traffic = Traffic(
@@ -194,7 +194,7 @@ def assemble(
         on_shard=on_shard,
     )
     kernels = kernels_for(job.device)
-    part = Part(
+    part = TrainerParts(
         schedule=schedule,
         module=dense.module,
         optimizer=dense.optimizer,

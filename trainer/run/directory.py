@@ -286,7 +286,7 @@ class Run:
         persist(self.path / MANIFEST, lambda: self.write_manifest(manifest))
         persist(self.path / STATUS, lambda: self.write_status(status))
 
-    def resting(self) -> Status:
+    def saved_status(self) -> Status:
         """The status of the run's last clean stop. Raises RunError where it never began to train.
 
         Its state is "training" where trainers died since: whether the rows are still of that stop, `check_rows` knows.
@@ -428,7 +428,7 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
 
     With the schedule that was being trained when it stopped, or with one prepared --after it. Raises RunError.
     """
-    manifest, status = run.manifest, run.resting()
+    manifest, status = run.manifest, run.saved_status()
     before = manifest.training_job
     for name in settings():
         of_numerics = name in NUMERICS_SETTINGS

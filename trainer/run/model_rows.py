@@ -23,11 +23,11 @@ class TrainedRows:
 
 
 def trained_rows(
-    schedule: Schedule, step: int, stored: StoredRows, batches: Sequence[int] | None = None
+    schedule: Schedule, step: int, stored: StoredRows, last_batches: Sequence[int] | None = None
 ) -> Iterator[TrainedRows]:
     """Every row trained up to and including training step `step`, by (table, id), as the store holds it after a clean stop there.
 
-    batches: per lane the number of its last write-back batch, checked against the store shards. Raises RowError and StoreError.
+    last_batches: per lane the number of its last write-back batch, checked against the store shards. Raises RowError and StoreError.
     """
     header = schedule.header
     if step == header.end_step - 1:
@@ -41,10 +41,12 @@ def trained_rows(
         # A batch may end one table and begin the next.
         for table in np.unique(batch["table"]):
             of_table = batch["table"] == table
-            yield _read(int(table), {name: values[of_table] for name, values in batch.items()}, step, stored, batches)
+            yield _read(int(table), {name: values[of_table] for name, values in batch.items()}, step, stored, last_batches)
 
 
-def _read(table: int, rows: dict[str, np.ndarray], step: int, stored: StoredRows, batches: Sequence[int] | None) -> TrainedRows:
+def _read(
+    table: int, rows: dict[str, np.ndarray], step: int, stored: StoredRows, last_batches: Sequence[int] | None
+) -> TrainedRows:
     layout = stored.layouts[table]
     count = len(rows["id"])
     weights, state = np.empty((count, layout.width), np.float32), np.empty((count, layout.state_width), np.float32)
@@ -63,7 +65,7 @@ def _read(table: int, rows: dict[str, np.ndarray], step: int, stored: StoredRows
                 tags[places],
                 tag_at_most=not certain,
             )
-            found = read_rows(stored, expected, None if batches is None else batches[lane])
+            found = read_rows(stored, expected, None if last_batches is None else last_batches[lane])
             weights[places] = found.weights[:, : layout.width]
             state[places] = found.state[:, : layout.state_width]
     return TrainedRows(table, rows["id"], weights, state)

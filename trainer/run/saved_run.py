@@ -38,7 +38,7 @@ from foreload.trainer.run.reach import reach
 
 
 @dataclass(frozen=True, slots=True)
-class RestingRun:
+class SavedRun:
     """A run that was stopped or has ended, with its store open."""
 
     run: Run
@@ -50,13 +50,13 @@ class RestingRun:
     stored: StoredRows
 
     @property
-    def batches(self) -> tuple[int, ...]:
+    def last_batches(self) -> tuple[int, ...]:
         """Per lane the number of its last write-back batch."""
         return tuple(int(self.status.batches[str(lane)]) for lane in range(self.manifest.lanes))
 
     def rows(self) -> Iterator[TrainedRows]:
         """Every trained row by (table, id), checked against the schedule."""
-        return trained_rows(self.schedule, self.status.step, self.stored, self.batches)
+        return trained_rows(self.schedule, self.status.step, self.stored, self.last_batches)
 
     def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Parameters by name, and optimizer state by "<parameter>/<key>"."""
@@ -76,14 +76,14 @@ class RestingRun:
         return digest.hexdigest()
 
 
-def rest(run: Run, store: Store, status: Status) -> RestingRun:
+def saved_run_at(run: Run, store: Store, status: Status) -> SavedRun:
     """A run as it is at `status`, with its rows on an open store. Raises RunError where neither its schedule nor what it keeps of that is there."""
     manifest = run.manifest
     job, schedule = manifest.training_job, schedule_of(run)
     rows = layouts_of(job, schedule)
     at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
     stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
-    return RestingRun(run, manifest, status, job, schedule, rows, stored)
+    return SavedRun(run, manifest, status, job, schedule, rows, stored)
 
 
 def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
@@ -107,7 +107,7 @@ def _leave(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
+def open_saved(path: str, store: str | None) -> Iterator[SavedRun]:
     """The run in a folder, its local stores started for as long as the context lasts.
 
     store: URLs with passwords; those of the run, with the password of the environment, by default. Local stores to which something was written
@@ -118,7 +118,7 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
     with contextlib.ExitStack() as stack:
         # Its local stores are for one command at a time.
         run.lock = stack.enter_context(locked(run.path, alone=run.manifest.local_stores is not None))
-        manifest, status = run.manifest, run.resting()
+        manifest, status = run.manifest, run.saved_status()
         if status.step < manifest.stages[0].first_step:
             raise RunError(
                 f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume begins again, or says what is missing"
@@ -134,9 +134,9 @@ def open_resting(path: str, store: str | None) -> Iterator[RestingRun]:
         spared = run.placement.r
         if not spared and local is None:
             reach(urls, manifest.training_job.store_silence)
-        opened = stack.enter_context(Store.sparing(urls, manifest.training_job.store_silence, spared))
+        opened = stack.enter_context(Store.connect(urls, manifest.training_job.store_silence, spared))
         # Another run may have taken the name since, with rows that look the same.
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)
         run.check_rows(opened, status)
         of_the_stop = True
-        yield rest(run, opened, status)
+        yield saved_run_at(run, opened, status)

@@ -69,16 +69,16 @@ class Timeline:
 
 
 class StepTimes:
-    """Collects what trainers tell of their steps (mails of kind "step") into a Timeline."""
+    """Collects what trainers tell of their steps (events of kind "step") into a Timeline."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[float, float, int, int]] = {}
 
-    def note(self, mail: Mapping[str, Any]) -> None:
-        """One trainer's mail about one step, which has ended when the last trainer has ended it."""
-        report = mail["report"]
+    def note(self, event: Mapping[str, Any]) -> None:
+        """One trainer's event about one step, which has ended when the last trainer has ended it."""
+        report = event["report"]
         ended, own, *_ = self._steps.get(report["step"], (0.0, 0.0))
-        self._steps[report["step"]] = max(ended, mail["at"]), max(own, report["seconds"]), report["epoch"], report["samples"]
+        self._steps[report["step"]] = max(ended, event["at"]), max(own, report["seconds"]), report["epoch"], report["samples"]
 
     @property
     def timeline(self) -> Timeline:

@@ -14,7 +14,7 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.step import Trainer
 from foreload.trainer.compute.transport import LocalHub
-from foreload.trainer.run.assembly import DensePart, Start, assemble
+from foreload.trainer.run.assembly import DenseModel, Start, assemble
 from foreload.trainer.run.job import TrainJob
 from workload import PARITY, SHARDS, Workload, job
 
@@ -23,7 +23,7 @@ def rows_moved(work: Workload, schedule: Schedule) -> dict[str, int]:
     """Train a schedule after the first one to its end; rows by kind, what they add up to (accounted), and what the client moved (moved)."""
     training = TrainJob.of(job(schedule.path, "small"))
     (transport,) = LocalHub(1).transports()
-    dense = DensePart.build(training, schedule)
+    dense = DenseModel.build(training, schedule)
     placement = Placement.spread(SHARDS, *PARITY)
     with (
         work.stores("parity") as stores,
@@ -35,7 +35,7 @@ def rows_moved(work: Workload, schedule: Schedule) -> dict[str, int]:
         with part.traffic:
             trainer = Trainer(part)
             trainer.run(events, lambda step: False, lambda report: None, lambda report: None)
-            trainer.write_everything_back(schedule.header.end_step, beyond=False)
+            trainer.write_everything_back(schedule.header.end_step, at_stop=False)
             counted = part.traffic.counters()
         moved = store.rows_read + store.rows_written
     fetched = arrived = 0

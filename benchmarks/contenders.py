@@ -1,9 +1,9 @@
-"""The sides that are compared: each a process of its own that trains turns of steps when told to.
+"""The contenders that are compared: each a process of its own that trains runs of steps when told to.
 
-    python benchmarks/sides.py '{"side": ..., ...}'
+    python benchmarks/contenders.py '{"contender": ..., ...}'
 
-Between turns it waits (turns.py), so the first steps of a turn are left out: Foreload's traffic had fetched their rows while another side
-had its turn.
+Between its runs it waits (interleaved.py), so the first steps of a run are left out: Foreload's traffic had fetched their rows while another
+had its run.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.compute.step import StepReport, Trainer  # noqa: E402
 from foreload.trainer.compute.transport import LocalHub  # noqa: E402
-from foreload.trainer.run.assembly import DensePart, Start, assemble  # noqa: E402
+from foreload.trainer.run.assembly import DenseModel, Start, assemble  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
-from turns import Ranks, Turns, ready  # noqa: E402
+from interleaved import InterleavedRuns, Ranks, ready  # noqa: E402
 from workload import PARITY, ROOT, job  # noqa: E402
 
 PROTECTED = "foreload, 2+1"
-FORELOAD = {"foreload": (1, 0), PROTECTED: PARITY}  # this project's sides, and how many rows and parity rows a stripe has
+FORELOAD = {"foreload": (1, 0), PROTECTED: PARITY}  # this project's contenders, and how many rows and parity rows a stripe has
 _OF_A_REPORT = {"exchange": "seconds_exchange", "waiting for rows": "seconds_waiting"}
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a side is told when it starts.
+    """What a contender is told when it starts.
 
-    urls: of its store, where it has one; ids: of Workload.ids and first: the schedule that filled the store, for sides that do not train
-    from a schedule; slots: of an LRU cache; skipped: steps of the schedule before the first one that such a side trains. log: a folder for
+    urls: of its store, where it has one; ids: of Workload.ids and first: the schedule that filled the store, for contenders that do not train
+    from a schedule; slots: of an LRU cache; skipped: steps of the schedule before the first one that such a contender trains. log: a folder for
     write-back batches, where there is parity.
     """
 
-    side: str
+    contender: str
     schedule: str
     model: str
     ids: str = ""
@@ -63,7 +63,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A turn: the milliseconds of each step counted, what they went to on average where the side tells, and the last step's loss."""
+    """A run: the milliseconds of each step counted, what they went to on average where the contender tells, and the last step's loss."""
 
     ms: tuple[float, ...]
     parts: dict[str, float]
@@ -76,18 +76,18 @@ class Answer:
 
 
 class Side:
-    """The controller's end: a side's process, which is ready once this is made."""
+    """The controller's end: a contender's process, which is ready once this is made."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self.steps = order.skipped
         command = [sys.executable, str(Path(__file__).resolve()), json.dumps(asdict(order))]
-        self._ranks = Ranks(order.side, [command], {"PYTHONPATH": str(ROOT)})
+        self._ranks = Ranks(order.contender, [command], {"PYTHONPATH": str(ROOT)})
 
-    def turn(self, steps: int, discarded: int) -> Answer:
+    def run(self, steps: int, discarded: int) -> Answer:
         """Train `discarded` steps, then `steps` more; the answer is about these."""
         self.steps += discarded + steps
-        (answer,) = self._ranks.turn(steps, discarded)
+        (answer,) = self._ranks.run(steps, discarded)
         parts = {name: 1000 * sum(of) / len(of) for name, of in answer["further"].items()}
         return Answer(tuple(1000 * seconds for seconds in answer["seconds"]), parts, answer["loss"])
 
@@ -96,24 +96,24 @@ class Side:
         self._ranks.close()
 
 
-def run_foreload(order: Order, schedule: Schedule, dense: DensePart, turns: Turns) -> None:
+def run_foreload(order: Order, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
     """This project's trainer, assembled as its worker does it."""
     (transport,) = LocalHub(1).transports()
     with Store(order.urls, timedelta(seconds=60)) as store:
         training = TrainJob.of(job(Path(order.schedule), order.model))
-        placement = Placement.spread(len(order.urls), *FORELOAD[order.side])
+        placement = Placement.spread(len(order.urls), *FORELOAD[order.contender])
         log = FileLog(Path(order.log)) if placement.r else None
         part, events = assemble(training, schedule, dense, Start.anew(schedule), [0], transport, store, placement, log)
 
         def on_step(report: StepReport) -> None:
-            turns.step(report.loss, {name: getattr(report, of_report) for name, of_report in _OF_A_REPORT.items()})
+            interleaved.step(report.loss, {name: getattr(report, of_report) for name, of_report in _OF_A_REPORT.items()})
 
-        turns.begin()
+        interleaved.begin()
         Trainer(part).run(events, lambda step: False, on_step, lambda report: None)
 
 
-def run_baseline(order: Order, schedule: Schedule, dense: DensePart, turns: Turns) -> None:
-    """One of the other sides; all train their steps in the same loop."""
+def run_baseline(order: Order, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
+    """One of the other contenders; all train their steps in the same loop."""
     make: dict[str, Callable[[baselines.Setting], baselines.Rows]] = {
         "floor": baselines.Floor,
         "one table": baselines.OneTable,
@@ -124,24 +124,24 @@ def run_baseline(order: Order, schedule: Schedule, dense: DensePart, turns: Turn
     }
     first = Schedule(order.first) if order.first else schedule
     setting = baselines.Setting(schedule, np.load(order.ids, mmap_mode="r"), first, order.urls, order.slots)
-    rows = make[order.side](setting)
-    turns.begin()
+    rows = make[order.contender](setting)
+    interleaved.begin()
     for loss, parts in baselines.steps(setting, dense, rows, order.skipped):
-        turns.step(loss, parts)
+        interleaved.step(loss, parts)
 
 
 def main() -> None:
-    """Run the side that the command line describes."""
+    """Run the contender that the command line describes."""
     given = json.loads(sys.argv[1])
     order = Order(**{**given, "urls": tuple(given["urls"])})
     numerics.set_up(1)
-    if order.side not in FORELOAD:
+    if order.contender not in FORELOAD:
         # What only the trainer needs; without it some of torch's operations are faster.
         torch.use_deterministic_algorithms(False)
     schedule = Schedule(order.schedule)
-    dense = DensePart.build(TrainJob.of(job(Path(order.schedule), order.model)), schedule)
+    dense = DenseModel.build(TrainJob.of(job(Path(order.schedule), order.model)), schedule)
     ready()
-    (run_foreload if order.side in FORELOAD else run_baseline)(order, schedule, dense, Turns())
+    (run_foreload if order.contender in FORELOAD else run_baseline)(order, schedule, dense, InterleavedRuns())
 
 
 if __name__ == "__main__":

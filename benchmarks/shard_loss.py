@@ -24,9 +24,9 @@ from foreload.cache.client.local import LocalStores  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.cluster.board import ask  # noqa: E402
-from foreload.trainer.cluster.faults import Witness  # noqa: E402
+from foreload.trainer.cluster.faults import RunObserver  # noqa: E402
 from foreload.trainer.commands.train import train  # noqa: E402
-from foreload.trainer.run.assembly import DensePart  # noqa: E402
+from foreload.trainer.run.assembly import DenseModel  # noqa: E402
 from foreload.trainer.run.dense_file import save_dense  # noqa: E402
 from foreload.trainer.run.directory import (  # noqa: E402
     DENSE,
@@ -47,7 +47,7 @@ def launched(schedule: Schedule, run: Path, **settings: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class Injection:
     """What is done to a store shard: SIGKILL, or SIGSTOP with a later SIGCONT; its server is away for down_seconds."""
 
     signal_number: int
@@ -58,7 +58,7 @@ class Strike:
 class Loss:
     """A strike, and when (time.monotonic()) its shard was struck, lost, back and whole; since: when the calm before it began."""
 
-    strike: Strike
+    strike: Injection
     shard: int
     since: float
     struck: float
@@ -67,24 +67,24 @@ class Loss:
     whole: float
 
 
-class Striker(Witness):
+class Striker(RunObserver):
     """Strikes shards in turn, each once the run was whole and calm for long enough, and then has the run stop.
 
     budget_seconds: counted from the first step; nothing more is struck after it. stop: whether the run is stopped when all is done.
     """
 
     def __init__(
-        self, run: Path, strikes: Sequence[Strike], calm_seconds: float, budget_seconds: float, stop: bool = True
+        self, run: Path, strikes: Sequence[Injection], calm_seconds: float, budget_seconds: float, stop: bool = True
     ) -> None:
-        self.losses: list[Loss] = []
-        self.unexpected = 0  # losses of shards that nothing was done to
+        self.shard_losses: list[Loss] = []
+        self.unexpected = 0  # shard_losses of shards that nothing was done to
         self.first_step_at = 0.0
         self._run, self._strikes, self._stop = run, list(strikes), stop
         self._calm_seconds, self._budget_seconds = calm_seconds, budget_seconds
         self._steps = StepTimes()
         self._whole_at = 0.0
         self._lost: set[int] = set()
-        self._struck: tuple[Strike, int, float] | None = None
+        self._struck: tuple[Injection, int, float] | None = None
         self._seen: dict[str, float] = {}
         self._timer: threading.Timer | None = None
 
@@ -93,15 +93,15 @@ class Striker(Witness):
         """All steps, one at least."""
         return self._steps.timeline
 
-    def see(self, mail: Mapping[str, Any]) -> None:
+    def see(self, event: Mapping[str, Any]) -> None:
         """Note what happens; strike, or stop, when it is time."""
-        if mail["kind"] == "step":
-            self._steps.note(mail)
+        if event["kind"] == "step":
+            self._steps.note(event)
             if not self.first_step_at:
-                self.first_step_at = self._whole_at = mail["at"]
-        elif mail["kind"] == "shard" and "at" in mail:  # mails of progress are no moments
-            self._note(mail["shard"], mail["what"], mail["at"])
-        if mail["kind"] != "step" or self._struck is not None or self._lost:
+                self.first_step_at = self._whole_at = event["at"]
+        elif event["kind"] == "shard" and "at" in event:  # events of progress are no moments
+            self._note(event["shard"], event["what"], event["at"])
+        if event["kind"] != "step" or self._struck is not None or self._lost:
             return
         now = time.monotonic()
         if now - self._whole_at < self._calm_seconds:
@@ -125,14 +125,14 @@ class Striker(Witness):
             self._lost.discard(shard)
             if struck is not None and shard == struck[1]:
                 strike, _, struck_at = struck
-                self.losses.append(
+                self.shard_losses.append(
                     Loss(strike, shard, self._whole_at, struck_at, self._seen["lost"], self._seen["rebuilding"], at)
                 )
                 self._struck, self._seen = None, {}
             self._whole_at = at
 
-    def _strike(self, strike: Strike) -> None:
-        shard = len(self.losses) % SHARDS
+    def _strike(self, strike: Injection) -> None:
+        shard = len(self.shard_losses) % SHARDS
         local = LocalStores.find(self._run / STORES)
         pid = local.pids[shard] if local is not None else None
         if pid is None:
@@ -179,22 +179,22 @@ class Pulse:
         return float(np.diff(woke)[within].max(initial=0.0))
 
 
-def trained(training: TrainJob, witness: Witness) -> dict[str, Any]:
+def trained(training: TrainJob, observer: RunObserver) -> dict[str, Any]:
     """Train by the launcher; returns the summary. Ends the benchmark where a signal ended the training."""
-    ending = train(training, witness)
+    ending = train(training, observer)
     assert ending is not None
     if ending.signal_number is not None:
         sys.exit(128 + ending.signal_number)
     return ending.summary
 
 
-def resting_run(work: Workload, second: Schedule, folder: Path, protected: bool) -> TrainJob:
+def stopped_run(work: Workload, second: Schedule, folder: Path, protected: bool) -> TrainJob:
     """The job that goes on, with the second schedule, from the end of the first, on local stores that hold all rows; the model is untrained."""
     settings = launched(work.first, folder, parity="2+1" if protected else "off")
     before = TrainJob.of(settings)
     manifest = replace(new_manifest(before, work.first, (), SHARDS), run_id=RUN_ID)
     run = Run.create(folder, manifest, Placement.spread(SHARDS, *before.code(SHARDS)), overwrite=False)
-    dense, last = DensePart.build(before, work.first), work.first.header.end_step - 1
+    dense, last = DenseModel.build(before, work.first), work.first.header.end_step - 1
     save_dense(run.path / DENSE, dense.module, dense.optimizer, last)
     (run.path / STORES).mkdir()
     work.copy_store("parity" if protected else "rows", run.path / STORES)

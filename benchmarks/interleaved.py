@@ -1,7 +1,7 @@
-"""Turns of steps: processes that live as long as a benchmark and train only when told to, so that sides alternate without starting anew.
+"""Interleaved runs of steps: processes that live as long as a benchmark and train only when told to, so that contenders alternate, started once.
 
 A line "STEPS DISCARDED" on stdin makes a process train STEPS steps and answer with a line of JSON: the seconds of each step after the first
-DISCARDED ones, the processor time of its thread or process, and the loss of the last step. Between turns it waits.
+DISCARDED ones, the processor time of its thread or process, and the loss of the last step. Between its runs it waits.
 This module needs the standard library alone: the processes may be those of another virtual environment.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Turns:
-    """A process's end of the conversation: `begin` waits for the next turn, `step` counts."""
+class InterleavedRuns:
+    """A process's end of the conversation: `begin` waits for the next run, `step` counts."""
 
     left: int = 0
     discarded: int = 0
@@ -29,7 +29,7 @@ class Turns:
     _processor: float = 0.0
 
     def begin(self) -> None:
-        """Wait for a turn if none is under way; the process ends with its stdin."""
+        """Wait for a run if none is under way; the process ends with its stdin."""
         if self.left:
             return
         line = sys.stdin.readline()
@@ -41,7 +41,7 @@ class Turns:
         self._last, self._processor = time.perf_counter(), time.process_time()
 
     def step(self, loss: float, further: Mapping[str, float] | None = None) -> None:
-        """A step is done; at the end of a turn the answer goes out, and the next turn is waited for."""
+        """A step is done; at the end of a run the answer goes out, and the next run is waited for."""
         now = time.perf_counter()
         if self.discarded:
             self.discarded -= 1
@@ -61,14 +61,14 @@ class Turns:
 
 
 def ready() -> None:
-    """Tell the controller that the process waits for its first turn."""
+    """Tell the controller that the process waits for its first run."""
     print("{}", flush=True)
 
 
 class Ranks:
-    """The controller's end: the processes that are one side. commands: one each; all have started when the constructor returns.
+    """The controller's end: the processes that are one contender. commands: one each; all have started when the constructor returns.
 
-    Raises SystemExit, naming the side, where one ends.
+    Raises SystemExit, naming the contender, where one ends.
     """
 
     def __init__(self, name: str, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ class Ranks:
         ]
         self._answers()
 
-    def turn(self, steps: int, discarded: int) -> list[dict[str, Any]]:
+    def run(self, steps: int, discarded: int) -> list[dict[str, Any]]:
         """Train `discarded` steps, then `steps` more: every process's answer about these."""
         for process in self._processes:
             assert process.stdin is not None

@@ -1,6 +1,6 @@
-"""One rank of TorchRec's side of bench_torchrec.py; runs in the virtual environment of torchrec_environment.py.
+"""One rank of TorchRec's contender of bench_torchrec.py; runs in the virtual environment of torchrec_environment.py.
 
-    python benchmarks/torchrec_side.py '{"rank": 0, ...}'
+    python benchmarks/torchrec_contender.py '{"rank": 0, ...}'
 
 As fast as TorchRec was found to run on a CPU: tables whole on one rank each, large and small ones in turn, FBGEMM's table-batched
 embeddings with row-wise Adagrad fused into the backward pass, the dense part under DistributedDataParallel with its gradients as views of one
@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from foreload.trainer.models.dlrm import DLRM
 from foreload.trainer.models.spec import Embeddings, ModelSpec
-from turns import Turns, ready
+from interleaved import InterleavedRuns, ready
 
 EPSILON = 1e-8
 
@@ -145,15 +145,15 @@ def main() -> None:
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: torch.optim.Adagrad(parameters, lr=order.dense_lr, fused=True),
     )
-    turns = Turns()
+    interleaved = InterleavedRuns()
     ready()
-    turns.begin()
+    interleaved.begin()
     for batch in batches(order, names):
         optimizer.zero_grad()
         loss, _ = model(batch)
         loss.backward()
         optimizer.step()
-        turns.step(float(loss.detach()))
+        interleaved.step(float(loss.detach()))
 
 
 if __name__ == "__main__":

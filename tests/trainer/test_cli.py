@@ -12,7 +12,7 @@ import pytest
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.cli import job_of, main, parser
 from foreload.trainer.errors import JobError
-from foreload.trainer.run.directory import Manifest, Run
+from foreload.trainer.run.directory import Manifest, Run, Stage
 from foreload.trainer.run.job import TrainJob, flag, settings
 
 
@@ -130,10 +130,12 @@ def test_a_folder_for_an_export_is_looked_for_before_the_work(tmp_path: Path, ca
 def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
     before: dict[str, Any] = {"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2", "lr": 0.25, "model": "dcn"}
     job = TrainJob.of(before)
-    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
+    stages = (Stage("s", "identity", None, 0, 7), Stage("further", "identity", None, 7, 9))
+    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, stages), Placement.spread(2), overwrite=False)
     assert parsed_job("s", "--run", str(tmp_path / "r"), "--resume", "--trainers", "2") == TrainJob.of(
         before | {"resume": True, "trainers": 2}
     )
+    assert parsed_job("--run", str(tmp_path / "r"), "--resume").schedule == "further", "what was trained last"
     with pytest.raises(JobError, match="--run: is missing"):
         parsed_job("s", "--resume")
 
@@ -185,7 +187,7 @@ def test_a_flag_that_does_not_exist_is_refused_with_the_way_to_help(
 
 def test_a_run_that_rests_with_lost_stores_tells_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = TrainJob.of({"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2"})
-    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
+    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, stages), Placement.spread(2), overwrite=False)
     assert main(["stores", "status", str(tmp_path / "r"), "--json", str(tmp_path / "told.json")]) == 2
     assert "shard 1  lost" in capsys.readouterr().out
     assert [shard["state"] for shard in json.loads((tmp_path / "told.json").read_text())["shards"]] == ["lost", "lost"]

@@ -96,7 +96,7 @@ class TrainerGroup:
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
         job = self._job
-        call = LaunchSpec(
+        spec = LaunchSpec(
             job=asdict(job),
             trainers=job.trainers,
             start_step=self._start.step,
@@ -119,17 +119,17 @@ class TrainerGroup:
             self._spawn(
                 spawned, _scheduler_address() if keeper is None else keeper.address, () if keeper is None else (keeper.held,)
             )
-            return self._lead(Board(rendezvous if keeper is None else keeper.join()), call)
+            return self._lead(Board(rendezvous if keeper is None else keeper.join()), spec)
 
     def _end(self) -> None:
         self._kill()
         self._interrupts.defer_signals = False
 
-    def _lead(self, board: Board, call: LaunchSpec) -> Ending:
+    def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
         job = self._job
         board.publish_lane_map(TERM, self._lane_map)
         # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
-        board.publish("call", asdict(replace(call, job=call.job | {"store": self.manifest.job["store"], "spare": None})))
+        board.publish("spec", asdict(replace(spec, job=spec.job | {"store": self.manifest.job["store"], "spare": None})))
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
         totals = Totals(**self._start.totals)  # type: ignore[arg-type]
         report = RunReport(self._run.path, totals, self._start.step + 1, steps, job.trainers, self.manifest.job)

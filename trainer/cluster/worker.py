@@ -315,14 +315,14 @@ class TrainerProcess:
                 if traffic.lost_or_rebuilding().keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
                     break
             found, known = self._losses > known, self._losses
-            self._board.publish(f"mended/{turn}/{self._trainer}", found)
+            self._board.publish(f"repaired/{turn}/{self._trainer}", found)
             if not any(self._found_lost(traffic, turn, trainer) for trainer in range(self._call.trainers)):
                 return lost
             turn += 1
 
     def _found_lost(self, traffic: Traffic, turn: int, trainer: int) -> bool:
         """Whether a trainer found a shard lost in a turn of `_mend`, waited for as long as its rebuilding takes."""
-        while (found := self._board.poll(f"mended/{turn}/{trainer}")) is None:
+        while (found := self._board.poll(f"repaired/{turn}/{trainer}")) is None:
             self._see_to_shards(traffic)
             time.sleep(BOARD_PAUSE.total_seconds())
         return bool(found)

@@ -187,7 +187,7 @@ def test_a_flag_that_does_not_exist_is_refused_with_the_way_to_help(
 
 def test_a_run_that_rests_with_lost_stores_tells_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = TrainJob.of({"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2"})
-    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, stages), Placement.spread(2), overwrite=False)
+    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
     assert main(["stores", "status", str(tmp_path / "r"), "--json", str(tmp_path / "told.json")]) == 2
     assert "shard 1  lost" in capsys.readouterr().out
     assert [shard["state"] for shard in json.loads((tmp_path / "told.json").read_text())["shards"]] == ["lost", "lost"]

@@ -19,8 +19,9 @@ $(VENV)/.ready: setup.py constraints.txt
 demo: venv
 	$(BIN)/python benchmarks/demo.py --out demo
 
+# All that CI runs, or some of it: make test T=tests/cache/test_rows.py, make test T="tests/cache -k parity"
 test: venv
-	$(BIN)/python -m pytest -q -m "not full" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -m "not full" $(or $(T),-n $(WORKERS) --dist loadfile)
 
 # Every grid. A run that was broken off goes on where it stopped: --stepwise remembers the first test that has not passed.
 test-full: venv
@@ -41,8 +42,6 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
-	$(BIN)/mypy tests/cache
-	$(BIN)/mypy tests/trainer
 
 # Less than an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works.
 bench: venv

@@ -1,9 +1,13 @@
-"""Settings common to all tests: deterministic property tests, one thread, and the data sets' folder."""
+"""Settings and fixtures common to all tests: deterministic property tests, one thread, the data sets' folder, servers, commands.
+
+There is one conftest.py: a second one would be a second module of that name, and so a second call of mypy.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +17,11 @@ from hypothesis import HealthCheck, settings
 from foreload.trainer.compute import numerics
 
 if TYPE_CHECKING:
-    from command_line import Clicks
+    from command_line import Clicks, Command
     from tls import TlsServer
+
+    from foreload.cache.client.local import LocalStores
+    from foreload.cache.client.store import Store
 
 # Before any test imports torch; processes that tests start inherit it.
 numerics.set_environment()
@@ -60,3 +67,39 @@ def tls_server(request: pytest.FixtureRequest, tmp_path: Path, certificates: Pat
     server = tls_server_or_skip(tmp_path / "tls", certificates, request.param)
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Three local servers, for the session."""
+    from foreload.cache.client.local import LocalStores
+
+    with LocalStores(3, Path(tmp_path_factory.mktemp("stores"))) as stores:
+        yield stores
+
+
+@pytest.fixture
+def store(servers: LocalStores) -> Iterator[Store]:
+    """A client of the three servers, which are empty."""
+    from foreload.cache.client.store import Store
+
+    with Store(servers.urls, timedelta(seconds=10)) as store:
+        for shard in range(store.shards):
+            store.command(shard, "FLUSHALL")
+        yield store
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[..., Command]]:
+    """Starts `foreload` with these arguments; keywords are as Command has them. None of it is left afterwards."""
+    from command_line import Command
+
+    started: list[Command] = []
+
+    def launch(*arguments: str, module: str = "foreload.trainer.cli", **environment: str | None) -> Command:
+        started.append(Command(*arguments, module=module, **environment))
+        return started[-1]
+
+    yield launch
+    for one in started:
+        one.clear()

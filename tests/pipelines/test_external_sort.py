@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.pipelines.base.hashing import key
-from foreload.pipelines.samples import external_sort as ordering
+from foreload.pipelines.samples import external_sort
 from foreload.pipelines.samples.pieces import Samples, write_piece
 
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([2**53, 2**53 + 1, 2**63 - 1, -(2**63), -(2**53) - 1, 0])
 
 
 def sorted_by_key(column: pa.Array) -> list[object]:
-    order = ordering.stable_order(ordering.order_keys(column))
+    order = external_sort.stable_order(external_sort.order_keys(column))
     return column.take(pa.array(order)).to_pylist()
 
 
@@ -37,13 +37,18 @@ def test_unsigned_integers_sort_by_value(values: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 2**63 - 1)))
 def test_an_integer_has_one_key_whatever_its_type(values: list[int]) -> None:
-    signed, unsigned = ordering.order_keys(pa.array(values, pa.int64())), ordering.order_keys(pa.array(values, pa.uint64()))
+    signed, unsigned = (
+        external_sort.order_keys(pa.array(values, pa.int64())),
+        external_sort.order_keys(pa.array(values, pa.uint64())),
+    )
     assert signed.to_pylist() == unsigned.to_pylist()
 
 
 @given(st.lists(st.floats(allow_nan=False) | INT64))
 def test_integers_and_floats_of_two_sources_sort_together_by_value(values: list[float]) -> None:
-    keys = [ordering.order_keys(pa.array([v], pa.int64() if isinstance(v, int) else pa.float64()))[0].as_py() for v in values]
+    keys = [
+        external_sort.order_keys(pa.array([v], pa.int64() if isinstance(v, int) else pa.float64()))[0].as_py() for v in values
+    ]
     by_key = sorted(range(len(values)), key=lambda i: keys[i])
     assert [values[i] for i in by_key] == sorted(values)
 
@@ -74,7 +79,7 @@ def test_decimals_sort_by_value_among_integers_and_floats(values: list[Fraction]
                 with localcontext(prec=100):
                     decimal = Decimal(int(value * 10**scale)).scaleb(-scale)
                 columns.append(pa.array([None, decimal, decimal], pa.decimal256(76, scale)).slice(1))
-        found = {ordering.order_keys(column)[0].as_py() for column in columns}
+        found = {external_sort.order_keys(column)[0].as_py() for column in columns}
         assert len(found) == 1, value
         keys.append(found.pop())
     assert [values[i] for i in sorted(range(len(values)), key=lambda i: keys[i])] == sorted(values)
@@ -93,17 +98,17 @@ def test_texts_sort_by_their_bytes_after_missing_ones(values: list[str | None]) 
 
 def test_times_and_booleans_sort_by_value() -> None:
     stamps = pa.array([5, None, -3, 2**62], pa.timestamp("ns"))
-    assert ordering.stable_order(ordering.order_keys(stamps)).tolist() == [1, 2, 0, 3]
-    assert ordering.stable_order(ordering.order_keys(pa.array([True, False]))).tolist() == [1, 0]
+    assert external_sort.stable_order(external_sort.order_keys(stamps)).tolist() == [1, 2, 0, 3]
+    assert external_sort.stable_order(external_sort.order_keys(pa.array([True, False]))).tolist() == [1, 0]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 9), st.lists(st.integers(0, 2**62), max_size=20))
 def test_shuffle_keys_are_the_documented_chain(seed: int, epoch: int, numbers: list[int]) -> None:
-    found = ordering.shuffle_keys(seed, epoch, np.array(numbers, np.int64))
+    found = external_sort.shuffle_keys(seed, epoch, np.array(numbers, np.int64))
     assert found.tolist() == [key(seed, epoch, n) for n in numbers]
 
 
-def runs_of(lists: list[list[int]], binary: bool) -> list[ordering.Keys]:
+def runs_of(lists: list[list[int]], binary: bool) -> list[external_sort.Keys]:
     ordered = [sorted(values) for values in lists]
     if binary:
         return [pa.array([v.to_bytes(4, "big") for v in values], pa.large_binary()) for values in ordered]
@@ -116,7 +121,7 @@ def test_buckets_follow_each_other_in_key_order_and_are_bounded(lists: list[list
     starts, ends = np.zeros(len(runs), np.int64), np.array([len(r) for r in runs], np.int64)
     expected = sorted((v, run, row) for run, values in enumerate(lists) for row, v in enumerate(sorted(values)))
     found = []
-    for begin, end in ordering.buckets(runs, starts, ends, target):
+    for begin, end in external_sort.buckets(runs, starts, ends, target):
         part = [(sorted(lists[r])[row], r, row) for r in range(len(runs)) for row in range(begin[r], end[r])]
         assert len(part) <= 2 * target
         found += sorted(part)
@@ -129,36 +134,36 @@ def test_the_first_of_an_order_are_found_in_every_run(rows: int, binary: bool) -
     generator = random.Random(rows)
     lists = [[generator.randrange(50) for _ in range(n)] for n in (0, 500, 1200, 1300)]
     expected = sorted((v, run, row) for run, values in enumerate(lists) for row, v in enumerate(sorted(values)))[:rows]
-    counts = ordering.first_rows(runs_of(lists, binary), rows, target=64)
+    counts = external_sort.first_rows(runs_of(lists, binary), rows, target=64)
     assert counts.tolist() == [sum(run == r for _, run, _ in expected) for r in range(len(lists))]
 
 
 def test_stable_order_keeps_ties_as_they_stood() -> None:
     keys = pa.array([b"b", b"a", b"b", b"a"], pa.large_binary())
-    assert ordering.stable_order(keys).tolist() == [1, 3, 0, 2]
-    assert ordering.stable_order(np.array([2, 1, 2, 1])).tolist() == [1, 3, 0, 2]
+    assert external_sort.stable_order(keys).tolist() == [1, 3, 0, 2]
+    assert external_sort.stable_order(np.array([2, 1, 2, 1])).tolist() == [1, 3, 0, 2]
 
 
 @given(st.lists(st.integers(0, 7), max_size=8), st.integers(0, 60), st.integers(0, 60))
 def test_slices_of_an_order_are_slices_of_its_samples(rows: list[int], first: int, last: int) -> None:
-    order = ordering.PieceOrder.whole([(str(i), n) for i, n in enumerate(rows)])
+    order = external_sort.PieceOrder.whole([(str(i), n) for i, n in enumerate(rows)])
     last = max(first, last)
 
-    def samples(o: ordering.PieceOrder) -> list[tuple[str, int]]:
+    def samples(o: external_sort.PieceOrder) -> list[tuple[str, int]]:
         return [(name, row) for name, a, b in zip(o.names, o.starts, o.ends, strict=True) for row in range(a, b)]
 
     cut = order.slice(first, last)
     assert samples(cut) == samples(order)[first:last]
     assert samples(cut.slice(1, 3)) == samples(order)[first:last][1:3]
-    assert ordering.PieceOrder.from_dict(cut.to_dict()).rows == cut.rows
+    assert external_sort.PieceOrder.from_dict(cut.to_dict()).rows == cut.rows
 
 
 def test_a_source_of_pieces_counts_numbers_through_pieces(tmp_path: Path) -> None:
     for name, rows in (("a", 3), ("b", 4)):
         labels = np.arange(rows, dtype=np.float32)
         write_piece(tmp_path / name, Samples(labels, np.zeros((rows, 1), np.float32), np.arange(rows), None), None, {})
-    order = ordering.PieceOrder.whole([("a", 3), ("b", 4)])
-    source = ordering.PieceSource(tmp_path, order.slice(0, 5), order.slice(5, 7))
+    order = external_sort.PieceOrder.whole([("a", 3), ("b", 4)])
+    source = external_sort.PieceSource(tmp_path, order.slice(0, 5), order.slice(5, 7))
     chunks = list(source.training(0))
     assert np.concatenate([n for _, n in chunks]).tolist() == [0, 1, 2, 3, 4]
     assert np.concatenate([s.labels for s, _ in chunks]).tolist() == [0, 1, 2, 0, 1]
@@ -168,4 +173,4 @@ def test_a_source_of_pieces_counts_numbers_through_pieces(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("fraction", "rows", "held"), [(0.1, 100_000, 10_000), (0.1, 19, 1), (0.5, 1, 0), (0.0, 7, 0)])
 def test_the_tail_held_out_is_rounded_down(fraction: float, rows: int, held: int) -> None:
-    assert ordering.held_out(rows, fraction) == held
+    assert external_sort.held_out(rows, fraction) == held

@@ -20,7 +20,7 @@ in_time = TrainerProcess._mend
 
 def late(self: TrainerProcess, traffic: Traffic) -> list[int]:
     """Strike, then do as `_mend` does."""
-    while self._board.poll("mended/0/0") is None:
+    while self._board.poll("repaired/0/0") is None:
         time.sleep(0.01)
     Fault(self._last_step, 1, signal.SIGKILL).inject(self._run / STORES)
     return in_time(self, traffic)

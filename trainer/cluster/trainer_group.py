@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,19 +28,11 @@ from foreload.trainer.cluster.keeper import (
     GO,
     STOP_WANTED,
     Keeper,
-    program_path,
 )
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.worker import (
-    LAUNCHER,
-    RENDEZVOUS,
-    RESTED,
-    TERM,
-    TRAINER,
-    LaunchSpec,
-)
-from foreload.trainer.cluster.worker import STORES as STORES_VARIABLE
+from foreload.trainer.cluster.trainer_processes import StartedTrainer, StartTrainer, TrainerStart
+from foreload.trainer.cluster.worker import RESTED, TERM, LaunchSpec
 from foreload.trainer.errors import FingerprintError, ShardsLost, TrainerError
 from foreload.trainer.run.directory import Manifest, Run, Status
 from foreload.trainer.run.job import TrainJob
@@ -76,16 +66,17 @@ class TrainerGroup:
         schedule: Schedule,
         shards: StoreShards,
         observer: RunObserver,
+        start_trainer: StartTrainer,
     ) -> None:
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
-        self._observer = observer
+        self._observer, self._start_trainer = observer, start_trainer
         self._schedule, self._shards = schedule, shards
         self._commands = 0
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
         self._lane_map = contiguous_lanes(schedule.header.lanes, job.trainers)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, StartedTrainer] = {}
         self._ready: dict[int, dict[str, str]] = {}
         self._ended: dict[int, dict[str, Any]] = {}
         self._errors: list[dict[str, Any]] = []
@@ -163,18 +154,8 @@ class TrainerGroup:
         # A trainer that outlives this process holds the run on.
         held = (*held, *(() if self._run.lock is None else (self._run.lock,)))
         for trainer in spawned:
-            environment = os.environ | {
-                "PYTHONPATH": program_path(),
-                RENDEZVOUS: address,
-                TRAINER: str(trainer),
-                LAUNCHER: str(os.getpid()),
-                STORES_VARIABLE: json.dumps(self._shards.urls),
-            }
-            # A session of its own: Ctrl-C in the terminal is for the launcher, which stops trainers after the same step.
-            command = [sys.executable, "-P", "-m", "foreload.trainer.cluster.worker"]
-            self._processes[trainer] = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=held
-            )
+            start = TrainerStart(trainer, address, tuple(self._shards.urls), os.getpid(), held)
+            self._processes[trainer] = self._start_trainer(start)
 
     def _follow(self, board: Board, report: RunReport) -> None:
         receiver = EventReceiver(board, self._job.trainers)
@@ -204,8 +185,7 @@ class TrainerGroup:
     def _await_exit(self) -> None:
         for process in self._processes.values():
             # All is done; one that takes longer to leave is ended with the rest.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE.total_seconds())
+            process.wait(GRACE)
 
     def _linger(self, receiver: EventReceiver, board: Board, report: RunReport) -> None:
         """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
@@ -287,9 +267,7 @@ class TrainerGroup:
 
     def _kill(self) -> None:
         for process in self._processes.values():
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
         for process in self._processes.values():
             process.wait()
 

@@ -6,14 +6,13 @@ Started by the launcher as `python -m foreload.trainer.cluster.worker`; what it 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +42,7 @@ from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.cluster.keeper import GO, ORPHANED, STOP_WANTED
 from foreload.trainer.cluster.run_requests import TrainerRequests
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
+from foreload.trainer.cluster.trainer_processes import TrainerStart
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
 from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport
@@ -59,7 +59,6 @@ from foreload.trainer.run.directory import (
 from foreload.trainer.run.directory import STORES as STORES_FOLDER
 from foreload.trainer.run.job import TrainJob
 
-STORES, RENDEZVOUS, TRAINER, LAUNCHER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER", "FORELOAD_LAUNCHER"
 JOIN_TIMEOUT = timedelta(minutes=5)
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
 SHARDS_PAUSE = timedelta(milliseconds=250)
@@ -89,11 +88,11 @@ class LaunchSpec:
 
 def main() -> int:
     """The process that the launcher starts; returns its exit status."""
-    host, _, port = os.environ[RENDEZVOUS].rpartition(":")
-    threading.Thread(target=_leave_with, args=(int(os.environ[LAUNCHER]),), name="launcher", daemon=True).start()
+    start = TrainerStart.of_environment(os.environ)
+    host, _, port = start.rendezvous.rpartition(":")
+    threading.Thread(target=_leave_with, args=(start.launcher,), name="launcher", daemon=True).start()
     try:
-        store = join_store(host, int(port), JOIN_TIMEOUT)
-        return work(store, int(os.environ[TRAINER]), json.loads(os.environ.get(STORES, "null")))
+        return work(join_store(host, int(port), JOIN_TIMEOUT), start.trainer, start.store_urls)
     except PeerLost as error:
         sys.stderr.write(f"foreload: error: {error}\n")
         return 2
@@ -106,7 +105,7 @@ def _leave_with(launcher: int) -> None:
             os._exit(2)
 
 
-def work(store: Any, trainer: int, store_urls: list[str] | None, interrupts: Interrupts | None = None) -> int:
+def work(store: Any, trainer: int, store_urls: Sequence[str] | None, interrupts: Interrupts | None = None) -> int:
     """Train as trainer number `trainer`; returns the exit status.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
@@ -116,7 +115,7 @@ def work(store: Any, trainer: int, store_urls: list[str] | None, interrupts: Int
     sender = EventSender(board, trainer)
     try:
         spec = LaunchSpec(**board.read("spec"))
-        TrainerProcess(store, board, sender, trainer, spec, store_urls or list(spec.stores), interrupts).run()
+        TrainerProcess(store, board, sender, trainer, spec, store_urls or spec.stores, interrupts).run()
     except (PipelineError, CacheError, TrainerError) as error:
         with contextlib.suppress(PeerLost):
             lost = {"shards": error.shards, "covered": error.covered, "rows": error.rows} if isinstance(error, RowsLost) else None
@@ -144,7 +143,7 @@ class TrainerProcess:
         sender: EventSender,
         trainer: int,
         spec: LaunchSpec,
-        store_urls: list[str],
+        store_urls: Sequence[str],
         interrupts: Interrupts | None,
     ) -> None:
         self._interrupts, self._stop_asked = interrupts, False

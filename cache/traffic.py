@@ -61,7 +61,7 @@ class Counters:
     rows_initial: int = 0
     rows_fetched: int = 0
     rows_written: int = 0
-    rows_written_beyond: int = 0
+    rows_written_at_stop: int = 0
     parity_rows_read: int = 0
     parity_rows_written: int = 0
     rows_decoded: int = 0
@@ -186,7 +186,7 @@ class Traffic:
         if self._shard_repair is not None:
             self._shard_repair.replace(shard, url)
 
-    def mend(self, patience: timedelta) -> list[int]:
+    def repair_shards(self, patience: timedelta) -> list[int]:
         """Wait until every shard is whole again, as fast as can be, but no longer than `patience`; returns those that are lost.
 
         Without parity there is nothing to wait for, but a shard that has not what it acknowledged is an error.
@@ -354,7 +354,7 @@ class Traffic:
                 rows = batch.rows_of.get(boundary.number, 0)
                 boundary.left -= rows
                 if boundary.at_stop:
-                    counters.rows_written_beyond += rows
+                    counters.rows_written_at_stop += rows
                 else:
                     counters.rows_written += rows
             state.release()

@@ -26,7 +26,7 @@ from foreload.trainer.run.assembly import (
 )
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.model_rows import trained_rows
+from foreload.trainer.run.model_rows import model_rows
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def train(
                 trainer.write_everything_back(last + 1, at_stop=stopped is not None)
                 # What rank 0 does after the last step has happened before anyone looks for shards that are lost.
                 transports[rank].barrier()
-                assert part.traffic.mend(timedelta(seconds=30)) == []
+                assert part.traffic.repair_shards(timedelta(seconds=30)) == []
                 for lane in trainer.lanes:
                     batches[lane] = part.traffic.last_batch(lane)
                 if mine:
@@ -147,7 +147,7 @@ def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[
     found.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
     with Store(urls, timedelta(seconds=10)) as store:
         stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
-        rows = trained_rows(schedule, at.step, stored, at.last_batches)
+        rows = model_rows(schedule, at.step, stored, at.last_batches)
         pending = next(rows, None)
         for number, table in enumerate(schedule.header.features.tables):
             found.table(table.name)

@@ -424,14 +424,14 @@ class Store:
         """Send and receive on the channels of these shards until each has every reply, or has failed."""
         try:
             if all(self._channels[shard].compiled for shard in busy):
-                self._converse(failures)
+                self._run_exchange(failures)
             else:
                 self._select(busy, failures)
         except StoreError as error:
             self._fail(str(error))
             raise
 
-    def _converse(self, failures: dict[int, StoreError] | None) -> None:
+    def _run_exchange(self, failures: dict[int, StoreError] | None) -> None:
         timeout_ns = self._timeout_ns
         while True:
             why, shard = frames.run_exchange(

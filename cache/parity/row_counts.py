@@ -59,7 +59,7 @@ def _count(prefix, table, count, members, k, cursors, flags, rows, parity_rows):
                 parity_rows[members[group, place]] += name < cursors[members[group, place]]
 
 
-def take_census(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarray | None = None) -> RowCounts:
+def count_rows(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarray | None = None) -> RowCounts:
     """What the shards hold of a lane. cursors: uint64 [shards], a shard has the stripes below its cursor; None: all have all."""
     found, written = RowCounts.none(tables, shards), stripes.written
     below = np.full(shards, ALL_STRIPES, np.uint64) if cursors is None else cursors

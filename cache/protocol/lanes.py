@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreload.cache.parity.row_counts import take_census
+from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.protocol.batches import WriteBackStaging
 from foreload.cache.protocol.reading import Expected, StoredRows
 from foreload.cache.protocol.rounds import LaneWrites, PlannedFetch
@@ -64,7 +64,7 @@ class LaneTraffic:
         written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
         stripes = stored.placement.stripes(plan.lane, written)
         staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.last_batch)
-        held = take_census(stripes, len(stored.layouts), stored.placement.shard_count).fields
+        held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
         self.writes = LaneWrites(plan.lane, stripes, staging, plan.last_batch, held)
 
         self.pulled = -1  # index of the last event staged or taken

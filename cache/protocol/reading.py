@@ -22,7 +22,7 @@ from foreload.cache.parity.decoding import (
     plan_decoding,
 )
 from foreload.cache.parity.placement import Placement, fields
-from foreload.cache.parity.row_counts import take_census
+from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
@@ -98,7 +98,7 @@ class StoredRows:
     def expected(self, lane: int) -> np.ndarray:
         """How many rows and parity rows of a lane every shard has, by arithmetic: int64 [shards]."""
         assert self.stripes is not None
-        return take_census(self.stripes(lane), len(self.layouts), self.placement.shard_count).fields
+        return count_rows(self.stripes(lane), len(self.layouts), self.placement.shard_count).fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from foreload.cache.protocol.namespace import join
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 
-REJOIN_PAUSE = timedelta(milliseconds=200)
+PROBE_PAUSE = timedelta(milliseconds=200)
 UNREACHABLE = timedelta(seconds=5)  # after which a server that is looked for is said not to be there
 
 
@@ -119,7 +119,7 @@ class ServerProbe:
                     store.close()
             with self._condition:
                 if not self._closed:
-                    self._condition.wait(REJOIN_PAUSE.total_seconds())
+                    self._condition.wait(PROBE_PAUSE.total_seconds())
 
     def _reach(self, shard: int, url: StoreUrl) -> Store:
         store = Store([url], self._stored.store.timeout, timedelta())

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from foreload.cache.client.store import NO_ROWS, Read
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.row_counts import RowCounts, take_census
+from foreload.cache.parity.row_counts import RowCounts, count_rows
 from foreload.cache.protocol.lanes import LaneTraffic
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.protocol.shards import Shards
-from foreload.cache.repair.live_scrub import KnownRows, LiveScrub
+from foreload.cache.repair.live_scrub import ExpectedRows, LiveScrub
 from foreload.cache.repair.scrub import Findings
 
 
@@ -60,7 +60,7 @@ class Inspection:
             self._monitor.signal()
             self._monitor.wait_until(lambda: not self._probing)
 
-    def begin_scrub(self, known: KnownRows) -> None:
+    def begin_scrub(self, known: ExpectedRows) -> None:
         """Check every stripe of the lanes from now on, beside the training. Raises CacheError without parity, and while one is under way."""
         if self._shards is None:
             raise CacheError("scrub: there is no parity to check rows against")
@@ -85,7 +85,7 @@ class Inspection:
             found.add(scrub.findings)
             return Scrubbed(scrub.stripes, found, scrub.done)
 
-    def begin_census(self) -> None:
+    def begin_row_counts(self) -> None:
         """Have what the shards hold of the lanes counted."""
         with self._monitor:
             self._counting = True
@@ -143,7 +143,7 @@ class Inspection:
         found = RowCounts.none(tables, shards)
         for state in self._lanes:
             cursors = self._shards.cursors[state.lane] if self._shards is not None else None
-            found += take_census(state.writes.stripes, tables, shards, cursors)
+            found += count_rows(state.writes.stripes, tables, shards, cursors)
         with self._monitor:
             self._row_counts, self._counting = found, False
             self._monitor.notify_all()

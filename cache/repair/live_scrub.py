@@ -29,7 +29,7 @@ from foreload.cache.repair.scrub import (
 CHUNK_STRIPES = 1024
 
 
-class KnownRows(Protocol):
+class ExpectedRows(Protocol):
     """What the schedule says of rows, whichever step they were last stored at."""
 
     def of(self, lane: int, table: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +42,9 @@ class LiveScrub:
     stripes: how many there were at the beginning; findings: so far. Rows on shards that are lost or being rebuilt are left out.
     """
 
-    def __init__(self, stored: StoredRows, shards: Shards, rounds: Rounds, lanes: Sequence[LaneWrites], known: KnownRows) -> None:
+    def __init__(
+        self, stored: StoredRows, shards: Shards, rounds: Rounds, lanes: Sequence[LaneWrites], known: ExpectedRows
+    ) -> None:
         self._stored, self._shards, self._rounds, self._known = stored, shards, rounds, known
         self._left = deque((writes, table) for writes in lanes for table in range(len(stored.layouts)))
         self._first = 0

@@ -40,7 +40,7 @@ class Program:
         self.lanes = {lane: make_program(lane + 50, 30, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in LANES}
 
     def of(self, lane: int, table: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See KnownRows."""
+        """See ExpectedRows."""
         program: LaneProgram = self.lanes[lane]
         ids, tags = np.zeros(count, np.int64), np.zeros(count, np.int32)
         for name, ordinal in program.ordinals.items():
@@ -249,7 +249,7 @@ def test_what_is_on_its_way_and_what_is_there_are_told(four: LocalStores, tmp_pa
     def look(traffic: Traffic) -> None:
         lag = traffic.inspection.lag()
         told.append((lag.batches, lag.boundaries, lag.rows))
-        traffic.inspection.begin_census()
+        traffic.inspection.begin_row_counts()
 
     scrubbing = Scrubbing("parity acknowledged", 3, do=look)
     _, held = scrubbing.train(four, 3, 2, 1, tmp_path)

@@ -130,7 +130,7 @@ def run(
         ) as traffic:
             for lane, program in programs.items():
                 run_lane(traffic, lane, program)
-            lost = traffic.mend(grace)
+            lost = traffic.repair_shards(grace)
         assert disturber is None or disturber.done
         return held(stored, traffic), traffic.counters(), lost
 
@@ -541,11 +541,11 @@ def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
         with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path / "logs")) as traffic:
             run_lane(traffic, 0, program)
-            assert traffic.mend(timedelta()) == []
+            assert traffic.repair_shards(timedelta()) == []
             kill(stores, 1)()
-            assert traffic.mend(timedelta()) == [1]
+            assert traffic.repair_shards(timedelta()) == [1]
             assert stores.restart(1)
-            assert traffic.mend(PATIENCE) == []
+            assert traffic.repair_shards(PATIENCE) == []
             assert traffic.counters().rows_rebuilt > 0
 
 

@@ -98,7 +98,7 @@ def an_emptied_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
             empty(stores, 1)()
             traffic.write_back(0, 2, again)
             traffic.flush()
-            assert traffic.mend(PATIENCE) == []
+            assert traffic.repair_shards(PATIENCE) == []
             assert [store.command(shard, "HLEN", stored.key(0, shard)) for shard in range(3)] == before
 
 

@@ -14,7 +14,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.row_counts import take_census
+from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import ALL_STRIPES
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
@@ -39,7 +39,7 @@ def test_rows_and_parity_rows_are_those_that_the_servers_hold(
     for table, _ in program.tags:
         counts[table] += 1
     stripes = stored.placement.stripes(0, counts)
-    found = take_census(stripes, len(LAYOUTS), 3)
+    found = count_rows(stripes, len(LAYOUTS), 3)
     for shard, held in enumerate(contents(store, stored.key(0, 0))):
         assert Marker.parse(held.pop(MARKER)) == Marker(traffic.last_batch(0), traffic.last_batch(0))
         parity = [name for name in held if name[0] & 0x80]
@@ -47,7 +47,7 @@ def test_rows_and_parity_rows_are_those_that_the_servers_hold(
         assert found.rows[:, shard].sum() == len(held) - len(parity)
         assert found.row_bytes(LAYOUTS)[shard] == sum(len(row) for row in held.values())
     cursors = np.array([ALL_STRIPES, 0, 1 << 48], np.uint64)
-    below = take_census(stripes, len(LAYOUTS), 3, cursors)
+    below = count_rows(stripes, len(LAYOUTS), 3, cursors)
     assert np.array_equal(below.rows[:, 0], found.rows[:, 0])
     assert not below.rows[:, 1].any()
     assert below.rows[:, 2].tolist() == [found.rows[0, 2], 0, 0, 0]

@@ -147,7 +147,7 @@ def test_every_row_used_and_stored_is_the_true_one(
     assert counters.rows_fetched == sum(int((a.tag > 0).sum()) for a in arrivals)
     ends = [event.ends for program in programs.values() for event in program.events]
     assert counters.rows_written == sum(map(len, ends)) + sum(len(program.final_ends) for program in programs.values())
-    assert counters.rows_written_beyond == 0
+    assert counters.rows_written_at_stop == 0
     assert counters.bytes_written > counters.rows_written * 12
 
 
@@ -314,7 +314,7 @@ def test_rows_as_the_store_has_them_are_not_written_and_those_beyond_the_schedul
         with pytest.raises(CacheError, match="boundary 4 must follow 4"):
             traffic.write_back(0, 4, ending(1, 1))
     counters = traffic.counters()
-    assert (counters.rows_written, counters.rows_written_beyond) == (2, 2)
+    assert (counters.rows_written, counters.rows_written_at_stop) == (2, 2)
 
 
 def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
@@ -455,10 +455,10 @@ def test_a_shard_that_was_emptied_after_the_last_write_is_noticed_at_the_end(sto
     traffic = Traffic(stored_rows(store), [LanePlan(0, iter([]))], SEED)
     traffic.write_back(0, 0, ending(60, 5))
     traffic.flush()
-    assert traffic.mend(timedelta()) == []
+    assert traffic.repair_shards(timedelta()) == []
     store.command(1, "FLUSHALL")
     with pytest.raises(StoreError, match="stale shard: its last write-back batch of lane 0 is 0, must be 1"):
-        traffic.mend(timedelta())
+        traffic.repair_shards(timedelta())
     traffic.abort()
 
 

@@ -15,11 +15,11 @@ from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.cluster.worker import TrainerProcess
 from foreload.trainer.run.directory import STORES
 
-in_time = TrainerProcess._mend
+in_time = TrainerProcess._repair_shards
 
 
 def late(self: TrainerProcess, traffic: Traffic) -> list[int]:
-    """Strike, then do as `_mend` does."""
+    """Strike, then do as `_repair_shards` does."""
     while self._board.poll("repaired/0/0") is None:
         time.sleep(0.01)
     Fault(self._last_step, 1, signal.SIGKILL).inject(self._run / STORES)
@@ -27,5 +27,5 @@ def late(self: TrainerProcess, traffic: Traffic) -> list[int]:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(TrainerProcess, "_mend", late):
+    with mock.patch.object(TrainerProcess, "_repair_shards", late):
         sys.exit(main())

@@ -32,7 +32,7 @@ class Keeper:
             except OSError as error:
                 raise JobError(f"--address: must be an address of this machine; got {host} ({error.strerror})") from error
             self._host, self._port = host, listening.getsockname()[1]
-            launchers, self._mine = os.pipe()
+            launchers, self._launcher_end = os.pipe()
             trainers, self.held = os.pipe()
             self._ready, ready = os.pipe()
             handed = (listening.fileno(), launchers, trainers, ready)
@@ -60,7 +60,7 @@ class Keeper:
 
     def close(self) -> None:
         """End it, once no trainer is left."""
-        os.close(self._mine)
+        os.close(self._launcher_end)
         os.close(self.held)
         os.close(self._ready)
         self._process.terminate()

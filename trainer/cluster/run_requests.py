@@ -98,7 +98,7 @@ class TrainerRequests:
         """Begin an request that the coordinator asks for."""
         if command["do"] == "row_counts":
             self._row_counts = command["number"]
-            self._traffic.inspection.begin_census()
+            self._traffic.inspection.begin_row_counts()
             return
         try:
             self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / command["rows"], self._lanes))

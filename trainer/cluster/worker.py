@@ -148,7 +148,7 @@ class TrainerProcess:
     ) -> None:
         self._interrupts, self._stop_asked = interrupts, False
         self._store, self._board, self._events = store, board, sender
-        self._trainer, self._call, self._store_urls = trainer, spec, store_urls
+        self._trainer, self._spec, self._store_urls = trainer, spec, store_urls
         self._job = TrainJob.of(spec.job)
         self._run = Path(self._job.run)
         self._last_step = spec.start_step
@@ -161,7 +161,7 @@ class TrainerProcess:
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
-        spec, job = self._call, self._job
+        spec, job = self._spec, self._job
         numerics.set_up(job.threads, job.device, job.cpu_capability)
         self._check_fingerprint()
         schedule = Schedule(job.schedule, follow=job.follow)
@@ -194,7 +194,7 @@ class TrainerProcess:
                 trainer = Trainer(part)
                 stopped, failure = self._train(trainer, gate)
                 flushed = trainer.write_everything_back(self._last_step + 1, at_stop=stopped)
-                lost = self._mend(part.traffic)
+                lost = self._repair_shards(part.traffic)
                 self._run_requests.finish()
                 batches = {lane: part.traffic.last_batch(lane) for lane in part.partitions}
                 counters = {
@@ -219,8 +219,8 @@ class TrainerProcess:
         """Wait until the launcher has published how far the run is; if it was killed, do that in its place, when all have ended."""
         while not self._board.poll(RESTED):
             if self._board.poll(ORPHANED):
-                ended = {trainer: self._board.read(f"ended/{trainer}") for trainer in range(self._call.trainers)}
-                end_alone(Run(self._run), schedule, ended, self._call.totals)
+                ended = {trainer: self._board.read(f"ended/{trainer}") for trainer in range(self._spec.trainers)}
+                end_alone(Run(self._run), schedule, ended, self._spec.totals)
                 return
             time.sleep(BOARD_PAUSE.total_seconds())
 
@@ -233,7 +233,7 @@ class TrainerProcess:
             told = asdict(report)
             self._totals.update({"steps": 1} | {name: told[name] for name in (*ADDED, *SHARED) if name in told})
             self._events.send("step", report=told, at=time.monotonic())
-            self._strike()
+            self._inject()
             self._see_to_shards(trainer.parts.traffic)
 
         def on_evaluation(report: EvaluationReport) -> None:
@@ -266,7 +266,7 @@ class TrainerProcess:
             traffic.probe()
             raise
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         """Put in the faults that are due after the last step."""
         for fault in self._faults:
             if fault.step == self._last_step:
@@ -298,7 +298,7 @@ class TrainerProcess:
             else:
                 self._run_requests.begin(command)
 
-    def _mend(self, traffic: Traffic) -> list[int]:
+    def _repair_shards(self, traffic: Traffic) -> list[int]:
         """Wait until all shards are whole again, for every trainer, as long as there is hope; returns those that are not.
 
         A shard that one trainer finds lost may have been whole when another looked, so all look until none finds a further one.
@@ -306,21 +306,21 @@ class TrainerProcess:
         lost: list[int] = []
         turn, known = 0, self._losses
         while True:
-            hopeful = self._call.servers_return and not lost
+            hopeful = self._spec.servers_return and not lost
             deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
             while True:
-                lost = traffic.mend(SHARDS_PAUSE)
+                lost = traffic.repair_shards(SHARDS_PAUSE)
                 self._see_to_shards(traffic)
                 if traffic.lost_or_rebuilding().keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
                     break
             found, known = self._losses > known, self._losses
             self._board.publish(f"repaired/{turn}/{self._trainer}", found)
-            if not any(self._found_lost(traffic, turn, trainer) for trainer in range(self._call.trainers)):
+            if not any(self._found_lost(traffic, turn, trainer) for trainer in range(self._spec.trainers)):
                 return lost
             turn += 1
 
     def _found_lost(self, traffic: Traffic, turn: int, trainer: int) -> bool:
-        """Whether a trainer found a shard lost in a turn of `_mend`, waited for as long as its rebuilding takes."""
+        """Whether a trainer found a shard lost in a turn of `_repair_shards`, waited for as long as its rebuilding takes."""
         while (found := self._board.poll(f"repaired/{turn}/{trainer}")) is None:
             self._see_to_shards(traffic)
             time.sleep(BOARD_PAUSE.total_seconds())
@@ -329,8 +329,8 @@ class TrainerProcess:
     def _check_fingerprint(self) -> None:
         """That of the run, or, where it has none or another is accepted, that of trainer 0. Raises FingerprintError."""
         mine = numerics.fingerprint(self._device())
-        if self._call.fingerprint is not None:
-            numerics.check(mine, self._call.fingerprint, resumed=True)
+        if self._spec.fingerprint is not None:
+            numerics.check(mine, self._spec.fingerprint, resumed=True)
         elif self._trainer:
             numerics.check(mine, self._board.read("fingerprint"))
         else:
@@ -343,7 +343,7 @@ class TrainerProcess:
 
     @contextlib.contextmanager
     def _transport(self) -> Iterator[Transport]:
-        job, trainers = self._job, self._call.trainers
+        job, trainers = self._job, self._spec.trainers
         transport: Transport
         if job.device == "cuda":
             if not torch.cuda.is_available():

@@ -63,7 +63,7 @@ class LostShard(RunObserver):
         self._shard, self._signal = fault.shard, fault.signal_number
         self._stores = stores
         self._steps = StepTimes()
-        self._struck: float | None = None
+        self._injected_at: float | None = None
         self._lost: dict[int, float] = {}
         self._back: dict[int, float] = {}
         self._whole: dict[int, float] = {}
@@ -75,7 +75,7 @@ class LostShard(RunObserver):
         if event["kind"] == "step":
             self._steps.note(event)
         elif event["kind"] == "fault":
-            self._struck = event["at"]
+            self._injected_at = event["at"]
             self._return.start()
         elif event["kind"] == "shard" and event["shard"] == self._shard and "at" in event:
             moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}.get(event["what"])
@@ -106,10 +106,10 @@ class LostShard(RunObserver):
     @property
     def moments(self) -> Moments | None:
         """None where training ended before the fault."""
-        if self._struck is None:
+        if self._injected_at is None:
             return None
         whole = max(self._whole.values()) if self._lost and self._whole.keys() >= self._lost.keys() else None
-        return Moments(self._struck, min(self._lost.values(), default=None), min(self._back.values(), default=None), whole)
+        return Moments(self._injected_at, min(self._lost.values(), default=None), min(self._back.values(), default=None), whole)
 
 
 def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
         "shard": fault.shard,
         "step": fault.step,
         "down_seconds": down,
-        "struck_at_seconds": moments.struck - begin,
+        "struck_at_seconds": moments.injected - begin,
         **account(timeline, moments),
         "rows_rebuilt": ending.summary["store_traffic"]["rows_rebuilt"],
     }
@@ -257,7 +257,7 @@ def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str,
     axes.stairs(rates, edges - begin, baseline=0, fill=True, alpha=0.35, label="samples a second")
     struck = "killed" if figures["signal"] == "SIGKILL" else "stopped"
     after = {"lost": moments.lost, "back": moments.back, "whole": moments.whole}
-    shown = [(struck, moments.struck), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
+    shown = [(struck, moments.injected), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
     for place, (word, at) in enumerate(shown):
         axes.axvline(at - begin, color=f"C{place + 1}", label=f"{word}, {at - begin:.2f} s")
     if moments.lost is not None:

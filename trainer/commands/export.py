@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.files import replacing, write_json
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.model_rows import TrainedRows
+from foreload.trainer.run.model_rows import ModelRows
 from foreload.trainer.run.saved_run import SavedRun, open_saved
 
 MODEL, DENSE_STATE, ABOUT = "model.safetensors", "optimizer.safetensors", "export.json"
@@ -85,7 +85,7 @@ def _schema(layout: RowLayout) -> pa.Schema:
     )
 
 
-def _arrow(batch: TrainedRows, layout: RowLayout) -> pa.Table:
+def _arrow(batch: ModelRows, layout: RowLayout) -> pa.Table:
     columns: list[pa.Array] = [pa.array(batch.ids)]
     for values, width in ((batch.weights, layout.width), (batch.state, layout.state_width)):
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))

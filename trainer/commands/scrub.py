@@ -31,7 +31,7 @@ from foreload.trainer.run.directory import (
     Run,
     locked,
 )
-from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_known_rows
+from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.saved_run import layouts_of, open_saved
 
@@ -99,7 +99,7 @@ def _beside_training(found: Run, training: dict[str, Any]) -> dict[str, Any]:
     (found.path / SCRUB).mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=found.path / SCRUB))
     try:
-        write_known_rows(schedule, directory)
+        write_expected_rows(schedule, directory)
         answer = _asked(found, {"do": "scrub", "rows": directory.name})
         total = Findings()
         with _bar(0) as bar:

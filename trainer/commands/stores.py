@@ -13,7 +13,7 @@ from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.row_counts import RowCounts, take_census
+from foreload.cache.parity.row_counts import RowCounts, count_rows
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
@@ -86,7 +86,7 @@ def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowC
     """What every shard holds when all ordinals given (int64 [lanes, tables]) were written."""
     found = RowCounts.none(tables, placement.shard_count)
     for lane, counts in enumerate(ordinals):
-        found += take_census(placement.stripes(lane, counts), tables, placement.shard_count)
+        found += count_rows(placement.stripes(lane, counts), tables, placement.shard_count)
     return found
 
 

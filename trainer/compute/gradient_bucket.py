@@ -23,7 +23,7 @@ class Piece:
     whole: bool
 
 
-class FlatGradients:
+class GradientBucket:
     """Where the gradient of each parameter stands in a vector float32 [length], and which chunk of that each trainer adds.
 
     A lane's parcel for a trainer is that trainer's chunk of the lane's vector, and behind it the lane's loss, so that every trainer knows all

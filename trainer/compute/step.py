@@ -19,7 +19,7 @@ from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import dense_optimizers
 from foreload.trainer.compute.exchange import Exchange, ExchangePlan
-from foreload.trainer.compute.gradient_bucket import FlatGradients
+from foreload.trainer.compute.gradient_bucket import GradientBucket
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import BlockLayout, UpdateRules
 from foreload.trainer.compute.metrics import BinaryMetrics
@@ -116,7 +116,7 @@ class Trainer:
         self.parts = part
         self.lanes = list(part.partitions)
         self._parameters = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
-        self._flat = FlatGradients(self._parameters, part.exchange.trainers)
+        self._bucket = GradientBucket(self._parameters, part.exchange.trainers)
         self._scratch = {lane: np.full(p.slots, -1, np.int32) for lane, p in part.partitions.items()}
         self._metrics: BinaryMetrics | None = None
         self._not_finite: tuple[int, int] | None = None  # of this evaluation pass: the first step and lane with such a loss
@@ -218,7 +218,7 @@ class Trainer:
         # The dense sums are under way while rows are exchanged, added and updated.
         under_way = None
         if len(lanes) > 1:
-            under_way = part.exchange.begin_dense({lane: self._flat.pack(*flat[lane], lane) for lane in self.lanes})
+            under_way = part.exchange.begin_dense({lane: self._bucket.pack(*flat[lane], lane) for lane in self.lanes})
         totals = part.exchange.sum_row_gradients(plan, gradients)
         losses = flat[0][1].reshape(1) if under_way is None else part.exchange.add_dense(under_way)
         clock.lap("exchange")
@@ -234,7 +234,7 @@ class Trainer:
             tables = partition.mark_trained(slots, event.step)
             part.kernels.apply(partition.weights, partition.state, slots, tables, totals[lane], part.rules)
         clock.lap("compute")
-        dense = flat[0][0] if under_way is None else self._flat.gradients(part.exchange.finish_dense(under_way))
+        dense = flat[0][0] if under_way is None else self._bucket.gradients(part.exchange.finish_dense(under_way))
         clock.lap("exchange")
         for parameter, gradient in zip(self._parameters, dense, strict=True):
             parameter.grad = gradient

@@ -111,8 +111,8 @@ class GlooTransport(Transport):
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         try:
             # Receives first: data that arrives goes straight into its tensor.
-            works = [(peer, self._group.recv([_flat(tensor)], peer, kind)) for peer, tensor in incoming.items()]
-            works += [(peer, self._group.send([_flat(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
+            works = [(peer, self._group.recv([_one_dimensional(tensor)], peer, kind)) for peer, tensor in incoming.items()]
+            works += [(peer, self._group.send([_one_dimensional(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
         except RuntimeError as error:
             raise PeerLost(f"trainer {self.rank}: lost a peer of term: {_first_line(error)}") from error
         return _GlooWork(self.rank, works, self.timeout)
@@ -165,9 +165,9 @@ class NcclTransport(Transport):
         # By ascending peer on both sides; within a pair each direction has one message.
         for peer in sorted({*outgoing, *incoming}):
             if peer in outgoing:
-                self._group.send([_flat(outgoing[peer])], peer, 0)
+                self._group.send([_one_dimensional(outgoing[peer])], peer, 0)
             if peer in incoming:
-                self._group.recv([_flat(incoming[peer])], peer, 0)
+                self._group.recv([_one_dimensional(incoming[peer])], peer, 0)
         return _NcclWork(self._group._end_coalescing())
 
     def close(self) -> None:
@@ -247,11 +247,11 @@ class _LocalWork(Work):
                 raise PeerLost(f"trainer {rank}: lost trainer {peer}: {reason}")
             if message.nbytes != tensor.nbytes:
                 raise ValueError(f"message from rank {peer} to {rank}: must have {tensor.nbytes} bytes, got {message.nbytes}")
-            _flat(tensor).copy_(_flat(message))
+            _one_dimensional(tensor).copy_(_one_dimensional(message))
         self._expected = []
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _one_dimensional(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 

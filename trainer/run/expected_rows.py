@@ -14,7 +14,7 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 
-_KNOWN = np.dtype([("id", np.int64), ("tag", np.int32)])
+_EXPECTED = np.dtype([("id", np.int64), ("tag", np.int32)])
 _ORDINALS = "ordinals.json"
 
 
@@ -51,12 +51,12 @@ def table_rows(schedule: Schedule, step: int | None, ordinals: np.ndarray) -> It
             yield lane, TableRows(table, presence, ids[lane], latest, exact)
 
 
-def write_known_rows(schedule: Schedule, directory: Path) -> None:
+def write_expected_rows(schedule: Schedule, directory: Path) -> None:
     """Write the ids and last tags of all rows of a complete schedule, for MappedRows: 12 bytes a row."""
     ordinals = given_ordinals(schedule, None)
     starts = np.cumsum(ordinals, axis=1) - ordinals
     files = [
-        np.lib.format.open_memmap(directory / f"lane-{lane}.npy", "w+", _KNOWN, (max(int(own.sum()), 1),))
+        np.lib.format.open_memmap(directory / f"lane-{lane}.npy", "w+", _EXPECTED, (max(int(own.sum()), 1),))
         for lane, own in enumerate(ordinals)
     ]
     for lane, rows in table_rows(schedule, None, ordinals):
@@ -69,7 +69,7 @@ def write_known_rows(schedule: Schedule, directory: Path) -> None:
 
 
 class MappedRows:
-    """The KnownRows that `write_known_rows` wrote, for some lanes; its files may be deleted while it is used. Raises OSError, ValueError."""
+    """The ExpectedRows that `write_expected_rows` wrote, for some lanes; its files may be deleted while it is used. Raises OSError, ValueError."""
 
     def __init__(self, directory: Path, lanes: Sequence[int]) -> None:
         self._ordinals = np.array(json.loads((directory / _ORDINALS).read_text(encoding="utf-8")), np.int64)
@@ -77,7 +77,7 @@ class MappedRows:
         self._files = {lane: np.load(directory / f"lane-{lane}.npy", mmap_mode="r") for lane in lanes}
 
     def of(self, lane: int, table: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See KnownRows."""
+        """See ExpectedRows."""
         ids, tags = np.zeros(count, np.int64), np.zeros(count, np.int32)
         there = max(min(count, int(self._ordinals[lane, table]) - first), 0)
         start = int(self._starts[lane, table]) + first

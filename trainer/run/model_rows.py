@@ -13,7 +13,7 @@ from foreload.pipelines.schedule.reader import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedRows:
+class ModelRows:
     """Rows of one table: ids int64 [n] ascending, weights float32 [n, W], state float32 [n, S]."""
 
     table: int
@@ -22,9 +22,9 @@ class TrainedRows:
     state: np.ndarray
 
 
-def trained_rows(
+def model_rows(
     schedule: Schedule, step: int, stored: StoredRows, last_batches: Sequence[int] | None = None
-) -> Iterator[TrainedRows]:
+) -> Iterator[ModelRows]:
     """Every row trained up to and including training step `step`, by (table, id), as the store holds it after a clean stop there.
 
     last_batches: per lane the number of its last write-back batch, checked against the store shards. Raises RowError and StoreError.
@@ -46,7 +46,7 @@ def trained_rows(
 
 def _read(
     table: int, rows: dict[str, np.ndarray], step: int, stored: StoredRows, last_batches: Sequence[int] | None
-) -> TrainedRows:
+) -> ModelRows:
     layout = stored.layouts[table]
     count = len(rows["id"])
     weights, state = np.empty((count, layout.width), np.float32), np.empty((count, layout.state_width), np.float32)
@@ -68,4 +68,4 @@ def _read(
             found = read_rows(stored, expected, None if last_batches is None else last_batches[lane])
             weights[places] = found.weights[:, : layout.width]
             state[places] = found.state[:, : layout.state_width]
-    return TrainedRows(table, rows["id"], weights, state)
+    return ModelRows(table, rows["id"], weights, state)

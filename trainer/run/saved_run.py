@@ -33,7 +33,7 @@ from foreload.trainer.run.directory import (
 )
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import schedule_of
-from foreload.trainer.run.model_rows import TrainedRows, trained_rows
+from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
 
 
@@ -54,9 +54,9 @@ class SavedRun:
         """Per lane the number of its last write-back batch."""
         return tuple(int(self.status.batches[str(lane)]) for lane in range(self.manifest.lanes))
 
-    def rows(self) -> Iterator[TrainedRows]:
+    def rows(self) -> Iterator[ModelRows]:
         """Every trained row by (table, id), checked against the schedule."""
-        return trained_rows(self.schedule, self.status.step, self.stored, self.last_batches)
+        return model_rows(self.schedule, self.status.step, self.stored, self.last_batches)
 
     def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Parameters by name, and optimizer state by "<parameter>/<key>"."""

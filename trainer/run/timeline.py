@@ -18,7 +18,7 @@ class Moments:
     Seconds on one clock; None: that did not happen.
     """
 
-    struck: float
+    injected: float
     lost: float | None = None
     back: float | None = None
     whole: float | None = None
@@ -97,7 +97,7 @@ def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
     them, and those after the shard is whole.
     """
     begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
-    struck = moments.struck
+    struck = moments.injected
     whole = end if moments.whole is None else moments.whole
     normal = [(begin + (struck - begin) / 10, struck), (whole, end)]
     rate = timeline.throughput(*normal)

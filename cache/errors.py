@@ -6,13 +6,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from foreload.pipelines.errors import ROWS_LOST, ForeloadError
 
-class CacheError(Exception):
+
+class CacheError(ForeloadError):
     """Anything that cache/ raises on purpose."""
+
+    code = "cache"
 
 
 class RowError(CacheError):
     """A row is missing, or has another id or tag than the schedule says. wrong: which of the rows of a read are, bool [n], where it was one."""
+
+    code = "row"
 
     def __init__(self, message: str, wrong: np.ndarray | None = None) -> None:
         super().__init__(message)
@@ -25,6 +31,9 @@ class RowsLost(CacheError):
     shards: the lost ones; why: as far as it is known. covered: how many losses a stripe survives. rows: how many of each table are gone, None
     if they were not counted.
     """
+
+    code = "rows-lost"
+    exit_status = ROWS_LOST
 
     def __init__(self, shards: Sequence[int], covered: int, rows: Mapping[str, int] | None = None, why: str = "") -> None:
         counted = ", ".join(f"{count:,} rows of table {table}" for table, count in (rows or {}).items() if count)
@@ -39,42 +48,64 @@ class RowsLost(CacheError):
 class StoreError(CacheError):
     """A store shard does not do what it was asked; the message names the shard by its URL, the password masked."""
 
+    code = "store"
+
 
 class CommandRefused(StoreError):
     """A store shard does not know a command, or refuses it for a reason that has no exception of its own."""
+
+    code = "store-refused"
 
 
 class ShardsRefuse(StoreError):
     """More store shards refuse to work than parity covers, though they have their rows."""
 
+    code = "shards-refuse"
+
 
 class StoreUnavailable(StoreError):
     """A store shard refuses connections, has closed one, or stays silent for longer than the timeout."""
+
+    code = "store-unavailable"
 
 
 class StoreSilent(StoreUnavailable):
     """A store shard that owes an answer stays silent for longer than the timeout."""
 
+    code = "store-silent"
+
 
 class StoreBusy(StoreUnavailable):
     """A store shard answers, but only that it is not ready: it runs a script, or still reads what it saved."""
+
+    code = "store-busy"
 
 
 class StoreFull(StoreError):
     """A store shard accepts no writes: out of memory, read-only, or unable to save."""
 
+    code = "store-full"
+
 
 class StoreAuth(StoreError):
     """A store shard rejects the user, the password, or the user's rights."""
+
+    code = "store-auth"
 
 
 class StoreTls(StoreError):
     """A TLS connection failed: certificate not trusted, expired or for another host, or no TLS at the other end."""
 
+    code = "store-tls"
+
 
 class Fenced(StoreError):
     """Another owner has taken over: the lane's key at the server is fenced (WRONGTYPE)."""
 
+    code = "fenced"
+
 
 class NamespaceInUse(StoreError):
     """The namespace on the store belongs to another run, or to another state of this one."""
+
+    code = "namespace-in-use"

@@ -1,31 +1,90 @@
-"""Every error that preparing or reading a schedule can raise. Each message is one line: field, rule, value received, remedy."""
+"""The root of every error that foreload raises on purpose, and those of preparing or reading a schedule.
+
+Each message is one line: field, rule, value received, remedy. The other branches stand in cache/errors.py and trainer/errors.py; docs/errors.md
+lists them all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar
 
-class PipelineError(Exception):
+ROWS_LOST = 3
+"""The exit status of a command for which rows are gone."""
+
+
+class ForeloadError(Exception):
+    """Anything that foreload raises on purpose.
+
+    code: a word for programs, which stays where a class or a message changes; every class has its own. exit_status: what a command that ends
+    with it exits with.
+    """
+
+    code: ClassVar[str] = "error"
+    exit_status: ClassVar[int] = 2
+
+
+class SettingError(ForeloadError):
+    """A setting (a flag, a line of the job file, an argument) is unknown, missing or malformed, or does not fit the others."""
+
+    code = "setting"
+
+
+class PipelineError(ForeloadError):
     """Anything wrong in what a user gave to `prepare`, or in a schedule that is read."""
+
+    code = "pipeline"
 
 
 class FeatureError(PipelineError):
     """The feature file, or what is asked of its features, is not valid."""
 
+    code = "features"
+
 
 class SourceError(PipelineError):
     """A source cannot be found, opened or read as what it is said to be."""
+
+    code = "source"
 
 
 class RecordError(PipelineError):
     """More records are malformed than `--max-rejects` allows."""
 
+    code = "records"
+
 
 class ScheduleError(PipelineError):
     """A schedule is missing, damaged, unfinished, failed, or does not fit what is asked of it."""
+
+    code = "schedule"
 
 
 class SlotsError(PipelineError):
     """Too few slots for one step."""
 
+    code = "slots"
+
 
 class DiskError(PipelineError):
     """Too little disk space for the schedule."""
+
+    code = "disk"
+
+
+def all_errors(root: type[ForeloadError] = ForeloadError) -> Iterator[type[ForeloadError]]:
+    """The classes of the tree that are imported by now, from a root on, in the order of their definition."""
+    yield root
+    for kind in root.__subclasses__():
+        yield from all_errors(kind)
+
+
+def error_of(code: str, message: str) -> ForeloadError:
+    """An error that another process raised, made again from its code and message.
+
+    Of a class that takes more than a message it is the nearest class above; of an unknown code, the root.
+    """
+    kind = next((one for one in all_errors() if one.code == code), ForeloadError)
+    while kind.__init__ is not Exception.__init__:
+        kind = kind.__bases__[0]
+    return kind(message)

@@ -18,7 +18,7 @@ from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.base.progress import Progress
-from foreload.pipelines.errors import DiskError, PipelineError, ScheduleError
+from foreload.pipelines.errors import DiskError, ForeloadError, ScheduleError, SettingError
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
 from foreload.pipelines.planning.disk import (
     Shape,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage) -> dict[str, Any]:
-    """Prepare a schedule; returns the summary that is also printed. Raises PipelineError.
+    """Prepare a schedule; returns the summary that is also printed. Raises PipelineError and SettingError.
 
     arguments: the command line, without the program's name. wrap: applied to every DoFn of the pipeline (tests disturb them).
     """
@@ -108,7 +108,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
         try:
             write_json(options.json, summary)
         except OSError as error:
-            raise PipelineError(f"--json: cannot write {options.json}: {error.strerror}") from error
+            raise SettingError(f"--json: cannot write {options.json}: {error.strerror}") from error
     print("\n".join((_text(summary), *data_lines(summary, plan.spec))))
     return summary
 
@@ -118,7 +118,7 @@ def main() -> int:
     try:
         with Interrupts() as interrupts:
             run()
-    except PipelineError as error:
+    except ForeloadError as error:
         print(f"foreload: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

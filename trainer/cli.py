@@ -12,12 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.base.files import is_full, unwritable
 from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.compute import numerics
-from foreload.trainer.errors import JobError, ShardsLost, TrainerError
 from foreload.trainer.run.job import (
     Setting,
     TrainJob,
@@ -49,7 +47,7 @@ _GROUPS = {
 }
 _NAMED = 20  # stripes that scrub names on the terminal
 _REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
-ROWS_LOST, DAMAGED = 3, 4  # exit statuses
+DAMAGED = 4  # exit status
 _SERVERS_HELP = "servers, as --store takes them"
 _STORE_HELP = "URLs of the run's store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give"
 
@@ -84,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_json(getattr(parsed, "json", None))
             command: Callable[[argparse.Namespace], int] = parsed.command
             return command(parsed)
-    except (PipelineError, CacheError, TrainerError) as error:
+    except ForeloadError as error:
         print(f"foreload: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return ROWS_LOST if isinstance(error, RowsLost | ShardsLost) else 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
         return 128 + (interrupts.received or [int(signal.SIGINT)])[0]
@@ -110,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all others, and show no password of a store URL."""
 
     def error(self, message: str) -> NoReturn:
-        raise JobError(f"{masked(message)}; see `{self.prog} --help`")
+        raise SettingError(f"{masked(message)}; see `{self.prog} --help`")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -261,7 +259,7 @@ def _add_setting(group: Any, name: str, setting: Setting, default: Any) -> None:
 
 
 def job_of(parsed: argparse.Namespace) -> TrainJob:
-    """The job of a call: flags, else the job file, else (with --resume) what the run was started with. Raises JobError and RunError."""
+    """The job of a call: flags, else the job file, else (with --resume) what the run was started with. Raises SettingError and RunError."""
     return TrainJob.of(_values(parsed))
 
 
@@ -283,7 +281,7 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
         from foreload.trainer.run.directory import Run
 
         if not values.get("run"):
-            raise JobError("--run: is missing; give the run that --resume goes on with")
+            raise SettingError("--run: is missing; give the run that --resume goes on with")
         manifest = Run.open(values["run"]).manifest
         values = manifest.job | {"schedule": manifest.stages[-1].path} | values
     return values
@@ -292,7 +290,7 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
 def _check_json(path: str | None) -> None:
     """Find out before the work whether its result can be written there."""
     if path is not None and (why := unwritable(Path(path))):
-        raise JobError(f"--json: cannot write {path}: {why}")
+        raise SettingError(f"--json: cannot write {path}: {why}")
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -480,7 +478,7 @@ def _tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:
         try:
             Path(parsed.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise JobError(f"--json: cannot write {parsed.json}: {error.strerror}") from error
+            raise SettingError(f"--json: cannot write {parsed.json}: {error.strerror}") from error
     return 0
 
 

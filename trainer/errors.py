@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foreload.pipelines.errors import ROWS_LOST, ForeloadError
 
-class TrainerError(Exception):
+
+class TrainerError(ForeloadError):
     """Anything that stops a training command for a reason that its user can act on."""
 
-
-class JobError(TrainerError):
-    """A setting of the job (a flag or a line of the job file) that is unknown, malformed, or does not fit the others."""
+    code = "trainer"
 
 
 class ModelError(TrainerError):
     """A model that cannot be loaded or built, does not fit the schedule, or cannot be trained exactly."""
 
+    code = "model"
+
 
 class FingerprintError(TrainerError):
     """A trainer whose arithmetic may give other bits than that of the run which it wants to join."""
 
+    code = "fingerprint"
+
 
 class LossNotFinite(TrainerError):
     """A training or evaluation step whose loss is NaN or infinite in a lane; nothing of a training step is applied then."""
+
+    code = "loss-not-finite"
 
     def __init__(self, step: str, lane: int, loss: float) -> None:
         super().__init__(f"{step}: the loss must be finite in every lane; got {loss} in lane {lane}")
@@ -31,13 +37,20 @@ class LossNotFinite(TrainerError):
 class RunError(TrainerError):
     """A run directory, or what it holds, that is missing, damaged, or in another state than the command needs."""
 
+    code = "run"
+
 
 class PeerLost(TrainerError):
     """Another trainer of the job is gone, or was silent for longer than the timeout."""
 
+    code = "peer-lost"
+
 
 class ShardsLost(TrainerError):
-    """More store shards are lost than parity covers: rows are gone. `foreload train` exits with 3. shards: the lost ones."""
+    """More store shards are lost than parity covers, for some trainer: rows are gone. shards: the lost ones."""
+
+    code = "shards-lost"
+    exit_status = ROWS_LOST
 
     def __init__(self, message: str, shards: Sequence[int]) -> None:
         super().__init__(message)

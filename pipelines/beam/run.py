@@ -14,7 +14,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
 from foreload.pipelines.beam.pipeline import add_schedule
 from foreload.pipelines.beam.stages import Wrap
-from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning import options
 from foreload.pipelines.planning.plan import Plan, ReadTask
 
@@ -22,13 +22,13 @@ _LOCAL_RUNNERS = ("", "direct", "directrunner", "fnapirunner")
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Refuse what neither this program nor Beam knows, where Beam would drop it without a word. Raises PipelineError."""
+    """Refuse what neither this program nor Beam knows, where Beam would drop it without a word. Raises SettingError."""
     if not runs_locally(flags):
         return  # a job service has flags of its own
     known = options.beam_flags()
     for flag in flags:
         if flag.startswith("-") and flag.partition("=")[0] not in known:
-            raise PipelineError(f"{flag}: is not an option; see `foreload prepare --help` for those there are")
+            raise SettingError(f"{flag}: is not an option; see `foreload prepare --help` for those there are")
 
 
 def runner_name(flags: Sequence[str]) -> str:

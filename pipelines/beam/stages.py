@@ -15,15 +15,15 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.typehints import with_output_types
 
-from foreload.pipelines import errors
 from foreload.pipelines.base.files import write_json
+from foreload.pipelines.errors import DiskError, ForeloadError
 from foreload.pipelines.planning.plan import FAILURES, RESERVE, Plan
 
 Wrap = Callable[[beam.DoFn], beam.DoFn]
 
 
 class Stage(beam.DoFn):
-    """A DoFn of the pipeline: `outputs` does the work. PipelineErrors and a full disk are noted; anything else is raised."""
+    """A DoFn of the pipeline: `outputs` does the work. Errors of foreload's and a full disk are noted; anything else is raised."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -46,16 +46,16 @@ class Stage(beam.DoFn):
         """Beam's entry."""
         try:
             yield from self.outputs(element)
-        except errors.PipelineError as error:
+        except ForeloadError as error:
             self._note(element, error)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._note(element, errors.DiskError(f"--out {self.plan.out}: the disk is full; free space or choose another folder"))
+            self._note(element, DiskError(f"--out {self.plan.out}: the disk is full; free space or choose another folder"))
 
-    def _note(self, element: Any, error: errors.PipelineError) -> None:
+    def _note(self, element: Any, error: ForeloadError) -> None:
         path = self.plan.work / FAILURES / f"{self.label}-{self.name(element)}.json"
-        failure = {"type": type(error).__name__, "message": str(error)}
+        failure = {"code": error.code, "message": str(error)}
         try:
             write_json(path, failure)
         except OSError:

@@ -28,7 +28,6 @@ from foreload.pipelines.compiler.segments import SampleWriter, SegmentWriter, wr
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
 from foreload.pipelines.errors import (
     DiskError,
-    PipelineError,
     ScheduleError,
     SlotsError,
 )
@@ -356,6 +355,6 @@ def compile_schedule(
             message = f"--out {out}: the disk is full: free space or choose another folder"
         with contextlib.suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes it for whole
             write_json(out / FAILED, {"error": message})
-        if isinstance(error, OSError | pa.ArrowException) and not isinstance(error, PipelineError):
+        if isinstance(error, OSError | pa.ArrowException):
             raise DiskError(message) from error
         raise

@@ -9,7 +9,7 @@ import numpy as np
 from foreload.pipelines.compiler import oracle
 from foreload.pipelines.compiler.row_table import ACCESS_BITS, Rows
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
-from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import MOVE_COLUMNS
 
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
@@ -119,7 +119,7 @@ class Oracle:
         need = self.pending() + step.count
         if need > len(self.window.tables):
             if need > 1 << ACCESS_BITS:
-                raise PipelineError(f"--batch-size: must leave three steps of at most 2^{ACCESS_BITS} rows: use a smaller one")
+                raise SettingError(f"--batch-size: must leave three steps of at most 2^{ACCESS_BITS} rows: use a smaller one")
             self.window = oracle.with_ring(self.window, 1 << (need - 1).bit_length())
         if self.front - self.step + 4 > len(self.window.starts):
             self.window, self.parts = oracle.with_steps(

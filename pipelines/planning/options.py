@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from foreload.pipelines.base.files import unwritable
-from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import MOST_SLOTS
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import SampleAssignment
@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise PipelineError(f"{message}; see `{self.prog} --help`")
+        raise SettingError(f"{message}; see `{self.prog} --help`")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -217,7 +217,7 @@ def quiet_import() -> Iterator[None]:
 
 
 def read(arguments: Sequence[str]) -> tuple[Options, list[str]]:
-    """Options and Beam's flags from a command line and the job file that it may name. Raises PipelineError."""
+    """Options and Beam's flags from a command line and the job file that it may name. Raises SettingError."""
     own, beam = split_flags(arguments)
     given = {name: value for name, value in vars(parser().parse_args(own)).items() if value not in (None, [])}
     job = given.pop("job", None)
@@ -225,18 +225,16 @@ def read(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     checked = {name: _CHECKS[name](_flag(name), value) for name, value in values.items()}
     if isinstance(checked.get("slots"), tuple):
         if "memory_bytes" in checked:
-            raise PipelineError("--memory: cannot be given with --slots; choose one of them")
+            raise SettingError("--memory: cannot be given with --slots; choose one of them")
         checked["memory_bytes"] = checked.pop("slots")[1]
     given_names = set(checked)
     if "after" in checked:
         if "out" in checked and checked["after"].resolve() == checked["out"].resolve():
-            raise PipelineError(
-                f"--out: must not be the schedule that --after continues, {checked['out']}; choose another folder"
-            )
+            raise SettingError(f"--out: must not be the schedule that --after continues, {checked['out']}; choose another folder")
         checked = _inherited(Schedule(checked["after"])) | checked
     for name in ("format", "out", "batch_size"):
         if name not in checked:
-            raise PipelineError(f"{_flag(name)}: is required and missing; see `foreload prepare --help`")
+            raise SettingError(f"{_flag(name)}: is required and missing; see `foreload prepare --help`")
     options = Options(**checked)
     _check_together(options, given_names)
     return options, beam
@@ -253,19 +251,19 @@ def _job_values(path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PipelineError(f"--job {path}: cannot be read ({error.strerror}); check the path") from error
+        raise SettingError(f"--job {path}: cannot be read ({error.strerror}); check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PipelineError(f"--job {path}: is not valid TOML ({error})") from error
+        raise SettingError(f"--job {path}: is not valid TOML ({error})") from error
     table = document.get("prepare", {})
     if not isinstance(table, dict):
-        raise PipelineError(f"--job {path}: prepare must be a table [prepare], not {table!r}")
+        raise SettingError(f"--job {path}: prepare must be a table [prepare], not {table!r}")
     names = {field.name: field.name for field in fields(Options) if field.name not in ("eval_sources", "memory_bytes")}
     names |= {"eval_source": "eval_sources", "memory": "memory_bytes"}
     values = {}
     for key, value in table.items():
         name = names.get(key.replace("-", "_"))
         if name is None:
-            raise PipelineError(
+            raise SettingError(
                 f"--job {path}: [prepare] knows no {key!r}; it takes {', '.join(sorted(name.replace('_', '-') for name in names))}"
             )
         values[name] = value
@@ -281,36 +279,34 @@ def _check_together(options: Options, given: set[str]) -> None:
     """Rules between options. given: the names of those that the user set."""
     synthetic = options.format == "synthetic"
     if synthetic and options.sources:
-        raise PipelineError(
+        raise SettingError(
             f"SOURCE: --format synthetic reads none, got {options.sources[0]}; leave it out, or name the file's format"
         )
     if synthetic and options.rows is None:
-        raise PipelineError("--rows: --format synthetic needs a number of rows; add --rows N")
+        raise SettingError("--rows: --format synthetic needs a number of rows; add --rows N")
     if options.evaluation_only:
         for name in ("epochs", "shuffle_seed", "eval_fraction"):
             if name in given:
-                raise PipelineError(f"{_flag(name)}: is for training samples, and there is no SOURCE; leave it out")
+                raise SettingError(f"{_flag(name)}: is for training samples, and there is no SOURCE; leave it out")
     elif not synthetic and not options.sources:
-        raise PipelineError(
+        raise SettingError(
             f"SOURCE: --format {options.format} needs at least one file or glob; name one, or --eval-source with --after alone"
         )
     if options.table_rows is not None and (options.features is not None or options.format not in ("criteo", "synthetic")):
-        raise PipelineError(
-            "--table-rows: is for the built-in features of criteo and synthetic; write rows into the feature file"
-        )
+        raise SettingError("--table-rows: is for the built-in features of criteo and synthetic; write rows into the feature file")
     for name in ("rows", "seed", "values"):
         if not synthetic and name in given:
-            raise PipelineError(f"{_flag(name)}: is for --format synthetic, not {options.format}; leave it out")
+            raise SettingError(f"{_flag(name)}: is for --format synthetic, not {options.format}; leave it out")
     if synthetic and options.eval_sources:
-        raise PipelineError("--eval-source: --format synthetic reads no files; use --eval-fraction, or name the files' --format")
+        raise SettingError("--eval-source: --format synthetic reads no files; use --eval-fraction, or name the files' --format")
     if options.eval_sources and options.eval_fraction:
-        raise PipelineError("--eval-fraction: cannot be given with --eval-source; choose one of them")
+        raise SettingError("--eval-fraction: cannot be given with --eval-source; choose one of them")
     if options.format in ("csv", "tsv", "parquet") and options.features is None and options.after is None:
-        raise PipelineError(f"--features: --format {options.format} needs a feature file that says what its columns are")
+        raise SettingError(f"--features: --format {options.format} needs a feature file that says what its columns are")
     if options.slots is not None and "memory_bytes" in given:
-        raise PipelineError("--memory: cannot be given with --slots; choose one of them")
+        raise SettingError("--memory: cannot be given with --slots; choose one of them")
     if options.json is not None and (why := unwritable(options.json)):
-        raise PipelineError(f"--json: cannot write {options.json}: {why}")
+        raise SettingError(f"--json: cannot write {options.json}: {why}")
 
 
 # -- Values --------------------------------------------------------------------------------------------------------------------
@@ -321,20 +317,20 @@ def size_bytes(flag: str, value: Any) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
     unit = None if match is None else next((u for u in _UNITS if u.lower() == match[2].lower()), None)
     if match is None or unit is None or isinstance(value, bool):
-        raise PipelineError(f"{flag}: must be a size such as 1GiB or 500MB, not {value!r}")
+        raise SettingError(f"{flag}: must be a size such as 1GiB or 500MB, not {value!r}")
     result = int(float(match[1]) * _UNITS[unit])
     if result < 1:
-        raise PipelineError(f"{flag}: must be at least 1 byte, not {value!r}")
+        raise SettingError(f"{flag}: must be at least 1 byte, not {value!r}")
     return result
 
 
 def _integer(least: int, most: int = 2**63 - 1) -> Any:
     def check(flag: str, value: Any) -> int:
         if isinstance(value, bool) or not re.fullmatch(r"[+-]?[0-9]+", str(value)):
-            raise PipelineError(f"{flag}: must be a whole number, not {value!r}")
+            raise SettingError(f"{flag}: must be a whole number, not {value!r}")
         if not least <= int(value) <= most:
             bound = f"at least {least}" if most == 2**63 - 1 else f"in {least} .. {most}"
-            raise PipelineError(f"{flag}: must be {bound}, not {value}")
+            raise SettingError(f"{flag}: must be {bound}, not {value}")
         return int(value)
 
     return check
@@ -346,7 +342,7 @@ def _fraction(flag: str, value: Any) -> float:
     except (TypeError, ValueError):
         result = math.nan
     if isinstance(value, bool) or not 0 < result < 1:
-        raise PipelineError(f"{flag}: must be between 0 and 1, not {value!r}")
+        raise SettingError(f"{flag}: must be between 0 and 1, not {value!r}")
     return result
 
 
@@ -357,39 +353,39 @@ def _slots(flag: str, value: Any) -> int | str | tuple[str, int]:
         return int(_integer(1, MOST_SLOTS)(flag, value))
     try:
         return "bytes", size_bytes(flag, value)
-    except PipelineError:
-        raise PipelineError(f"{flag}: must be a number, min, all, or a size such as 2GiB, not {value!r}") from None
+    except SettingError:
+        raise SettingError(f"{flag}: must be a number, min, all, or a size such as 2GiB, not {value!r}") from None
 
 
 def _format(flag: str, value: Any) -> str:
     known = ("criteo", "csv", "tsv", "parquet", "synthetic")
     if value not in known:
-        raise PipelineError(f"{flag}: must be one of {', '.join(known)}, not {value!r}")
+        raise SettingError(f"{flag}: must be one of {', '.join(known)}, not {value!r}")
     return str(value)
 
 
 def _placement(flag: str, value: Any) -> str:
     if value not in ("order", "locality"):
-        raise PipelineError(f"{flag}: must be order or locality, not {value!r}")
+        raise SettingError(f"{flag}: must be order or locality, not {value!r}")
     return str(value)
 
 
 def _path(flag: str, value: Any) -> Path:
     if not isinstance(value, str) or not value:
-        raise PipelineError(f"{flag}: must be a path, not {value!r}")
+        raise SettingError(f"{flag}: must be a path, not {value!r}")
     return Path(value)
 
 
 def _texts(flag: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
-        raise PipelineError(f"{flag}: must be a path or a list of paths, not {value!r}")
+        raise SettingError(f"{flag}: must be a path or a list of paths, not {value!r}")
     return tuple(values)
 
 
 def _switch(flag: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise PipelineError(f"{flag}: must be true or false, not {value!r}")
+        raise SettingError(f"{flag}: must be true or false, not {value!r}")
     return value
 
 

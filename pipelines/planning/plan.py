@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foreload.pipelines import errors
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.compiler.compile import CompileSettings
-from foreload.pipelines.errors import PipelineError, ScheduleError, SourceError
+from foreload.pipelines.errors import ScheduleError, SettingError, SourceError, error_of
 from foreload.pipelines.planning.options import Options, feature_spec
 from foreload.pipelines.planning.sizing import (
     DEFAULT_DIMENSION,
@@ -115,7 +114,7 @@ class Plan:
         """Raise the first failure noted as the error that it was."""
         for path in self.failed():
             failure = json.loads(path.read_bytes())
-            raise getattr(errors, failure["type"])(failure["message"])
+            raise error_of(failure["code"], failure["message"])
 
 
 def piece_name(*parts: int | str) -> str:
@@ -150,7 +149,7 @@ def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
 
 
 def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
-    """Look at the feature file, the parent and the sources' names. Raises PipelineError."""
+    """Look at the feature file, the parent and the sources' names. Raises PipelineError and SettingError."""
     spec = feature_spec(options, None if parent is None else parent.header.features)
     if parent is not None:
         spec = _continued(parent, spec, options)
@@ -211,7 +210,7 @@ def _slots_of_memory(memory_bytes: int, row_bytes: int) -> int:
     columns = columns_of(row_bytes)
     slots = slots_of_size(memory_bytes, columns, with_base=True)
     if not slots:
-        raise PipelineError(
+        raise SettingError(
             f"--memory: must be at least {lane_bytes(1, columns, with_base=True)} bytes, staging included, for rows of {row_bytes} bytes, "
             f"is {memory_bytes}; give more, or --slots N"
         )

@@ -25,9 +25,10 @@ from foreload.pipelines.beam.order import source_of
 from foreload.pipelines.beam.pipeline import Compile
 from foreload.pipelines.errors import (
     DiskError,
-    PipelineError,
+    ForeloadError,
     RecordError,
     ScheduleError,
+    SettingError,
     SlotsError,
     SourceError,
 )
@@ -190,11 +191,11 @@ def test_every_epoch_is_shuffled_by_its_documented_key(tmp_path: Path) -> None:
     assert not np.array_equal(orders[0], orders[1])
 
 
-def refused(tmp_path: Path, *arguments: str | Path, csv: bool = True) -> PipelineError:
+def refused(tmp_path: Path, *arguments: str | Path, csv: bool = True) -> ForeloadError:
     """The error that these arguments end in; its message is one line, and no schedule is left that could be taken for whole."""
     out = tmp_path / "schedule"
     defaults = ("--format", "csv", "--batch-size", "64", "--lanes", "2", "--out", str(out)) if csv else ()
-    with pytest.raises(PipelineError) as caught:
+    with pytest.raises(ForeloadError) as caught:
         prepare.run([*defaults, *(str(a) for a in arguments)])
     assert "\n" not in str(caught.value)
     assert not (out / "schedule.json").exists()
@@ -361,7 +362,7 @@ def test_a_job_file_gives_options_and_flags_win(features: Path, tmp_path: Path) 
     assert (summary["training_steps"], summary["lanes"]) == (20, 1)
     assert json.loads(report.read_text()) == summary
     job.write_text("[prepare]\nbatches = 10\n")
-    with pytest.raises(PipelineError, match="knows no 'batches'"):
+    with pytest.raises(SettingError, match="knows no 'batches'"):
         prepare.run(["--job", str(job)])
 
 

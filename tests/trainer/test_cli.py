@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from foreload.cache.parity.placement import Placement
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.cli import job_of, main, parser
-from foreload.trainer.errors import JobError
 from foreload.trainer.run.directory import Manifest, Run, Stage
 from foreload.trainer.run.job import TrainJob, flag, settings
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
         before | {"resume": True, "trainers": 2}
     )
     assert parsed_job("--run", str(tmp_path / "r"), "--resume").schedule == "further", "what was trained last"
-    with pytest.raises(JobError, match="--run: is missing"):
+    with pytest.raises(SettingError, match="--run: is missing"):
         parsed_job("s", "--resume")
 
 

@@ -11,6 +11,7 @@ import torch
 from command_line import ROOT
 from torch import nn
 
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.dense_optimizers import (
     DENSE_OPTIMIZERS,
     build_dense_optimizer,
@@ -18,7 +19,7 @@ from foreload.trainer.compute.dense_optimizers import (
     optimizer_state,
 )
 from foreload.trainer.compute.dense_optimizers import step as step_of
-from foreload.trainer.errors import JobError, RunError
+from foreload.trainer.errors import RunError
 
 
 def steps(
@@ -112,7 +113,7 @@ def test_options_are_torchs() -> None:
 def test_what_has_no_fixed_update_or_does_not_exist_is_refused(
     name: str, lr: float, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(SettingError, match=message):
         build_dense_optimizer(name, lr, options, network())
 
 

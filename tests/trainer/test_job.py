@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.planning.options import size_bytes
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.errors import JobError
 from foreload.trainer.run.job import (
     TrainJob,
     local_shards,
-    parse_size,
     read_job_file,
 )
 
@@ -68,23 +68,23 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_named_with_its_rule_and_value(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(SettingError, match=message):
         TrainJob.of(LEAST | changed)
 
 
 def test_a_job_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="--job: cannot read"):
+    with pytest.raises(SettingError, match="--job: cannot read"):
         read_job_file(str(tmp_path / "none.toml"))
     (tmp_path / "flat.toml").write_text("lr = 1")
-    with pytest.raises(JobError, match=r"may have tables \[prepare\] and \[train\]; got lr"):
+    with pytest.raises(SettingError, match=r"may have tables \[prepare\] and \[train\]; got lr"):
         read_job_file(str(tmp_path / "flat.toml"))
     (tmp_path / "bad.toml").write_text("lr = = 1")
-    with pytest.raises(JobError, match="is no TOML"):
+    with pytest.raises(SettingError, match="is no TOML"):
         read_job_file(str(tmp_path / "bad.toml"))
 
 
 def test_sizes_have_decimal_and_binary_units() -> None:
-    assert [parse_size("x", text) for text in ("7", "7B", "2kB", "2KiB", "1.5MiB", "3 GB", "1TiB")] == [
+    assert [size_bytes("x", text) for text in ("7", "7B", "2kB", "2KiB", "1.5MiB", "3 GB", "1TiB")] == [
         *(7, 7, 2000, 2048, 3 << 19, 3_000_000_000, 1 << 40)
     ]
 
@@ -104,5 +104,5 @@ def test_three_shards_or_more_have_parity_unless_told_otherwise(parity: str | No
 
 
 def test_more_parity_than_shards_is_refused() -> None:
-    with pytest.raises(JobError, match=r"--parity: 4\+2 needs at least 6 store shards; got 5"):
+    with pytest.raises(SettingError, match=r"--parity: 4\+2 needs at least 6 store shards; got 5"):
         TrainJob.of(LEAST | {"parity": "4+2"}).code(5)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.kernels import (
     CompiledKernels,
     Kernels,
@@ -21,7 +22,6 @@ from foreload.trainer.compute.layouts import (
     BlockLayout,
     UpdateRules,
 )
-from foreload.trainer.errors import JobError
 
 VARIANTS: list[Kernels] = [CompiledKernels(), TorchKernels("cpu")]
 f32 = np.float32
@@ -242,5 +242,5 @@ def test_the_variant_is_chosen_by_device_argument_or_environment(monkeypatch: py
     assert isinstance(kernels_for("cpu", "torch"), TorchKernels)
     monkeypatch.setenv("FORELOAD_KERNELS", "torch")
     assert isinstance(kernels_for("cpu"), TorchKernels)
-    with pytest.raises(JobError, match="compiled on the CPU"):
+    with pytest.raises(SettingError, match="compiled on the CPU"):
         kernels_for("cuda", "compiled")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
@@ -21,7 +22,6 @@ from foreload.trainer.compute.layouts import (
     model_spec,
 )
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.errors import JobError
 from foreload.trainer.models.dlrm import DLRM
 from foreload.trainer.models.wide_deep import WideDeep
 
@@ -100,12 +100,12 @@ def test_gradients_of_views_come_together_in_the_block() -> None:
     ],
 )
 def test_settings_of_row_optimizers_are_checked(name: str, lr: float, message: str) -> None:
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(SettingError, match=message):
         RowOptimizer(name, lr)
 
 
 def test_what_does_not_fit_the_features_is_refused() -> None:
-    with pytest.raises(JobError, match="no table 'medium'; the tables are small, large"):
+    with pytest.raises(SettingError, match="no table 'medium'; the tables are small, large"):
         layouts(FEATURES, DLRM, 4, SGD, {"medium": SGD})
-    with pytest.raises(JobError, match="dim: must be at least 1; got 0"):
+    with pytest.raises(SettingError, match="dim: must be at least 1; got 0"):
         layouts(FEATURES, DLRM, 0, SGD)

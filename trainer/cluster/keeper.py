@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import foreload
-from foreload.trainer.errors import JobError, TrainerError
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.errors import TrainerError
 
 GO, STOP_WANTED, ORPHANED = "go", "stop/wanted", "orphaned"
 _PATIENCE = timedelta(minutes=5)
@@ -25,12 +26,12 @@ class Keeper:
     """The keeper of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: what each must inherit."""
 
     def __init__(self, host: str) -> None:
-        """Start it, on a free port of `host`. Raises JobError if that is no address of this machine."""
+        """Start it, on a free port of `host`. Raises SettingError if that is no address of this machine."""
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             try:
                 listening.bind((host, 0))
             except OSError as error:
-                raise JobError(f"--address: must be an address of this machine; got {host} ({error.strerror})") from error
+                raise SettingError(f"--address: must be an address of this machine; got {host} ({error.strerror})") from error
             self._host, self._port = host, listening.getsockname()[1]
             launchers, self._launcher_end = os.pipe()
             trainers, self.held = os.pipe()

@@ -29,6 +29,7 @@ from foreload.cache.protocol.namespace import claim, remove
 from foreload.cache.protocol.spare import check_spare
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.store_shards import StoreShards
@@ -37,12 +38,7 @@ from foreload.trainer.cluster.trainer_processes import ChildProcess, StartTraine
 from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
-from foreload.trainer.errors import (
-    JobError,
-    RunError,
-    ShardsLost,
-    TrainerError,
-)
+from foreload.trainer.errors import RunError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import (
@@ -73,7 +69,7 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_trainer: Sta
 
     observer: sees it, and may have put faults in. start_trainer: starts one's process.
 
-    Raises PipelineError, CacheError and TrainerError; KeyboardInterrupt if a signal came before training began.
+    Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
     """
     numerics.check_processor()
     if not under_scheduler():
@@ -95,7 +91,7 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_trainer: Sta
 def _scheduled_store() -> tuple[Any, int, int]:
     """The store at which a scheduler's trainers meet, this one's number, and how many they are. While others are waited for, that is said.
 
-    Raises JobError where they do not meet.
+    Raises SettingError where they do not meet.
     """
     import torch.distributed as dist
 
@@ -122,7 +118,7 @@ def _scheduled_store() -> tuple[Any, int, int]:
                     f"{JOIN_TIMEOUT.total_seconds() - waited:.0f} s more at most\n"
                 )
         except (RuntimeError, ValueError) as error:
-            raise JobError(
+            raise SettingError(
                 f"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: must let {os.environ['WORLD_SIZE']} trainers meet at a free port of rank 0's "
                 f"machine; got {place}: {str(error).strip().splitlines()[0]}; start all of them, with another port if that is taken"
             ) from error
@@ -147,7 +143,7 @@ class Launcher:
         check_trainable(schedule, self._job)
         lanes = schedule.header.lanes
         if self._job.trainers > lanes:
-            raise JobError(
+            raise SettingError(
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
             )
         self._check_model(schedule)
@@ -200,13 +196,15 @@ class Launcher:
         if self._job.spare is None:
             return
         if not placement.r:
-            raise JobError("--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out")
+            raise SettingError(
+                "--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out"
+            )
         for url in parse_urls(self._job.spare):
             try:
                 # One that had a shard before may have it again.
                 self._spare_check(manifest)(url, enumerate(urls), identity=manifest.identity)
             except StoreError as error:
-                raise JobError(f"--spare: {error}") from error
+                raise SettingError(f"--spare: {error}") from error
 
     def _spare_check(self, manifest: Manifest) -> Callable[..., None]:
         return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=self._job.store_silence)

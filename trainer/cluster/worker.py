@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from foreload.cache.client.store import Store
-from foreload.cache.errors import CacheError, RowsLost
+from foreload.cache.errors import RowsLost
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
@@ -29,7 +29,7 @@ from foreload.cache.protocol.server_probe import ShardChange
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import (
     Board,
@@ -116,7 +116,7 @@ def work(store: Any, trainer: int, store_urls: Sequence[str] | None, interrupts:
     try:
         spec = LaunchSpec(**board.read("spec"))
         TrainerProcess(store, board, sender, trainer, spec, store_urls or spec.stores, interrupts).run()
-    except (PipelineError, CacheError, TrainerError) as error:
+    except ForeloadError as error:
         with contextlib.suppress(PeerLost):
             lost = {"shards": error.shards, "covered": error.covered, "rows": error.rows} if isinstance(error, RowsLost) else None
             sender.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=lost)

@@ -15,10 +15,11 @@ from typing import Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.files import write_json
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import Fault, RunObserver
 from foreload.trainer.commands.train import train
-from foreload.trainer.errors import JobError, TrainerError
+from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import (
     DRILL,
     STORES,
@@ -115,7 +116,7 @@ class LostShard(RunObserver):
 def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     """Train with the fault; returns the run's summary with the drill's figures in "drill".
 
-    Raises JobError for what cannot be drilled, TrainerError where the model is not the undisturbed one, and what training raises.
+    Raises SettingError for what cannot be drilled, TrainerError where the model is not the undisturbed one, and what training raises.
     """
     _check(job, drill)
     check_free(Path(job.run), job.overwrite)
@@ -165,26 +166,26 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
 def _check(job: TrainJob, drill: Drill) -> None:
     count = local_shards(job.store)
     if count is None:
-        raise JobError("--store: a drill kills servers of its own only; give local:N")
+        raise SettingError("--store: a drill kills servers of its own only; give local:N")
     if not job.code(count)[1]:
-        raise JobError(
+        raise SettingError(
             f"--store: a drill needs parity, which {job.store} has not; give local:3 or more without --parity off, or --parity 1+1"
         )
     for name in ("resume", "follow"):
         if getattr(job, name):
-            raise JobError(
+            raise SettingError(
                 f"--{name}: cannot be given to a drill, which trains a whole schedule from its beginning on local stores"
             )
     if under_scheduler():
-        raise JobError("drill: must be started by itself, not by torchrun or another scheduler")
+        raise SettingError("drill: must be started by itself, not by torchrun or another scheduler")
     if drill.shard is not None and not 0 <= drill.shard < count:
-        raise JobError(f"--shard: must be a store shard of {job.store}, 0 to {count - 1}; got {drill.shard}")
+        raise SettingError(f"--shard: must be a store shard of {job.store}, 0 to {count - 1}; got {drill.shard}")
     if drill.down_seconds is not None and not 0 <= drill.down_seconds <= MOST_DOWN_SECONDS:
-        raise JobError(f"--down: must be 0 to {MOST_DOWN_SECONDS:g} seconds; got {drill.down_seconds:g}")
+        raise SettingError(f"--down: must be 0 to {MOST_DOWN_SECONDS:g} seconds; got {drill.down_seconds:g}")
 
 
 def choose_fault(job: TrainJob, drill: Drill, schedule: Schedule) -> Fault:
-    """What is done, and when: as the drill says, else drawn from the job's seed. Raises JobError."""
+    """What is done, and when: as the drill says, else drawn from the job's seed. Raises SettingError."""
     first, end = schedule.header.first_step, schedule.header.end_step
     chance = random.Random(job.seed)
     # Late enough to see what is normal, and early enough to see the rebuild.
@@ -192,7 +193,7 @@ def choose_fault(job: TrainJob, drill: Drill, schedule: Schedule) -> Fault:
     if drill.at is not None:
         step = drill.at
         if not first <= step < end:
-            raise JobError(f"--at: must be a step of {schedule.path}, {first} to {end - 1}; got {step}")
+            raise SettingError(f"--at: must be a step of {schedule.path}, {first} to {end - 1}; got {step}")
     if drill.shard is not None:
         shard = drill.shard
     return Fault(step, shard, signal.SIGSTOP if drill.stop else signal.SIGKILL)

@@ -18,7 +18,7 @@ from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import ask
@@ -78,7 +78,7 @@ def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
     try:
         schedule = schedule_of(run)
         return schedule, layouts_of(run.manifest.training_job, schedule)
-    except (ScheduleError, TrainerError):
+    except (ScheduleError, SettingError, TrainerError):
         return None
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreload.trainer.errors import JobError, ModelError, RunError
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.errors import ModelError, RunError
 from foreload.trainer.models import parse_value
 
 _ALLOWED = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -23,40 +24,40 @@ _OWN = {"foreach": False, "fused": False, "capturable": False, "differentiable":
 def check_dense_optimizer(
     name: str, lr: float, options: Mapping[str, object]
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that an optimizer's name stands for, and its arguments. Raises JobError.
+    """The class that an optimizer's name stands for, and its arguments. Raises SettingError.
 
     name: as in torch.optim, in upper or lower case; options: its other arguments, as strings or values ("betas" as "0.9,0.99").
     """
     found = DENSE_OPTIMIZERS.get(name.lower())
     if found is None:
         why = f"; {name} {_REFUSED[name.lower()]}" if name.lower() in _REFUSED else ""
-        raise JobError(f"dense-optimizer: must be one of {', '.join(_ALLOWED)}; got {name!r}{why}")
+        raise SettingError(f"dense-optimizer: must be one of {', '.join(_ALLOWED)}; got {name!r}{why}")
     if not (math.isfinite(lr) and lr >= 0):
-        raise JobError(f"dense-lr: must be a finite number, not negative; got {lr!r}")
+        raise SettingError(f"dense-lr: must be a finite number, not negative; got {lr!r}")
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, found)
     parameters = inspect.signature(kind).parameters
     known = {key: p.default for key, p in parameters.items() if key not in ("params", "lr", *_OWN)}
     arguments: dict[str, Any] = {"lr": lr}
     for key, value in options.items():
         if key not in known:
-            raise JobError(f"dense-options: {found} has no option {key}; it has {', '.join(known)}")
+            raise SettingError(f"dense-options: {found} has no option {key}; it has {', '.join(known)}")
         try:
             like = 0.0 if isinstance(known[key], int) and not isinstance(known[key], bool) else known[key]
             arguments[key] = parse_value(f"dense-options: {key}", value, like)
         except ModelError as error:
-            raise JobError(str(error)) from error
+            raise SettingError(str(error)) from error
     arguments |= {key: value for key, value in _OWN.items() if key in parameters}
     return kind, arguments
 
 
 def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a module's parameters, its loop over single tensors chosen; arguments as `check_dense_optimizer` has them. Raises JobError."""
+    """A module's optimizer, its loop over single tensors chosen; arguments as `check_dense_optimizer` has them. Raises SettingError."""
     kind, arguments = check_dense_optimizer(name, lr, options)
     _leave_the_compiler_out()
     try:
         return kind([p for p in module.parameters() if p.requires_grad], **arguments)
     except (TypeError, ValueError) as error:
-        raise JobError(f"dense-options: {kind.__name__}: {error}") from error
+        raise SettingError(f"dense-options: {kind.__name__}: {error}") from error
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:

@@ -25,8 +25,8 @@ from foreload.pipelines.base.simd import (
     descend,
     eight_sums_of_squares,
 )
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.layouts import MEAN, BlockLayout, UpdateRules
-from foreload.trainer.errors import JobError
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD = (ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad"))
 EPSILON = np.float32(1e-8)
@@ -462,11 +462,11 @@ def _sums_of_squares(g: Tensor) -> Tensor:
 def kernels_for(device: str, variant: str | None = None) -> Kernels:
     """The kernels for rows on a device: compiled on "cpu", torch elsewhere.
 
-    variant, or else the environment's FORELOAD_KERNELS, chooses between "compiled" and "torch" on the CPU. Raises JobError.
+    variant, or else the environment's FORELOAD_KERNELS, chooses between "compiled" and "torch" on the CPU. Raises SettingError.
     """
     variant = variant or os.environ.get("FORELOAD_KERNELS") or ("compiled" if device == "cpu" else "torch")
     if variant == "torch":
         return TorchKernels(device)
     if variant == "compiled" and device == "cpu":
         return CompiledKernels()
-    raise JobError(f"FORELOAD_KERNELS: must be torch, or compiled on the CPU; got {variant!r} on {device}; unset it")
+    raise SettingError(f"FORELOAD_KERNELS: must be torch, or compiled on the CPU; got {variant!r} on {device}; unset it")

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.errors import JobError
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
 # Numbers that the kernels switch on.
@@ -20,10 +20,10 @@ POOLING = {"single": SINGLE, "sum": SUM, "mean": MEAN}
 
 
 def dimensions(features: FeatureSpec, dim: int) -> list[int]:
-    """D of every table: its own, or else dim, which must be positive. Raises JobError."""
+    """D of every table: its own, or else dim, which must be positive. Raises SettingError."""
     found = [table.dimension or dim for table in features.tables]
     if min(found, default=1) < 1:
-        raise JobError(f"dim: must be at least 1; got {dim}")
+        raise SettingError(f"dim: must be at least 1; got {dim}")
     return found
 
 
@@ -47,18 +47,18 @@ def layouts(
 ) -> list[RowLayout]:
     """The layout of every table's rows, in the order of the tables.
 
-    optimizer: for the tables without an entry in by_table (table name -> optimizer). Raises JobError and ModelError.
+    optimizer: for the tables without an entry in by_table (table name -> optimizer). Raises SettingError and ModelError.
     """
     by_table = by_table or {}
     names = [table.name for table in features.tables]
     unknown = sorted(set(by_table) - set(names))
     if unknown:
-        raise JobError(f"row optimizers by table: no table {unknown[0]!r}; the tables are {', '.join(names)}")
+        raise SettingError(f"row optimizers by table: no table {unknown[0]!r}; the tables are {', '.join(names)}")
     further = further_columns(model)
     found = []
     for number, (table, dimension) in enumerate(zip(features.tables, dimensions(features, dim), strict=True)):
         if table.rows is None:
-            raise JobError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
+            raise SettingError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
         own = by_table.get(table.name, optimizer)
         found.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), own.name, float(own.lr)))
     return found

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreload.trainer.errors import FingerprintError, JobError
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.errors import FingerprintError
 
 ENVIRONMENTS = {
     "avx2": {"MKL_CBWR": "AVX2,STRICT", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -71,18 +72,18 @@ def set_environment(cpu_capability: str = "avx2", threads: int = 1) -> None:
 
 
 def check_processor() -> None:
-    """Raise JobError where the processor has no such instructions as the environment asks torch to use: they would end the process."""
+    """Raise SettingError where the processor has no such instructions as the environment asks torch to use: they would end the process."""
     import torch
 
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx512" and not torch.cpu._is_avx512_supported():
-        raise JobError(
+        raise SettingError(
             "--cpu-capability: this machine's processor has no avx512; give avx2, on all hosts of the run, "
             "with --accept-numerics if it began with avx512"
         )
 
 
 def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> None:
-    """Put this process under the settings: environment, threads, deterministic algorithms, denormals kept. Raises JobError."""
+    """Put this process under the settings: environment, threads, deterministic algorithms, denormals kept. Raises SettingError."""
     set_environment(cpu_capability, threads)
     check_processor()
     import torch

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.trainer.errors import JobError
+from foreload.pipelines.errors import SettingError
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
     """How rows are updated: `name` is one of ROW_OPTIMIZERS, `lr` the learning rate, finite and not negative.
 
-    lr = 0 leaves the weights of every row as they were first, to compare with. Raises JobError.
+    lr = 0 leaves the weights of every row as they were first, to compare with. Raises SettingError.
     """
 
     name: str
@@ -21,6 +21,6 @@ class RowOptimizer:
 
     def __post_init__(self) -> None:
         if self.name not in ROW_OPTIMIZERS:
-            raise JobError(f"row-optimizer: must be one of {', '.join(ROW_OPTIMIZERS)}; got {self.name!r}")
+            raise SettingError(f"row-optimizer: must be one of {', '.join(ROW_OPTIMIZERS)}; got {self.name!r}")
         if isinstance(self.lr, bool) or not isinstance(self.lr, int | float) or not (math.isfinite(self.lr) and self.lr >= 0):
-            raise JobError(f"lr: must be a finite number, not negative; got {self.lr!r}")
+            raise SettingError(f"lr: must be a finite number, not negative; got {self.lr!r}")

@@ -72,7 +72,7 @@ class DenseModel:
 
     @classmethod
     def build(cls, job: TrainJob, schedule: Schedule) -> DenseModel:
-        """A new model and its optimizer, as the job says. Raises ModelError and JobError."""
+        """A new model and its optimizer, as the job says. Raises ModelError and SettingError."""
         features = schedule.header.features
         model = load_model(job.model, job.model_folder)
         common, single = job.row_optimizers()

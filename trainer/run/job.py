@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from foreload.cache.parity.erasure import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import MOST_LANES, size_bytes
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.errors import JobError
 
 Kind = Literal["text", "integer", "number", "size", "switch", "options", "tables"]
 
@@ -44,7 +43,7 @@ def _setting(default: Any, kind: Kind, help: str, **rest: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """One call of `foreload train`, checked. Raises JobError; the message names the setting, the rule, the value and the remedy."""
+    """One call of `foreload train`, checked. Raises SettingError; the message names the setting, the rule, the value and the remedy."""
 
     schedule: str = _setting("", "text", "the folder that `foreload prepare` wrote")
     run: str = _setting("", "text", "folder for everything this training leaves: model, metrics, summary", metavar="DIR")
@@ -125,30 +124,34 @@ class TrainJob:
             _check(name, setting, getattr(self, name))
         for name in ("schedule", "run", "store"):
             if not getattr(self, name):
-                raise JobError(f"{flag(name)}: is missing; give it on the command line or in the job file")
+                raise SettingError(f"{flag(name)}: is missing; give it on the command line or in the job file")
         if self.resume and self.overwrite:
-            raise JobError(
+            raise SettingError(
                 "--resume and --overwrite: only one of them can be given; --overwrite deletes the run that --resume continues"
             )
         if self.accept_numerics and not self.resume:
-            raise JobError("--accept-numerics: is for a run that goes on; give it with --resume, or leave it out")
+            raise SettingError("--accept-numerics: is for a run that goes on; give it with --resume, or leave it out")
         if self.trainers > MOST_LANES:
-            raise JobError(f"--trainers: must be at most {MOST_LANES}, the most lanes there are; got {self.trainers}")
+            raise SettingError(f"--trainers: must be at most {MOST_LANES}, the most lanes there are; got {self.trainers}")
         if self.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
-            raise JobError(f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}")
+            raise SettingError(
+                f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}"
+            )
         self.row_optimizers()
         if local_shards(self.store) and self.spare:
-            raise JobError(f"--spare: is for servers that --store names by URL; {self.store} starts dead servers again by itself")
+            raise SettingError(
+                f"--spare: is for servers that --store names by URL; {self.store} starts dead servers again by itself"
+            )
         if self.parity is not None:
             parse_parity(self.parity)
 
     def code(self, shards: int) -> tuple[int, int]:
-        """K and R for a store of so many shards; (1, 0) without parity. Raises JobError where they are too few."""
+        """K and R for a store of so many shards; (1, 0) without parity. Raises SettingError where they are too few."""
         if self.parity is None:
             return (2, 1) if shards >= 3 else (1, 0)
         k, r = parse_parity(self.parity)
         if r and k + r > shards:
-            raise JobError(f"--parity: {k}+{r} needs at least {k + r} store shards; got {shards}; give more, or --parity off")
+            raise SettingError(f"--parity: {k}+{r} needs at least {k + r} store shards; got {shards}; give more, or --parity off")
         return k, r
 
     def row_optimizers(self) -> tuple[RowOptimizer, dict[str, RowOptimizer]]:
@@ -159,10 +162,10 @@ class TrainJob:
             given = {key.replace("-", "_"): value for key, value in own.items()}
             unknown = sorted(set(given) - {"row_optimizer", "lr"})
             if unknown:
-                raise JobError(f"[train.tables.{table}]: knows row-optimizer and lr; got {unknown[0]}")
+                raise SettingError(f"[train.tables.{table}]: knows row-optimizer and lr; got {unknown[0]}")
             lr = given.get("lr", self.lr)
             if isinstance(lr, bool) or not isinstance(lr, int | float):
-                raise JobError(f"[train.tables.{table}] lr: must be a number; got {lr!r}")
+                raise SettingError(f"[train.tables.{table}] lr: must be a number; got {lr!r}")
             single[table] = RowOptimizer(given.get("row_optimizer", self.row_optimizer), float(lr))
         return common, single
 
@@ -187,7 +190,7 @@ class TrainJob:
     @property
     def memory_bytes(self) -> int | None:
         """Most bytes a lane's slots may take, where --memory was given."""
-        return None if self.memory is None else parse_size("--memory", self.memory)
+        return None if self.memory is None else size_bytes("--memory", self.memory)
 
     @property
     def run_namespace(self) -> str:
@@ -200,13 +203,13 @@ class TrainJob:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> TrainJob:
-        """A job from names (with dashes or underscores) and values; raises JobError for an unknown name."""
+        """A job from names (with dashes or underscores) and values; raises SettingError for an unknown name."""
         known = settings()
         given = {}
         for key, value in values.items():
             name = key.replace("-", "_")
             if name not in known:
-                raise JobError(f"job: no setting is called {key!r}; there are {', '.join(map(_spelled, known))}")
+                raise SettingError(f"job: no setting is called {key!r}; there are {', '.join(map(_spelled, known))}")
             given[name] = value
         return cls(**given)
 
@@ -224,39 +227,31 @@ def flag(name: str) -> str:
 def read_job_file(path: str) -> dict[str, Any]:
     """What the table [train] of a TOML file gives, a `name = value` for each flag of `train`; [train.model-options] and the like for the rest.
 
-    The file may have a table [prepare] too. Names are spelled with dashes or underscores. Raises JobError.
+    The file may have a table [prepare] too. Names are spelled with dashes or underscores. Raises SettingError.
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise JobError(f"--job: cannot read {path}: {error.strerror}; give the path of a TOML file") from error
+        raise SettingError(f"--job: cannot read {path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"--job: {path} is no TOML: {error}") from error
+        raise SettingError(f"--job: {path} is no TOML: {error}") from error
     unknown = sorted(set(document) - {"prepare", "train"})
     if unknown or not isinstance(document.get("train", {}), dict):
-        raise JobError(f"--job: {path} may have tables [prepare] and [train]; got {unknown[0] if unknown else 'train = ...'}")
+        raise SettingError(f"--job: {path} may have tables [prepare] and [train]; got {unknown[0] if unknown else 'train = ...'}")
     known = [*settings(), "json"]
     values = {}
     for key, value in document.get("train", {}).items():
         name = key.replace("-", "_")
         if name not in known:
-            raise JobError(f"--job {path}: [train] knows no {key!r}; it takes {', '.join(map(_spelled, sorted(known)))}")
+            raise SettingError(f"--job {path}: [train] knows no {key!r}; it takes {', '.join(map(_spelled, sorted(known)))}")
         values[name] = value
     if not isinstance(values.get("json", ""), str):
-        raise JobError(f"--json: must be a path, not {values['json']!r}")
+        raise SettingError(f"--json: must be a path, not {values['json']!r}")
     return values
 
 
 def _spelled(name: str) -> str:
     return name.replace("_", "-")
-
-
-def parse_size(name: str, text: str | int) -> int:
-    """Bytes of a size such as 300000, 512MB, 2GiB. Raises JobError."""
-    try:
-        return size_bytes(name, text)
-    except PipelineError as error:
-        raise JobError(str(error)) from error
 
 
 def masked(text: str) -> str:
@@ -265,22 +260,22 @@ def masked(text: str) -> str:
 
 
 def local_shards(store: str) -> int | None:
-    """N of local:N, None for URLs. Raises JobError."""
+    """N of local:N, None for URLs. Raises SettingError."""
     if not store.startswith("local"):
         return None
     match = re.fullmatch(r"local:(\d{1,3})", store)
     if match is None or not int(match[1]):
-        raise JobError(f"--store: must be local:N with N from 1 to 999, or URLs with commas between; got {masked(store)!r}")
+        raise SettingError(f"--store: must be local:N with N from 1 to 999, or URLs with commas between; got {masked(store)!r}")
     return int(match[1])
 
 
 def parse_parity(text: str) -> tuple[int, int]:
-    """K and R of K+R; (1, 0) for off. Raises JobError."""
+    """K and R of K+R; (1, 0) for off. Raises SettingError."""
     if text == "off":
         return 1, 0
     match = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", text)
     if match is None or not int(match[1]) or not int(match[2]) or int(match[1]) + int(match[2]) > MOST_ROWS:
-        raise JobError(
+        raise SettingError(
             f"--parity: must be off, or K+R such as 2+1, both at least 1 and at most {MOST_ROWS} together; got {text!r}"
         )
     return int(match[1]), int(match[2])
@@ -306,13 +301,13 @@ def _check(name: str, setting: Setting, value: Any) -> None:
         "switch": "true or false",
     }
     if not wanted[setting.kind]:
-        raise JobError(f"{flag(name)}: must be {described.get(setting.kind, 'a table')}; got {value!r}")
+        raise SettingError(f"{flag(name)}: must be {described.get(setting.kind, 'a table')}; got {value!r}")
     if setting.kind == "size":
-        parse_size(flag(name), value)
+        size_bytes(flag(name), value)
     if setting.least is not None and value < setting.least:
-        raise JobError(f"{flag(name)}: must be at least {setting.least}; got {value}")
+        raise SettingError(f"{flag(name)}: must be at least {setting.least}; got {value}")
     if setting.choices and value not in setting.choices:
-        raise JobError(f"{flag(name)}: must be one of {', '.join(setting.choices)}; got {value!r}")
+        raise SettingError(f"{flag(name)}: must be one of {', '.join(setting.choices)}; got {value!r}")
 
 
 def under_scheduler() -> bool:

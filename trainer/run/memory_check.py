@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import lane_bytes, slots_of_size
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.layouts import UpdateRules, layouts
-from foreload.trainer.errors import JobError
 from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
 
@@ -20,7 +20,7 @@ def readable(size_bytes: float) -> str:
 
 
 def check_fit(job: TrainJob, schedule: Schedule) -> str:
-    """What the slots of a lane really take, staging included, in words. Raises JobError if --memory, or prepare's, is less."""
+    """What the slots of a lane really take, staging included, in words. Raises SettingError if --memory, or prepare's, is less."""
     header, slots = schedule.header, max(schedule.slots)
     common, single = job.row_optimizers()
     rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, common, single)
@@ -38,7 +38,7 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
         fitting = slots_of_size(limit, columns, with_base=protected)
         needed = max(schedule.manifest["minimum_slots"]) if schedule.complete else 1
         fewer = f", or prepare with --slots {fitting}" if fitting >= needed else ""
-        raise JobError(
+        raise SettingError(
             f"{source}: {slots:,} slots of this model take {readable(taken)} a lane, the limit is {readable(limit)}; "
             f"give --memory {taken} if there is that much, or a smaller --dim{fewer}"
         )

@@ -170,8 +170,8 @@ def _trial(module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float 
     return logits.detach(), block.grad
 
 
-def _tried(module: nn.Module, spec: ModelSpec, samples: int) -> tuple[Tensor, Tensor | None]:
-    """A trial; whatever it raises as a ModelError."""
+def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int) -> tuple[Tensor, Tensor | None]:
+    """A trial; whatever the user's module raises becomes a ModelError."""
     try:
         return _trial(module, spec, samples)
     except ModelError:
@@ -241,7 +241,7 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
             raise ModelError(f"{name}: parameter {parameter} must be float32, on the CPU, with its shape known when it is built")
     before = {buffer: value.clone() for buffer, value in module.named_buffers()}
     module.train()
-    (first, _), (again, _) = _tried(module, spec, 3), _tried(module, spec, 3)
+    (first, _), (again, _) = _checked_trial(module, spec, 3), _checked_trial(module, spec, 3)
     # Before a single sample is tried, of which BatchNorm has no variance.
     _check_buffers(module, before)
     if not first.isfinite().all():
@@ -251,7 +251,7 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
         )
     if not torch.equal(first, again):
         raise ModelError(f"{name}: two forwards of the same samples under one seed differ; forward must keep no state of its own")
-    _tried(module, spec, 1)
+    _checked_trial(module, spec, 1)
     _check_buffers(module, before)
     for parameter, value in parameters.items():
         if value.grad is not None and value.grad.layout is not torch.strided:

@@ -30,10 +30,8 @@ def model_rows(
     last_batches: per lane the number of its last write-back batch, checked against the store shards. Raises RowError and StoreError.
     """
     header = schedule.header
-    if step == header.end_step - 1:
-        ordinals = None
-    else:
-        ordinals = ordinals_after(schedule, step)
+    # At its end a schedule has given all ordinals that its row table has.
+    ordinals = None if step == header.end_step - 1 else ordinals_after(schedule, step)
     for batch in schedule.rows(1 << 16):
         if ordinals is not None:
             given = batch["ordinal"] < ordinals[batch["lane"], batch["table"]]
@@ -51,10 +49,11 @@ def _read(
     count = len(rows["id"])
     weights, state = np.empty((count, layout.width), np.float32), np.empty((count, layout.state_width), np.float32)
     tags = np.minimum(rows["tag"], step + 1)
-    exact = tags == rows["tag"]
+    # The row table knows the last change of the whole schedule; of a row that changes after `step`, the last one up to it is not known.
+    tag_is_known = tags == rows["tag"]
     for lane in np.unique(rows["lane"]):
-        for certain in (True, False):
-            places = np.flatnonzero((rows["lane"] == lane) & (exact == certain))
+        for known in (True, False):
+            places = np.flatnonzero((rows["lane"] == lane) & (tag_is_known == known))
             if not places.size:
                 continue
             expected = Expected(
@@ -63,9 +62,9 @@ def _read(
                 rows["ordinal"][places],
                 rows["id"][places],
                 tags[places],
-                tag_at_most=not certain,
+                tag_at_most=not known,
             )
-            found = read_rows(stored, expected, None if last_batches is None else last_batches[lane])
-            weights[places] = found.weights[:, : layout.width]
-            state[places] = found.state[:, : layout.state_width]
+            stored_rows = read_rows(stored, expected, None if last_batches is None else last_batches[lane])
+            weights[places] = stored_rows.weights[:, : layout.width]
+            state[places] = stored_rows.state[:, : layout.state_width]
     return ModelRows(table, rows["id"], weights, state)

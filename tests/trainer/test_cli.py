@@ -11,7 +11,8 @@ import pytest
 
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.cli import job_of, main, parser
+from foreload.trainer.cli import main, parser
+from foreload.trainer.command_line.training import job_of
 from foreload.trainer.run.directory import Manifest, Run, Stage
 from foreload.trainer.run.job import TrainJob, flag, settings
 

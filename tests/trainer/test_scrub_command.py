@@ -19,7 +19,8 @@ from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
 from foreload.pipelines import prepare
-from foreload.trainer.cli import DAMAGED, main
+from foreload.trainer.cli import main
+from foreload.trainer.command_line.stores import DAMAGED
 from foreload.trainer.run.directory import SCRUB, STORES, Run
 
 

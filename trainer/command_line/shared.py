@@ -1,0 +1,70 @@
+"""What the commands have in common: the parser, the arguments RUN, --store and --json, and where a result goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from foreload.pipelines.base.files import unwritable
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.run.job import masked
+
+Command = Callable[[argparse.Namespace], int]
+"""What a command does with what was parsed; gives the exit status."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others, and show no password of a store URL."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{masked(message)}; see `{self.prog} --help`")
+
+
+def add_command(commands: Any, name: str, command: Command, help: str, description: str) -> argparse.ArgumentParser:
+    """A command about a run, with RUN, --store and --json, to which further arguments can be added."""
+    added = add_plain(commands, name, command, help, description)
+    added.add_argument("run", metavar="RUN", help="the folder that `foreload train --run` wrote")
+    added.add_argument(
+        "--store",
+        metavar="URL,...",
+        help="URLs of the run's store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give",
+    )
+    add_json(added, "result")
+    return added
+
+
+def add_plain(commands: Any, name: str, command: Command, help: str, description: str) -> argparse.ArgumentParser:
+    """A command without arguments as yet."""
+    added: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
+    added.set_defaults(command=command)
+    return added
+
+
+def add_group(commands: Any, name: str, help: str) -> Any:
+    """A command that has commands of its own, to which these can be added."""
+    return commands.add_parser(name, help=help).add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def add_json(command: argparse.ArgumentParser, what: str) -> None:
+    """The flag --json of a command that tells a result."""
+    command.add_argument("--json", metavar="FILE", help=f"write the {what} there too, for programs")
+
+
+def check_json(path: str | None) -> None:
+    """Find out before the work whether its result can be written there."""
+    if path is not None and (why := unwritable(Path(path))):
+        raise SettingError(f"--json: cannot write {path}: {why}")
+
+
+def tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:
+    """Print a result as text, and write it where --json says. Raises SettingError."""
+    print(text)
+    if parsed.json:
+        try:
+            Path(parsed.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SettingError(f"--json: cannot write {parsed.json}: {error.strerror}") from error
+    return 0

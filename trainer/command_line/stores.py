@@ -1,0 +1,155 @@
+"""`foreload stores`, `delete` and `scrub`: what a run has on its store shards."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
+
+DAMAGED = 4
+"""The exit status of a scrub that found a stripe which it cannot repair."""
+
+_NAMED = 20  # stripes that scrub names on the terminal
+_REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
+_SERVERS_HELP = "servers, as --store takes them"
+
+
+def add_to(commands: Any) -> None:
+    """Declare the commands."""
+    _add_stores(add_group(commands, "stores", "look at a run's store shards"))
+    add_command(
+        commands, "delete", _delete, "delete a run, its rows on the store too",
+        "Deletes a run's rows on its store shards, its local stores and its folder; asks nothing. A run that trains is refused. Where a shard "
+        "cannot be reached, it says what is left there, and exits with 2.",
+    )  # fmt: skip
+    add_command(
+        commands, "scrub", _scrub, "check the parity of a run's rows, and repair them",
+        "Reads every stripe of a run, also while it is trained. Repairs a row that is missing, or has a wrong id or tag, a parity row that is "
+        "missing, and what several parity rows single out; names every other stripe that does not agree, leaves it alone, and exits with 4.",
+    )  # fmt: skip
+
+
+def _add_stores(commands: Any) -> None:
+    add_command(
+        commands, "status", _stores_status, "whether each shard is up, and what it holds",
+        "Asks each store shard of a run for its state, rows and memory. Exits with 2 if one is down or lost.",
+    )  # fmt: skip
+    replaced = add_plain(
+        commands, "replace", _stores_replace, "use another server in place of a shard's, while the run trains",
+        "Has a run that trains use another, empty server in place of a store shard's; its rows are rebuilt there from parity.",
+    )  # fmt: skip
+    replaced.add_argument("run", metavar="RUN", help="the folder of a run that trains")
+    replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
+    replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
+    listed = add_plain(
+        commands, "list", _stores_list, "what runs have rows on servers",
+        "Names every namespace that has rows on the servers, with its size and the run that it is of. Exits with 2 if one is down.",
+    )  # fmt: skip
+    listed.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
+    add_json(listed, "result")
+    gone = add_plain(
+        commands, "delete", _stores_delete, "delete the rows of a run whose folder is gone",
+        "Deletes a namespace from servers, whatever run it is of; asks nothing. Exits with 2 if rows are left.",
+    )  # fmt: skip
+    gone.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
+    gone.add_argument("namespace", metavar="NAMESPACE", help="as `foreload stores list` names it")
+    add_json(gone, "result")
+
+
+def _stores_status(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import stores
+
+    found = stores.run(parsed.run, parsed.store)
+    parity = found["parity"]
+    lines = [
+        f"run {found['run']}: {found['state']}, namespace {found['namespace']}, parity {parity['code']} {parity['state'] or ''}".rstrip()
+    ]
+    for shard in found["shards"]:
+        facts = [
+            f"{shard[name]:,} {name.replace('_', ' ')}"
+            for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")
+            if shard.get(name) is not None
+        ]
+        if "rebuilt" in shard:
+            facts.insert(0, f"{shard['rebuilt']:.0%} rebuilt")
+        lines.append("  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]]))
+    if found["lag"] is not None:
+        lag = found["lag"]
+        lines.append(
+            f"on the way to the store: {lag['rows']:,} rows of {lag['boundaries']:,} boundaries, {lag['batches']:,} batches not yet "
+            "released"
+        )
+    if found["forecast"] is not None:
+        end = found["forecast"]
+        lines.append(
+            f"at the end of the schedule: {end['rows']:,} rows and {end['parity_rows']:,} parity rows, {end['memory_bytes'] / 2**20:,.1f} MiB in all "
+            f"shards ({end['overhead_bytes_a_row']:.0f} bytes a row beyond its own{', measured' if end['overhead_measured'] else ''})"
+        )
+    tell(parsed, found, "\n".join(lines))
+    return 2 if any(shard["state"] in ("down", "lost") for shard in found["shards"]) else 0
+
+
+def _stores_replace(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.cluster.board import ask
+    from foreload.trainer.errors import RunError
+
+    answer = ask(Path(parsed.run), {"do": "replace", "old": parsed.old, "new": parsed.new}, _REPLACE_TIMEOUT)
+    if answer is None:
+        raise RunError(f"run {parsed.run}: is not being trained; name its servers to --resume, in order")
+    if "error" in answer:
+        raise RunError(f"stores replace: {answer['error']}")
+    print(f"shard {answer['replacing']}: {answer['by']} takes its place")
+    return 0
+
+
+def _stores_list(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import rows
+
+    found = rows.listed(parsed.urls)
+    tell(parsed, found, rows.listed_text(found))
+    return 2 if any(server["why"] for server in found["servers"]) else 0
+
+
+def _stores_delete(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import rows
+
+    return _tell_gone(parsed, rows.deleted(parsed.urls, parsed.namespace))
+
+
+def _delete(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import rows
+
+    return _tell_gone(parsed, rows.run(parsed.run, parsed.store))
+
+
+def _tell_gone(parsed: argparse.Namespace, found: dict[str, Any]) -> int:
+    from foreload.trainer.commands import rows
+
+    tell(parsed, found, rows.deleted_text(found))
+    return 2 if any(shard["why"] for shard in found["shards"]) else 0
+
+
+def _scrub(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import scrub
+
+    found = scrub.run(parsed.run, parsed.store)
+    lines = [
+        f"{found['stripes']:,} stripes, {found['rows']:,} rows and {found['parity_rows']:,} parity rows checked: "
+        f"{found['stripes_repaired']:,} stripes repaired, {found['stripes_damaged']:,} damaged"
+    ]
+    if found["lost_shards"]:
+        lines.append(f"not checked: store shard {', '.join(map(str, found['lost_shards']))}, which is lost")
+    for kind in ("repaired", "damaged"):
+        for one in found[kind][:_NAMED]:
+            first, last = one["ordinals"]
+            shards = ", ".join(map(str, one["shards"]))
+            lines.append(
+                f"{kind}: lane {one['lane']}, table {one['table']}, ordinals {first} to {last}, shards {shards}: {one['what']}"
+            )
+        if found[f"stripes_{kind}"] > _NAMED:
+            lines.append(f"{kind}: {found[f'stripes_{kind}'] - _NAMED:,} more; --json has the first 1,000")
+    tell(parsed, found, "\n".join(lines))
+    return DAMAGED if found["stripes_damaged"] else 0

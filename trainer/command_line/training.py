@@ -1,0 +1,179 @@
+"""`foreload train` and `foreload drill`: the settings of a training, and how it ended."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
+from foreload.trainer.compute import numerics
+from foreload.trainer.run.job import Setting, TrainJob, flag, read_job_file, settings
+
+_GROUPS = {
+    "what to train": ("run", "model", "model_folder", "dim", "model_options", "seed"),
+    "how it learns": ("row_optimizer", "lr", "dense_optimizer", "dense_lr", "dense_options"),
+    "where it runs": (
+        "store",
+        "parity",
+        "spare",
+        "no_restart",
+        "trainers",
+        "threads",
+        "cpu_capability",
+        "device",
+        "memory",
+        "namespace",
+        "address",
+        "store_timeout",
+        "peer_timeout",
+    ),
+    "this call": ("follow", "resume", "accept_numerics", "overwrite", "allow_nan", "digest"),
+}
+
+
+def add_to(commands: Any) -> None:
+    """Declare the commands."""
+    train = add_plain(
+        commands, "train", _train, "train a model from a schedule",
+        "Trains a model from a schedule. Ctrl-C stops after the step, with everything saved; --resume goes on.",
+    )  # fmt: skip
+    train.epilog = 'Every flag can also stand in the table [train] of a job file, as in `row-optimizer = "adagrad"`; flags win.'
+    train.formatter_class = argparse.RawDescriptionHelpFormatter
+    _add_settings(train)
+    _add_drill(add_group(commands, "drill", "practise a failure"))
+
+
+def _add_drill(drills: Any) -> None:
+    lost = add_plain(
+        drills, "lost-shard", _drill, "train, kill a store shard on the way, and see what that does to the training",
+        "Trains, kills a local store shard at a step, and goes on. Tells the longest gap between steps and the throughput meanwhile, "
+        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
+    )  # fmt: skip
+    group = lost.add_argument_group("the drill")
+    group.add_argument(
+        "--at", type=int, metavar="STEP", help="after this step (default: one of the second quarter, drawn by --seed)"
+    )
+    group.add_argument("--shard", type=int, metavar="N", help="kill this store shard (default: drawn by --seed)")
+    group.add_argument(
+        "--stop", action="store_true", help="stop it (SIGSTOP) and let it go on later, instead of killing it (SIGKILL)"
+    )
+    group.add_argument(
+        "--down",
+        type=float,
+        metavar="S",
+        help="seconds until its server is back (default 1; with --stop 1 more than --store-timeout)",
+    )
+    group.add_argument("--check", action="store_true", help="train again, undisturbed, and compare the digests of the two models")
+    _add_settings(lost)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("schedule", nargs="?", metavar="SCHEDULE", help=settings()["schedule"].help)
+    defaults = {item.name: item.default for item in TrainJob.__dataclass_fields__.values()}
+    for title, names in _GROUPS.items():
+        group = command.add_argument_group(title)
+        for name in names:
+            _add_setting(group, name, settings()[name], defaults[name])
+    command.add_argument("--job", metavar="FILE.toml", help="take settings from this file")
+    add_json(command, "summary")
+
+
+def _add_setting(group: Any, name: str, setting: Setting, default: Any) -> None:
+    if setting.kind == "switch":
+        group.add_argument(flag(name), action="store_const", const=True, help=setting.help)
+        return
+    kinds = {"integer": int, "number": float}
+    shown = f" (default {default})" if setting.kind in ("text", "integer", "number") and default not in ("", None) else ""
+    options: dict[str, Any] = {"help": setting.help + shown}
+    if setting.kind == "options":
+        options |= {"nargs": "+", "action": "extend"}
+    else:
+        options["type"] = kinds.get(setting.kind, str)
+    if setting.choices:
+        options["choices"] = setting.choices
+    else:
+        options["metavar"] = setting.metavar
+    group.add_argument(flag(name), **options)
+
+
+def job_of(parsed: argparse.Namespace) -> TrainJob:
+    """The job of a call: flags, else the job file, else (with --resume) what the run was started with. Raises SettingError and RunError."""
+    return TrainJob.of(_values(parsed))
+
+
+def _values(parsed: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(parsed, name, None) for name in settings()}
+    flags = {name: value for name, value in given.items() if value is not None}
+    for name in ("model_options", "dense_options"):
+        if name in flags:
+            from foreload.trainer.models import key_values
+
+            flags[name] = key_values(flag(name), flags[name])
+    in_file = read_job_file(parsed.job) if parsed.job else {}
+    summary_file = in_file.pop("json", None)
+    if parsed.json is None:
+        parsed.json = summary_file
+        check_json(parsed.json)
+    values = in_file | flags
+    if values.get("resume"):
+        from foreload.trainer.run.directory import Run
+
+        if not values.get("run"):
+            raise SettingError("--run: is missing; give the run that --resume goes on with")
+        manifest = Run.open(values["run"]).manifest
+        values = manifest.job | {"schedule": manifest.stages[-1].path} | values
+    return values
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    job = job_of(parsed)
+    from foreload.trainer.commands.train import train
+
+    ending = train(job)
+    if ending is None:
+        return 0
+    tell(parsed, ending.summary, _summary_text(ending.summary))
+    if ending.stopped:
+        print(
+            f"stopped after step {ending.step}; go on with: foreload train {job.schedule} --run {job.run} --resume",
+            file=sys.stderr,
+        )
+    return 128 + ending.signal_number if ending.signal_number is not None else 0
+
+
+def _summary_text(summary: dict[str, Any]) -> str:
+    def shown(value: Any, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    lines = [
+        f"{summary['steps']:,} steps, {summary['samples']:,} samples, {shown(summary['samples_per_second'], ',.0f')} a second",
+        f"log loss {shown(summary['log_loss'], '.5f')}   AUC {shown(summary['auc'], '.4f')}   "
+        f"normalised entropy {shown(summary['normalized_entropy'], '.4f')}",
+        f"rows: {summary['rows_used']:,} used, {summary['rows_arrived']:,} arrived, {summary['rows_fetched']:,} of them fetched, "
+        f"{summary['rows_written_back']:,} written back, {summary['rows_flushed']:,} more at the end",
+        f"cache hits {shown(summary['cache_hit_rate'], '.1%')}",
+        f"a step {shown(summary['ms_step'], '.2f')} ms: compute {shown(summary['ms_compute'], '.2f')}, exchange "
+        f"{shown(summary['ms_exchange'], '.2f')}, waiting for rows {shown(summary['ms_waiting'], '.2f')} "
+        f"({shown(summary['wait_fraction'], '.2%')} of the time)",
+    ]
+    if summary.get("digest"):
+        lines.append(f"digest {summary['digest']}")
+    if summary["mixed_numerics"]:
+        lines.append(numerics.mixed_text(summary["mixed_numerics"]))
+    return "\n".join(lines)
+
+
+def _drill(parsed: argparse.Namespace) -> int:
+    values = _values(parsed)
+    values = {"run": "drill", "store": "local:3"} | values
+    make = not values.get("schedule")
+    if make:
+        values["schedule"] = f"{values['run']}-schedule"
+    job = TrainJob.of(values)
+    from foreload.trainer.commands import drill
+
+    plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)
+    found = drill.run(job, plan)
+    return tell(parsed, found, drill.text(found))

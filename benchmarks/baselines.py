@@ -90,11 +90,11 @@ def steps(setting: Setting, dense: DenseModel, rows: Rows, skipped: int) -> Iter
         logits = dense.module(values, Embeddings.split(block, names, parts))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / BATCH
         leaves = rows.leaves(block)
-        found = torch.autograd.grad(loss, [*leaves, *parameters])
-        for parameter, gradient in zip(parameters, found[len(leaves) :], strict=True):
+        gradients = torch.autograd.grad(loss, [*leaves, *parameters])
+        for parameter, gradient in zip(parameters, gradients[len(leaves) :], strict=True):
             parameter.grad = gradient
         dense.optimizer.step()
-        rows.give(found[: len(leaves)])
+        rows.give(gradients[: len(leaves)])
         yield float(loss.detach()), rows.parts
 
 
@@ -350,12 +350,12 @@ class Lru(Rows):
 
     def take(self, lookups: np.ndarray) -> Tensor:
         begun = time.perf_counter()
-        found = self._lru.step(np.ascontiguousarray(lookups))
+        lookup = self._lru.step(np.ascontiguousarray(lookups))
         looked_up = time.perf_counter()
-        targets = found.slots[found.missing]
-        left = found.evicted >= 0
-        writes = self._writes(found.evicted[left], targets[left])
-        reads = self._reads(found.rows[found.missing])
+        targets = lookup.slots[lookup.missing]
+        left = lookup.evicted >= 0
+        writes = self._writes(lookup.evicted[left], targets[left])
+        reads = self._reads(lookup.rows[lookup.missing])
         self._store.exchange([read for read, _ in reads], writes)
         weights, state = self._weights.numpy(), self._state.numpy()
         for read, places in reads:
@@ -364,8 +364,8 @@ class Lru(Rows):
             decode_rows(read.rows, DIM, 1, own, own_state, np.empty(count, np.int64), np.empty(count, np.int32))
             weights[targets[places]], state[targets[places]] = own, own_state
         exchanged = time.perf_counter()
-        self._slots, self._index = found.slots, found.index
-        by_lookup = torch.from_numpy(found.slots[found.index].astype(np.int64))
+        self._slots, self._index = lookup.slots, lookup.index
+        by_lookup = torch.from_numpy(lookup.slots[lookup.index].astype(np.int64))
         block = nn.functional.embedding_bag(by_lookup, self._weights, self._each, mode="sum").view(BATCH, -1, DIM)
         self.parts = {
             "gather": looked_up - begun + time.perf_counter() - exchanged,

@@ -177,7 +177,7 @@ def main() -> None:
     given = arguments(__doc__)
     steps = 32 if given.quick else 240
     with tempfile.TemporaryDirectory(dir=given.out, prefix="exchange-") as name:
-        found = {setting: measure(Path(name), *setting, steps) for setting in SETTINGS[: 2 if given.quick else 3]}
+        measured = {setting: measure(Path(name), *setting, steps) for setting in SETTINGS[: 2 if given.quick else 3]}
     claims = [
         Claim(
             f"bytes exchanged per step, {trainers} trainers" + (f" of {lanes // trainers} lanes" if lanes > trainers else ""),
@@ -186,20 +186,20 @@ def main() -> None:
             value,
             most=BAR,
         )
-        for (trainers, lanes), (value, _) in found.items()
+        for (trainers, lanes), (value, _) in measured.items()
     ]
     columns = [
         "trainers", "lanes", "bytes sent a step", "least", "ratio", "ratio on the sockets", "rows sent / rows used", "dense part of the least",
         "ms a step", "compute", "exchange", "waiting for rows",
     ]  # fmt: skip
-    table = Table("Exchange between trainers", columns, [line for _, line in found.values()])
+    table = Table("Exchange between trainers", columns, [line for _, line in measured.values()])
     plot = Series(
         "Where a step's time goes with several trainers on 2 cores",
         "trainers / lanes",
         "ms a step",
         "stacked",
         {
-            part: [(f"{trainers} / {lanes}", float(str(line[place]))) for (trainers, lanes), (_, line) in found.items()]
+            part: [(f"{trainers} / {lanes}", float(str(line[place]))) for (trainers, lanes), (_, line) in measured.items()]
             for place, part in ((9, "compute"), (10, "exchange"), (11, "waiting for rows"))
         },
     )

@@ -89,11 +89,11 @@ def main() -> None:
         for name, contender in contenders.items():
             tell(f"tables of {name} rows: training the first epoch")
             contender.run(1, epoch - 1)
-        found = alternate(
+        measured = alternate(
             {name: partial(run, contender) for name, contender in contenders.items()}, given.pairs, given.budget.until(0.95)
         )
         counts = {name: schedule.manifest["counts"] for name, schedule in schedules.items()}
-    ms = {name: [of_turn["ms"] for of_turn in of] for name, of in found.items()}
+    ms = {name: [of_turn["ms"] for of_turn in of] for name, of in measured.items()}
     base = ms["10^5"]
     ratios: dict[str, Ratio] = {name: ratio(of, base) for name, of in ms.items()}
     worst = max(ratios.values(), key=lambda of_size: abs(of_size.median - 1))
@@ -111,7 +111,7 @@ def main() -> None:
             name,
             str(spread(of)),
             str(ratios[name]),
-            statistics.median(of_turn["waiting_ms"] for of_turn in found[name]),
+            statistics.median(of_turn["waiting_ms"] for of_turn in measured[name]),
             counts[name]["rows_used"],
             counts[name]["arrivals"],
             seconds[name],

@@ -20,19 +20,19 @@ from functools import partial
 from pathlib import Path
 
 from comparison import Claim, Results, Series, Table, alternate, arguments, ratio, save, show, spread, tell
-from contenders import Order, Side
+from contenders import Contender, ContenderSpec
 from foreload.cache.client.store import Store
 from foreload.pipelines.schedule.reader import Schedule
 from workload import BATCH, FULL, QUICK, SHARDS, SLOTS, Workload, describe, shares
 
-NEAR, FAR = "10.213.7.1", "10.213.7.2"
+NEAR_ADDRESS, FAR_ADDRESS = "10.213.7.1", "10.213.7.2"
 PORT = 7000
 BURST_KB = 128  # what the filter lets pass at once after a pause: 1 ms of 1 Gbit/s
 CLONE_NEWNET = 0x40000000
 IN_MEMORY = "in memory"
 RATES = (1000, 500, 200, 100, 50, 25)
 QUICK_RATES = (1000, 100)
-IN_MEMORY_SIDES = ("one table", "26 bags")
+TABLES_IN_MEMORY = ("one table", "26 bags")
 # On the wire: a row that is written (field and value, with RESP's lengths), one that is asked for, and one that comes.
 WRITTEN_BYTES, ASKED_BYTES, FETCHED_BYTES = 14 + 152, 14, 152
 
@@ -88,7 +88,7 @@ class Link:
                 "netns",
                 f"/proc/{os.getpid()}/fd/{self._near}",
             )
-            for place, address in (("far", FAR), ("near", NEAR)):
+            for place, address in (("far", FAR_ADDRESS), ("near", NEAR_ADDRESS)):
                 _libc("setns", self._far if place == "far" else self._near, CLONE_NEWNET)
                 _run("ip", "address", "add", f"{address}/30", "dev", place)
                 _run("ip", "link", "set", place, "up")
@@ -134,9 +134,9 @@ def listen(servers: Sequence[str], first_port: int) -> tuple[str, ...]:
     with Store(servers) as store:
         for shard in range(store.shards):
             store.command(shard, "CONFIG", "SET", "protected-mode", "no")  # nobody else reaches this address
-            store.command(shard, "CONFIG", "SET", "bind", FAR)
+            store.command(shard, "CONFIG", "SET", "bind", FAR_ADDRESS)
             store.command(shard, "CONFIG", "SET", "port", first_port + shard)
-            urls.append(f"redis://{FAR}:{first_port + shard}")
+            urls.append(f"redis://{FAR_ADDRESS}:{first_port + shard}")
     return tuple(urls)
 
 
@@ -156,7 +156,7 @@ FULL_PACE, QUICK_PACE = Pace(400, 40, 40), Pace(20, 12, 10)
 class Through:
     """A Foreload contender at the near end of the link."""
 
-    def __init__(self, link: Link, contender: Side, pace: Pace, schedule: Schedule) -> None:
+    def __init__(self, link: Link, contender: Contender, pace: Pace, schedule: Schedule) -> None:
         self.link, self.contender, self.pace, self.schedule = link, contender, pace, schedule
 
     def run(self, megabits: int) -> Figures:
@@ -222,24 +222,24 @@ def measure(given: argparse.Namespace, link: Link) -> None:
     with ExitStack() as stack:
         throughs: dict[int, Through] = {}
 
-        def start(order: Order) -> Side:
-            contender = Side(order)
+        def start(spec: ContenderSpec) -> Contender:
+            contender = Contender(spec)
             stack.callback(contender.close)
             return contender
 
         for slots, schedule in ((SLOTS, few), (percent, many)):
             with link.far():
                 servers = stack.enter_context(work.stores()).urls
-            order = Order("foreload", str(schedule.path), "small", urls=listen(servers, PORT + SHARDS * len(throughs)))
-            throughs[slots] = Through(link, start(order), pace, schedule)
-        memory = {name: start(Order(name, str(few.path), "small", str(work.ids(few)))) for name in IN_MEMORY_SIDES}
+            spec = ContenderSpec("foreload", str(schedule.path), "small", urls=listen(servers, PORT + SHARDS * len(throughs)))
+            throughs[slots] = Through(link, start(spec), pace, schedule)
+        memory = {name: start(ContenderSpec(name, str(few.path), "small", str(work.ids(few)))) for name in TABLES_IN_MEMORY}
         link.limit(1000)
         for contender in memory.values():
             contender.run(1, QUICK_PACE.warm_up)
         for through in throughs.values():
             through.contender.run(1, pace.warm_up - 1)
 
-        def in_memory(contender: Side) -> Figures:
+        def in_memory(contender: Contender) -> Figures:
             # Nothing of it runs while others have their runs, so a few steps to fill its caches are enough.
             return {"ms": contender.run(pace.steps, 4).mean_ms}
 
@@ -249,13 +249,13 @@ def measure(given: argparse.Namespace, link: Link) -> None:
             fast: partial(throughs[SLOTS].run, 1000),
             slow: partial(throughs[percent].run, 100),
         }
-        found = alternate(contenders, pairs, given.budget.until(0.65))
+        measured = alternate(contenders, pairs, given.budget.until(0.65))
         sweeps: Sweeps = {}
         for slots, through in throughs.items():
             interleaved: dict[str, Callable[[], Figures]] = {str(rate): partial(through.run, rate) for rate in rates}
             sweeps[slots] = {rate: of for rate, (of,) in alternate(interleaved, 1).items()}
         seen = {slots: shares(few if slots == SLOTS else many, 0, through.contender.steps) for slots, through in throughs.items()}
-    milliseconds = {name: [float(result["ms"]) for result in results] for name, results in found.items()}
+    milliseconds = {name: [float(result["ms"]) for result in results] for name, results in measured.items()}
     better = min(memory, key=lambda name: spread(milliseconds[name]).median)
     against = f"{IN_MEMORY} ({better})"
     claims = [

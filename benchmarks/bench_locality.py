@@ -53,16 +53,16 @@ class Data:
 def data_sets(synthetic_rows: int) -> list[Data]:
     """TalkingData and Criteo where they are, and the synthetic data."""
     root = Path(os.environ.get("FORELOAD_DATA", ""))
-    found = []
+    sets = []
     for name, file, given in (
         ("TalkingData", "talkingdata/train_sample.csv", ("--format=csv", f"--features={ROOT / 'docs' / 'talkingdata.toml'}")),
         ("Criteo", "criteo/train.tsv", ("--format=criteo",)),
     ):
         there = bool(os.environ.get("FORELOAD_DATA")) and (root / file).exists()
-        found.append(
+        sets.append(
             Data(name, (str(root / file), *given), 256, True, "" if there else f"FORELOAD_DATA names no folder with {file}")
         )
-    return [*found, Data("synthetic", ("--format=synthetic", f"--rows={synthetic_rows}"), SYNTHETIC_BATCH, False)]
+    return [*sets, Data("synthetic", ("--format=synthetic", f"--rows={synthetic_rows}"), SYNTHETIC_BATCH, False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def exchanged(folder: Path, sets: Sequence[Data], shuffles: Sequence[bool]) -> t
                 continue
             for shuffle in shuffles:
                 more = [f"--epochs={EPOCHS}", *(["--shuffle-seed=0"] if shuffle else [])]
-                found = {kind: counted(Schedule(prepared(folder, data, lanes, kind, more))) for kind in KINDS}
-                order, locality = found["order"], found["locality"]
+                counts = {kind: counted(Schedule(prepared(folder, data, lanes, kind, more))) for kind in KINDS}
+                order, locality = counts["order"], counts["locality"]
                 ratios = [b / a for a, b in zip(order.sent, locality.sent, strict=True)]
                 words = f"{data.name}{', shuffled' if shuffle else ''}"
                 tell(f"{words}, {lanes} lanes: {', '.join(f'{r:.3f}' for r in ratios)}")
@@ -172,27 +172,27 @@ def cost(folder: Path, steps: int, rows: int, given: argparse.Namespace) -> Tabl
         batches.append(Samples(labels, dense.T.astype(np.float32), np.ascontiguousarray(ids.T).reshape(-1)))
     lines: list[list[str]] = []
 
-    def add(what: str, found: dict[str, list[float]]) -> None:
-        contenders = [_shown(spread(found[kind])) for kind in KINDS]
-        lines.append([what, *contenders, _shown(ratio(found["locality"], found["order"]))])
+    def add(what: str, measured: dict[str, list[float]]) -> None:
+        contenders = [_shown(spread(measured[kind])) for kind in KINDS]
+        lines.append([what, *contenders, _shown(ratio(measured["locality"], measured["order"]))])
 
     for lanes in LANES:
         passes = {kind: serial_pass(folder, batches, lanes, kind) for kind in KINDS}
-        found = alternate(
+        measured = alternate(
             {kind: partial(step_ms, passes[kind], batches) for kind in KINDS}, 2 * given.pairs, given.budget.until(0.7)
         )
-        add(f"serial pass, ms a step, {lanes} lanes", found)
+        add(f"serial pass, ms a step, {lanes} lanes", measured)
     data = Data("synthetic", ("--format=synthetic", f"--rows={rows}"), SYNTHETIC_BATCH, False)
     prepare_seconds(folder, data, "locality")  # compiles the kernels
-    found = alternate(
+    measured = alternate(
         {kind: partial(prepare_seconds, folder, data, kind) for kind in KINDS}, given.pairs, given.budget.until(1.0)
     )
-    add(f"prepare, s, {rows:,} rows, 4 lanes", found)
+    add(f"prepare, s, {rows:,} rows, 4 lanes", measured)
     return Table("What the placement costs `prepare`", ["", "order", "locality", "ratio"], lines)
 
 
-def _shown(found: Ratio) -> str:
-    return f"{found.median:.3g} ({found.low:.3g} to {found.high:.3g})"
+def _shown(ratio: Ratio) -> str:
+    return f"{ratio.median:.3g} ({ratio.low:.3g} to {ratio.high:.3g})"
 
 
 def main() -> None:

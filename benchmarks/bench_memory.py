@@ -32,14 +32,14 @@ class Peak:
 
 
 def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for known in found:
+    pids = [pid]
+    for known in pids:
         for task in Path(f"/proc/{known}/task").glob("*/children"):
             try:
-                found += [int(child) for child in task.read_text().split()]
+                pids += [int(child) for child in task.read_text().split()]
             except OSError:
                 continue  # it has ended since
-    return found
+    return pids
 
 
 def _sample(pid: int, peak: Peak, command: str) -> None:

@@ -106,8 +106,8 @@ def deduplicate(what: Accesses) -> None:
 
 def _millions(what: Accesses, work: Callable[[], Outcome | None]) -> float:
     begun = time.perf_counter()
-    found = work()
-    seconds = time.perf_counter() - begun if found is None else found.seconds
+    outcome = work()
+    seconds = time.perf_counter() - begun if outcome is None else outcome.seconds
     return what.ids.size / seconds / 1e6
 
 
@@ -122,29 +122,29 @@ def _speed(near: Accesses, far: Accesses, pairs: int, until: float) -> tuple[lis
     }
     for what, lanes, direct in ((near, 1, DIRECT_ROWS), (near, 4, DIRECT_ROWS), (far, 4, 0)):
         run(Accesses(what.ids[:8], what.rows), lanes, SLOTS, direct)  # compiles
-    found = alternate(contenders, pairs, until)
+    rates = alternate(contenders, pairs, until)
     rows: list[list[str | int | float | None]] = [
         [
             contender,
             *(f"{figure:.1f}" for figure in (spread(values).median, min(values), max(values))),
             f"{_milliseconds(near, values):.2f}",
         ]
-        for contender, values in found.items()
+        for contender, values in rates.items()
     ]
     table = Table(
         "The oracle alone, one core",
         ["", "million lookups/s, median", "least", "most", "ms a step"],
         rows,
-        f"{len(found['4 lanes'])} rounds. Steps of {near.ids.shape[1]:,} lookups, {SLOTS:,} slots in all; from an empty row table, its first "
+        f"{len(rates['4 lanes'])} rounds. Steps of {near.ids.shape[1]:,} lookups, {SLOTS:,} slots in all; from an empty row table, its first "
         "pages included.",
     )
     claims = [
-        Claim("lookups/s of the oracle, 4 lanes", "absolute", ">= 40 million", spread(found["4 lanes"]), least=40),
+        Claim("lookups/s of the oracle, 4 lanes", "absolute", ">= 40 million", spread(rates["4 lanes"]), least=40),
         Claim(
             "lookups/s by hashing, 10^9 ids, 4 lanes",
             "absolute",
             ">= 25 million",
-            spread(found["4 lanes, hashed, 10^9 ids"]),
+            spread(rates["4 lanes, hashed, 10^9 ids"]),
             least=25,
         ),
     ]

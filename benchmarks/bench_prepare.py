@@ -44,22 +44,22 @@ def seconds(command: list[str], schedule: Path | None) -> float:
     return time.monotonic() - begun
 
 
-def check_equal(mine: Path, theirs: Path) -> int:
+def check_equal(one: Path, other: Path) -> int:
     """The bytes of two schedules, which must be the same; AssertionError where they are not."""
-    names = sorted(path.name for path in theirs.iterdir())
-    assert sorted(path.name for path in mine.iterdir() if path.name != PROVENANCE) == names, "the schedules have other files"
-    _, different, failed = filecmp.cmpfiles(mine, theirs, names, shallow=False)
+    names = sorted(path.name for path in other.iterdir())
+    assert sorted(path.name for path in one.iterdir() if path.name != PROVENANCE) == names, "the schedules have other files"
+    _, different, failed = filecmp.cmpfiles(one, other, names, shallow=False)
     assert not different + failed, f"the schedules differ: {different + failed}"
-    return sum((theirs / name).stat().st_size for name in names)
+    return sum((other / name).stat().st_size for name in names)
 
 
-class Sides:
+class Contenders:
     """The commands that are timed, on files in a folder."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
         self.features = work / "features.toml"
-        self.mine, self.theirs, self.of_text = work / "by-prepare", work / "by-hand", work / "from-text"
+        self.prepared, self.written_by_hand, self.of_text = work / "by-prepare", work / "by-hand", work / "from-text"
 
     def prepare(self, source: Path, *flags: str) -> float:
         """`foreload prepare` from Parquet."""
@@ -72,14 +72,14 @@ class Sides:
             "parquet",
             *self._settings(),
             "--out",
-            str(self.mine),
+            str(self.prepared),
         ]
-        return seconds([*command, *flags], self.mine)
+        return seconds([*command, *flags], self.prepared)
 
     def by_hand(self, source: Path) -> float:
         """The script written by hand."""
-        command = [str(FOLDER / "prepare_by_hand.py"), str(source), *self._settings(), "--out", str(self.theirs)]
-        return seconds(command, self.theirs)
+        command = [str(FOLDER / "prepare_by_hand.py"), str(source), *self._settings(), "--out", str(self.written_by_hand)]
+        return seconds(command, self.written_by_hand)
 
     def prepare_text(self, source: Path, *flags: str) -> float:
         """`foreload prepare` from a Criteo file."""
@@ -129,13 +129,15 @@ def stages(kind: Format, source: Path, spec: FeatureSpec, work: Path) -> dict[st
 
 def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, work: Path) -> Table:
     """Stages contender by contender, in microseconds a row, after a run that is not counted (it compiles the kernels and fills caches)."""
-    found = {}
+    seconds_of = {}
     for name, (kind, path, spec) in files.items():
         for _ in range(2):
             with tempfile.TemporaryDirectory(dir=work) as folder:
-                found[name] = stages(kind, path, spec, Path(folder))
+                seconds_of[name] = stages(kind, path, spec, Path(folder))
     names = list(files)
-    table: list[list[Cell]] = [[stage, *(found[name][stage] / rows * 1e6 for name in names)] for stage in found[names[0]]]
+    table: list[list[Cell]] = [
+        [stage, *(seconds_of[name][stage] / rows * 1e6 for name in names)] for stage in seconds_of[names[0]]
+    ]
     return Table(
         "Stages of prepare, microseconds a row",
         ["stage", *names],
@@ -157,7 +159,7 @@ def main() -> None:
 
 def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argparse.Namespace) -> Results:
     """All figures."""
-    contenders = Sides(work)
+    contenders = Contenders(work)
     write_features(contenders.features)
     files = {name: work / f"{name}.parquet" for name in ("all", "part", "one")}
     texts = {name: work / f"{name}.tsv" for name in ("all", "part", "one")}
@@ -176,8 +178,8 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         "PyArrow, text": lambda: contenders.parse(texts["one"], 1),
         "prepare, text": lambda: contenders.prepare_text(texts["one"]),
     }
-    start = {name: spread(found).median for name, found in alternate(starts, 1 if given.quick else 2).items()}
-    found = alternate(
+    start = {name: spread(taken).median for name, taken in alternate(starts, 1 if given.quick else 2).items()}
+    measured = alternate(
         {
             "by hand": lambda: contenders.by_hand(files["all"]),
             "prepare": lambda: contenders.prepare(files["all"]),
@@ -186,8 +188,8 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         given.pairs,
         given.budget.until(0.7),
     )
-    size = check_equal(contenders.mine, contenders.theirs)
-    for folder in (contenders.mine, contenders.theirs):
+    size = check_equal(contenders.prepared, contenders.written_by_hand)
+    for folder in (contenders.prepared, contenders.written_by_hand):
         shutil.rmtree(folder)
     text = alternate(
         {
@@ -200,7 +202,7 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         given.budget.until(1.0),
     )
     table: list[list[Cell]] = []
-    for name, count, taken in [(n, rows, t) for n, t in found.items()] + [(n, text_rows, t) for n, t in text.items()]:
+    for name, count, taken in [(n, rows, t) for n, t in measured.items()] + [(n, text_rows, t) for n, t in text.items()]:
         whole = spread([float(value) for value in taken])
         first = start[name.removesuffix(", 2 workers").removesuffix(", 2 threads")]
         table.append([name, count, whole.median, first, count / whole.median, count / (whole.median - first)])
@@ -213,14 +215,14 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
                 "prepare from Parquet, rows/s",
                 "a script by hand: PyArrow, NumPy, the same kernels, no Beam",
                 ">= 0.7",
-                ratio(found["by hand"], found["prepare"]),
+                ratio(measured["by hand"], measured["prepare"]),
                 least=0.7,
             ),
             Claim(
                 "prepare with two workers, rows/s",
                 "one worker",
                 ">= 1.15",
-                ratio(found["prepare"], found["prepare, 2 workers"]),
+                ratio(measured["prepare"], measured["prepare, 2 workers"]),
                 least=1.15,
             ),
             Claim(
@@ -245,7 +247,7 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
             "batch_size": BATCH,
             "slots": SLOTS,
             "lanes": 1,
-            "pairs": len(found["prepare"]),
+            "pairs": len(measured["prepare"]),
         },
         notes=[
             "Processes as a user starts them, from start to end; files are made before and lie in the page cache. The script by hand streams "

@@ -26,7 +26,7 @@ from foreload.cache.client.store import Store
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
-from shard_loss import Injection, Loss, Pulse, Striker, launched, stopped_run, trained
+from shard_loss import Injection, Pulse, ShardInjector, ShardLoss, launched, run_training, stopped_run
 from traffic_volume import rows_moved
 from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe
 
@@ -63,11 +63,11 @@ def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
     second = work.second()
     contenders = ["floor", "one table", "foreload", PROTECTED]
     small = contest(work, second, "small", contenders, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.53)))
-    found = Found(tables=[step_table("Small model, with and without parity", small)])
+    results = Found(tables=[step_table("Small model, with and without parity", small)])
     large: Contest | None = None
     if not quick:
         large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 12, 6, budget.until(0.72)))
-        found.tables.append(step_table("Bagpipe's model, with and without parity", large))
+        results.tables.append(step_table("Bagpipe's model, with and without parity", large))
 
     def dearer(of: Contest | None, model: str, most: float) -> Claim:
         value = None if of is None else ratio(of.ms(PROTECTED), of.ms("foreload"))
@@ -78,7 +78,7 @@ def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
     moved = rows_moved(work, work.second(steps=MOVED_STEPS))
     plain, protected = (memory_bytes(work, kind) for kind in ("rows", "parity"))
     most = (1 + r / k) * 1.1
-    found.claims = [
+    results.claims = [
         dearer(large, "Bagpipe's model", 1.05),
         dearer(small, "small model", 1.10),
         Claim("trained samples/s with 2+1, small model", "in memory (one table)", ">= 1.08",
@@ -87,7 +87,7 @@ def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
               moved["moved"] / moved["accounted"], least=1.0, most=1.0),
         Claim("store memory with 2+1", "without parity", f"<= {most:.2f}", protected / plain, most=most),
     ]  # fmt: skip
-    found.tables.append(
+    results.tables.append(
         Table(
             f"Rows moved in {MOVED_STEPS} steps",
             list(moved),
@@ -95,11 +95,11 @@ def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
             "Fetches and write-backs are the schedule's; moved is what the store client asked for and sent.",
         )
     )
-    found.notes.append(
+    results.notes.append(
         f"{describe(work)} Memory of the servers as they have loaded these rows: {plain / 2**20:,.0f} MiB without, "
         f"{protected / 2**20:,.0f} MiB with 2+1."
     )
-    return found
+    return results
 
 
 def gap_schedule(folder: Path, quick: bool) -> Schedule:
@@ -136,31 +136,33 @@ class Figures:
     rebuilding: float | None
 
 
-def figures(shard_losses: Sequence[Loss], timeline: Timeline) -> list[Figures]:
+def figures(shard_losses: Sequence[ShardLoss], timeline: Timeline) -> list[Figures]:
     """Of each loss of a run."""
-    found = []
-    for loss, end in zip(shard_losses, [*(later.struck for later in shard_losses[1:]), float(timeline.ended[-1])], strict=True):
-        rate = timeline.throughput((loss.since, loss.struck), (loss.whole, end))
+    all_figures = []
+    for loss, end in zip(shard_losses, [*(later.injected for later in shard_losses[1:]), float(timeline.ended[-1])], strict=True):
+        rate = timeline.throughput((loss.since, loss.injected), (loss.whole, end))
         degraded, rebuilding = (timeline.throughput(span) / rate for span in ((loss.lost, loss.back), (loss.back, loss.whole)))
-        found.append(
+        all_figures.append(
             Figures(
-                timeline.longest_gap(loss.struck, loss.whole),
-                timeline.median_step(loss.since, loss.struck),
+                timeline.longest_gap(loss.injected, loss.whole),
+                timeline.median_step(loss.since, loss.injected),
                 degraded if math.isfinite(degraded) else None,
                 rebuilding if math.isfinite(rebuilding) else None,
             )
         )
-    return found
+    return all_figures
 
 
-def loss_table(title: str, shard_losses: Sequence[Loss], found: Sequence[Figures], begin: float, pulse: Pulse) -> Table:
+def loss_table(
+    title: str, shard_losses: Sequence[ShardLoss], all_figures: Sequence[Figures], begin: float, pulse: Pulse
+) -> Table:
     """Every loss."""
     rows: list[list[Cell]] = []
-    for loss, of in zip(shard_losses, found, strict=True):
+    for loss, of in zip(shard_losses, all_figures, strict=True):
         rows.append([
-            f"{loss.struck - begin:.1f}", signal.Signals(loss.strike.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
-            f"{1000 * pulse.longest_pause(loss.struck, loss.whole):.0f}", f"{1000 * of.median_step:.1f}",
-            f"{1000 * (loss.lost - loss.struck):.0f}", f"{loss.back - loss.struck:.2f}",
+            f"{loss.injected - begin:.1f}", signal.Signals(loss.injection.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
+            f"{1000 * pulse.longest_pause(loss.injected, loss.whole):.0f}", f"{1000 * of.median_step:.1f}",
+            f"{1000 * (loss.lost - loss.injected):.0f}", f"{loss.back - loss.injected:.2f}",
             f"{loss.whole - loss.back:.2f}",
             None if of.degraded is None else f"{of.degraded:.3f}", None if of.rebuilding is None else f"{of.rebuilding:.3f}",
         ])  # fmt: skip
@@ -169,21 +171,25 @@ def loss_table(title: str, shard_losses: Sequence[Loss], found: Sequence[Figures
         "server back after, s", "rebuilt in, s", "throughput while lost", "while rebuilding",
     ]  # fmt: skip
     note = (
-        "Throughput is over that of the calm steps before and after. The machine's pause is the longest time from the strike until the shard is "
+        "Throughput is over that of the calm steps before and after. The machine's pause is the longest time from the signal until the shard is "
         f"whole in which a thread of the launcher that sleeps {1000 * Pulse.PERIOD_SECONDS:g} ms at a time was not run."
     )
     return Table(title, columns, rows, note)
 
 
-def gap_claim(name: str, shard_losses: Sequence[Loss], found: Sequence[Figures], more: float) -> Claim:
-    """The longest gap over all shard_losses by one signal."""
-    mine = [of for loss, of in zip(shard_losses, found, strict=True) if signal.Signals(loss.strike.signal_number).name == name]
-    longest = max((of.gap for of in mine), default=None)
-    steps = statistics.median(of.median_step for of in found)
+def gap_claim(name: str, shard_losses: Sequence[ShardLoss], all_figures: Sequence[Figures], more: float) -> Claim:
+    """The longest gap over all losses by one signal."""
+    by_signal = [
+        of
+        for loss, of in zip(shard_losses, all_figures, strict=True)
+        if signal.Signals(loss.injection.signal_number).name == name
+    ]
+    longest = max((of.gap for of in by_signal), default=None)
+    steps = statistics.median(of.median_step for of in all_figures)
     most = max(GAP_SECONDS, GAP_STEPS * steps) + more
     bar = f"<= {most:.2f}: the larger of 0.5 and 5 median steps{f', and the timeout of {more:g}' if more else ''}"
     return Claim(
-        f"longest gap between two steps, s, over {len(mine)} x {name}", "counted from the signal", bar, longest, most=most
+        f"longest gap between two steps, s, over {len(by_signal)} x {name}", "counted from the signal", bar, longest, most=most
     )
 
 
@@ -195,25 +201,26 @@ def gaps(folder: Path, quick: bool, seconds: float) -> Found:
         Injection(signal.SIGKILL, 2),
         Injection(signal.SIGSTOP, TIMEOUT_SECONDS + 1),
     )
-    strikes = [kill, slow_kill, stop] if quick else [kill, slow_kill, kill, slow_kill, stop, kill] * 5
+    injections = [kill, slow_kill, stop] if quick else [kill, slow_kill, kill, slow_kill, stop, kill] * 5
     with tempfile.TemporaryDirectory(dir=folder, prefix="gaps-") as name:
         run = Path(name) / "run"
-        striker = Striker(run, strikes, 0.7 if quick else 1.0, seconds)
+        injector = ShardInjector(run, injections, 0.7 if quick else 1.0, seconds)
         with Pulse() as pulse:
-            summary = trained(TrainJob.of(launched(schedule, run)), striker)
-    shard_losses, timeline = striker.shard_losses, striker.timeline
+            summary = run_training(TrainJob.of(launched(schedule, run)), injector)
+    shard_losses, timeline = injector.shard_losses, injector.timeline
     if not shard_losses:
-        raise SystemExit("the training ended before a store shard was struck and rebuilt")
-    found = figures(shard_losses, timeline)
+        raise SystemExit("the training ended before a store shard was lost and rebuilt")
+    all_figures = figures(shard_losses, timeline)
     begin = float(timeline.ended[0])
     rebuilt = summary["store_traffic"]["rows_rebuilt"]
     took = sum(loss.whole - loss.back for loss in shard_losses)
-    degraded, rebuilding = [of.degraded for of in found], [of.rebuilding for of in found]
+    degraded, rebuilding = [of.degraded for of in all_figures], [of.rebuilding for of in all_figures]
     edges, rates = timeline.bins(0.5)
-    tell(
-        f"{len(shard_losses)} shard_losses, {rebuilt:,} rows rebuilt in {took:.1f} s, unexpected shard_losses: {striker.unexpected}"
-    )
-    claims = [gap_claim("SIGKILL", shard_losses, found, 0.0), gap_claim("SIGSTOP", shard_losses, found, TIMEOUT_SECONDS)]
+    tell(f"{len(shard_losses)} losses, {rebuilt:,} rows rebuilt in {took:.1f} s, unexpected losses: {injector.unexpected}")
+    claims = [
+        gap_claim("SIGKILL", shard_losses, all_figures, 0.0),
+        gap_claim("SIGSTOP", shard_losses, all_figures, TIMEOUT_SECONDS),
+    ]
     for when, values in (("while a shard is lost", degraded), ("while it is rebuilt", rebuilding)):
         told = [value for value in values if value is not None]
         claims.append(
@@ -222,22 +229,22 @@ def gaps(folder: Path, quick: bool, seconds: float) -> Found:
         )  # fmt: skip
     return Found(
         claims,
-        [loss_table("Losses in one training", shard_losses, found, begin, pulse)],
+        [loss_table("Losses in one training", shard_losses, all_figures, begin, pulse)],
         [Series("Throughput while shards are lost and rebuilt", "s", "samples/s", "lines",
                 {"samples/s": [(float(edge - begin), float(rate)) for edge, rate in zip(edges, rates, strict=False)]})],
         [f"Gaps: one training by the launcher, {summary['steps']:,} steps, one trainer, three local store shards, 2+1, one after the other "
-         f"struck; in all {rebuilt:,} rows and parity rows were rebuilt in {took:.1f} s ({rebuilt / took:,.0f} a second), training at the "
+         f"killed or stopped; in all {rebuilt:,} rows and parity rows were rebuilt in {took:.1f} s ({rebuilt / took:,.0f} a second), training at the "
          f"same time. A killed server is started again at once or 2 s later, a stopped one goes on after {TIMEOUT_SECONDS + 1:g} s. Shards lost "
-         f"that nothing was done to: {striker.unexpected}."],
+         f"that nothing was done to: {injector.unexpected}."],
     )  # fmt: skip
 
 
-def recovered_after(timeline: Timeline, struck: float, rate: float) -> float:
-    """Seconds from a strike to the first step from which on the training has its rate again, over so many steps."""
-    ends = timeline.ended[timeline.ended > struck]
+def recovered_after(timeline: Timeline, injected: float, rate: float) -> float:
+    """Seconds from an injected fault to the first step from which on the training has its rate again, over so many steps."""
+    ends = timeline.ended[timeline.ended > injected]
     for first, last in zip(ends[:-RECOVERED_STEPS], ends[RECOVERED_STEPS:], strict=True):
         if timeline.throughput((first, last)) >= KEPT * rate:
-            return float(first - struck)
+            return float(first - injected)
     return float("inf")
 
 
@@ -247,26 +254,26 @@ def checkpoint(work: Workload, quick: bool) -> Found:
     with tempfile.TemporaryDirectory(dir=work.folder, prefix="lost-") as name:
         run = Path(name) / "run"
         training = stopped_run(work, second, run, protected=True)
-        striker = Striker(run, [Injection(signal.SIGKILL, 0)], 1.5 if quick else 5.0, 600)
+        injector = ShardInjector(run, [Injection(signal.SIGKILL, 0)], 1.5 if quick else 5.0, 600)
         tell("losing a shard of the whole store")
-        summary = trained(training, striker)
-    if not striker.shard_losses:
-        raise SystemExit("the training ended before the store shard was struck and rebuilt")
-    (loss,), timeline = striker.shard_losses, striker.timeline
-    (found,) = figures([loss], timeline)
-    rate = timeline.throughput((loss.since, loss.struck))
+        summary = run_training(training, injector)
+    if not injector.shard_losses:
+        raise SystemExit("the training ended before the store shard was lost and rebuilt")
+    (loss,), timeline = injector.shard_losses, injector.timeline
+    (of_loss,) = figures([loss], timeline)
+    rate = timeline.throughput((loss.since, loss.injected))
     # Where the rate over so many steps never falls, the longest gap is what was lost.
-    recovered = max(recovered_after(timeline, loss.struck, rate), found.gap)
+    recovered = max(recovered_after(timeline, loss.injected, rate), of_loss.gap)
     rebuilt, took = summary["store_traffic"]["rows_rebuilt"], loss.whole - loss.back
     scaled = took * MILLION_5 / work.rows
 
     with tempfile.TemporaryDirectory(dir=work.folder, prefix="restored-") as name:
         run = Path(name) / "run"
         training = stopped_run(work, second, run, protected=False)
-        redo = Striker(run, [], 3.0 if quick else 12.0, 0.0)
+        redo = ShardInjector(run, [], 3.0 if quick else 12.0, 0.0)
         tell("restarting from a checkpoint of the whole store")
         begun = time.monotonic()
-        trained(training, redo)
+        run_training(training, redo)
     restore = redo.first_step_at - begun
     redone = redo.timeline
     redo_rate = redone.throughput((float(redone.ended[0]), float(redone.ended[-1])))
@@ -286,11 +293,11 @@ def checkpoint(work: Workload, quick: bool) -> Found:
         ["", "parity, s", "checkpoint, s"],
         [
             ["until the training is at the step and rate of the loss", f"{recovered:.3f}", f"{restart:.1f}"],
-            ["of it restoring, until the first step", f"{found.gap:.3f}", f"{restore:.1f}"],
+            ["of it restoring, until the first step", f"{of_loss.gap:.3f}", f"{restore:.1f}"],
             ["of that loading the rows alone", None, f"{load:.1f}"],
-            ["full redundancy again (rebuilt; restored)", f"{loss.whole - loss.struck:.1f}", f"{restore:.1f}"],
+            ["full redundancy again (rebuilt; restored)", f"{loss.whole - loss.injected:.1f}", f"{restore:.1f}"],
         ],
-        f"Throughput while rebuilding: {found.rebuilding if found.rebuilding is None else round(found.rebuilding, 3)} of normal.",
+        f"Throughput while rebuilding: {of_loss.rebuilding if of_loss.rebuilding is None else round(of_loss.rebuilding, 3)} of normal.",
     )
     note = (
         "The checkpoint is a plain one: a snapshot (RDB) of every server, and the dense part with its optimizer in one file. It is restored by "
@@ -318,9 +325,9 @@ def main() -> None:
     quick: bool = given.quick
     work = Workload(given.out / "work", QUICK if quick else FULL)
     # The rows come first: what making them takes is not known, and the gaps have what the others leave.
-    found = [checkpoint(work, quick), cost(work, quick, given.pairs, given.budget)]
+    results = [checkpoint(work, quick), cost(work, quick, given.pairs, given.budget)]
     left = given.budget.until(0.95) - time.monotonic()
-    found.insert(0, gaps(work.folder, quick, max(left, LEAST_SECONDS[quick])))
+    results.insert(0, gaps(work.folder, quick, max(left, LEAST_SECONDS[quick])))
     shutil.rmtree(work.folder / "gaps", ignore_errors=True)
     settings: dict[str, str | int | float | bool] = {
         "store shards": SHARDS,
@@ -332,11 +339,11 @@ def main() -> None:
         Results(
             "recovery",
             "Losing a store shard",
-            [claim for of in found for claim in of.claims],
-            [table for of in found for table in of.tables],
-            [plot for of in found for plot in of.plots],
+            [claim for of in results for claim in of.claims],
+            [table for of in results for table in of.tables],
+            [plot for of in results for plot in of.plots],
             settings,
-            [note for of in found for note in of.notes],
+            [note for of in results for note in of.notes],
         ),
         given.out,
     )

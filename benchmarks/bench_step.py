@@ -21,7 +21,7 @@ import numpy as np
 
 from caches import lru_arrivals, minimum_arrivals
 from comparison import Cell, Claim, Point, Ratio, Results, Series, Table, alternate, arguments, ratio, save, spread, tell
-from contenders import FORELOAD, PROTECTED, Answer, Order, Side
+from contenders import FORELOAD, PROTECTED, Answer, Contender, ContenderSpec
 from foreload.cache.client.local import LocalStores
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
@@ -91,7 +91,7 @@ class Contest:
         """Foreload's samples a second over those of a contender."""
         return ratio(self.ms(contender), self.ms("foreload"))
 
-    def beyond(self, contender: str) -> list[float]:
+    def above_floor(self, contender: str) -> list[float]:
         """Milliseconds of a step beyond the floor of the same round."""
         return [own - floor for own, floor in zip(self.ms(contender), self.ms("floor"), strict=True)]
 
@@ -120,13 +120,13 @@ def contest(
             if name in STORES:
                 stores[name] = shared or stack.enter_context(work.stores("empty" if first_epoch else STORES[name]))
 
-        def start(name: str) -> Side:
+        def start(name: str) -> Contender:
             skipped = plan.warm_up - 3 if name in SKIPPING or (model != "small" and name not in FORELOAD) else 0
             urls = stores[name].urls if name in stores else ()
-            order = Order(
+            spec = ContenderSpec(
                 name, str(schedule.path), model, str(ids), str(work.first.path), urls, schedule.header.slots[0], skipped, logs
             )
-            contender = Side(order)
+            contender = Contender(spec)
             stack.callback(contender.close)
             contender.run(1, plan.warm_up - skipped - 1)
             return contender
@@ -151,17 +151,17 @@ def contest(
     return Contest(answers, redis_ms, seen["fetched_share"], seen["arrivals"])
 
 
-def step_table(title: str, found: Contest) -> Table:
+def step_table(title: str, contest: Contest) -> Table:
     """The contenders of a contest."""
     rows: list[list[Cell]] = []
-    for contender in found.answers:
-        ms = spread(found.ms(contender))
-        redis = found.redis_ms.get(contender)
+    for contender in contest.answers:
+        ms = spread(contest.ms(contender))
+        redis = contest.redis_ms.get(contender)
         rows.append([
             "dense floor" if contender == "floor" else contender, 1000 * BATCH / ms.median, f"{ms.median:.2f}", f"{ms.low:.2f} to {ms.high:.2f}",
-            f"{statistics.median(found.beyond(contender)):.2f}", "-" if redis is None else f"{redis:.1f}",
+            f"{statistics.median(contest.above_floor(contender)):.2f}", "-" if redis is None else f"{redis:.1f}",
         ])  # fmt: skip
-    note = f"{found.pairs} pairs. Arrivals a step: {found.arrivals:,.0f}, of which {found.fetched_share:.1%} are fetched from the store."
+    note = f"{contest.pairs} pairs. Arrivals a step: {contest.arrivals:,.0f}, of which {contest.fetched_share:.1%} are fetched from the store."
     return Table(
         title, ["contender", "samples/s", "ms a step", "spread", "ms beyond the floor", "Redis CPU, ms a step"], rows, note
     )
@@ -172,24 +172,24 @@ def breakdown(*contests: Contest) -> Series:
     layers: dict[str, list[Point]] = {
         "dense part": [], "waiting for rows": [], "exchange": [], "gather, gradients, updates": []
     }  # fmt: skip
-    contenders = {contender: found for found in reversed(contests) for contender in found.answers if contender != "floor"}
-    for contender, found in sorted(contenders.items(), key=lambda item: statistics.median(item[1].ms(item[0]))):
-        answers, floor = found.answers[contender], statistics.median(found.ms("floor"))
+    contenders = {contender: contest for contest in reversed(contests) for contender in contest.answers if contender != "floor"}
+    for contender, contest in sorted(contenders.items(), key=lambda item: statistics.median(item[1].ms(item[0]))):
+        answers, floor = contest.answers[contender], statistics.median(contest.ms("floor"))
         known = {
             layer: statistics.median(answer.parts.get(layer, 0.0) for answer in answers)
             for layer in ("waiting for rows", "exchange")
         }
-        rest = statistics.median(found.ms(contender)) - floor - sum(known.values())
+        rest = statistics.median(contest.ms(contender)) - floor - sum(known.values())
         of_side = {"dense part": floor, **known, "gather, gradients, updates": max(rest, 0.0)}
         for layer, ms in of_side.items():
             layers[layer].append((contender, ms))
     return Series("Step time broken down, small model", "", "ms a step", "stacked", layers)
 
 
-def beyond_claim(found: Contest, contender: str, against: str, least: float) -> Claim:
+def floor_claim(contest: Contest, contender: str, against: str, least: float) -> Claim:
     """Step time beyond the floor: a difference of two times that both drift, so medians are taken before the ratio."""
-    both = np.array([found.beyond(contender), found.beyond("foreload")])
-    again = np.random.default_rng(0).integers(0, found.pairs, (RESAMPLED, found.pairs))
+    both = np.array([contest.above_floor(contender), contest.above_floor("foreload")])
+    again = np.random.default_rng(0).integers(0, contest.pairs, (RESAMPLED, contest.pairs))
     medians = np.median(both[:, again], axis=2)
     ratios = np.where(medians[1] > 0, medians[0] / np.where(medians[1] > 0, medians[1], 1), math.inf)
     low, high = (float(np.quantile(ratios, q, method="nearest")) for q in (0.05, 0.95))
@@ -197,7 +197,7 @@ def beyond_claim(found: Contest, contender: str, against: str, least: float) -> 
     theirs, ours = np.median(both, axis=1).tolist()
     if ours <= 0:
         return Claim(name, against, bar, None, least, note="Foreload's step took no longer than the dense floor.")
-    note = f"The ratio of the medians of {found.pairs} rounds' differences; the spread is that of 90 % of their resamples."
+    note = f"The ratio of the medians of {contest.pairs} rounds' differences; the spread is that of 90 % of their resamples."
     return Claim(name, against, bar, Ratio(theirs / ours, low, high, (theirs, ours)), least, note=note)
 
 
@@ -209,8 +209,8 @@ def step_claims(small: Contest, slower: Contest, large: Contest) -> list[Claim]:
     return [
         Claim(f"{samples}, small model", f"in memory ({memory})", ">= 1.15", small.gain(memory), 1.15),
         Claim(f"{samples}, Bagpipe's model", f"in memory ({memory_large})", ">= 1.0", large.gain(memory_large), 1.0),
-        beyond_claim(small, memory, f"in memory ({memory})", 2.5),
-        beyond_claim(slower, "on demand", "on demand", 20),
+        floor_claim(small, memory, f"in memory ({memory})", 2.5),
+        floor_claim(slower, "on demand", "on demand", 20),
         Claim(f"{samples}, small model", "on demand, redis-py with hiredis", ">= 5.6", slower.gain("on demand"), 5.6),
         Claim(f"{samples}, small model", kept, ">= 1.25", slower.gain("LRU"), 1.25),
         Claim("waiting for rows", "its step time", "< 0.5 %", spread(waiting), most=0.005),
@@ -246,11 +246,11 @@ def slot_table(contests: dict[int, Contest]) -> tuple[Table, Series]:
     """Throughput against slots."""
     rows: list[list[Cell]] = []
     lines: dict[str, list[Point]] = {"Foreload": [], "in memory": []}
-    for number, found in sorted(contests.items()):
-        memory = found.in_memory
-        ours, theirs = (1000 * BATCH / statistics.median(found.ms(contender)) for contender in ("foreload", memory))
-        floor = 1000 * BATCH / statistics.median(found.ms("floor"))
-        rows.append([number, f"{found.arrivals:,.0f}", ours, theirs, floor, str(found.gain(memory))])
+    for number, contest in sorted(contests.items()):
+        memory = contest.in_memory
+        ours, theirs = (1000 * BATCH / statistics.median(contest.ms(contender)) for contender in ("foreload", memory))
+        floor = 1000 * BATCH / statistics.median(contest.ms("floor"))
+        rows.append([number, f"{contest.arrivals:,.0f}", ours, theirs, floor, str(contest.gain(memory))])
         lines["Foreload"].append((number, ours))
         lines["in memory"].append((number, theirs))
     columns = ["slots", "arrivals a step", "Foreload, samples/s", "in memory, samples/s", "dense floor, samples/s", "ratio"]
@@ -258,11 +258,11 @@ def slot_table(contests: dict[int, Contest]) -> tuple[Table, Series]:
     return Table(title, columns, rows), Series(title, "slots", "samples/s", "lines", lines)
 
 
-def losses(found: Contest) -> str:
+def loss_difference(contest: Contest) -> str:
     """How far the contenders' losses are apart: they train the same model."""
     apart = max(
         abs(own.loss - other.loss) / own.loss
-        for own, other in zip(found.answers["foreload"], found.answers[found.in_memory], strict=True)
+        for own, other in zip(contest.answers["foreload"], contest.answers[contest.in_memory], strict=True)
     )
     return f"The losses of Foreload and of the tables in memory, at the last step of each run, differ by at most {apart:.1e} of them."
 
@@ -305,7 +305,7 @@ def main() -> None:
         f"{LEAD} steps ahead while another contender has its run. In memory: the faster of one nn.Embedding (lookups sorted, gradients summed by "
         "embedding_bag, row-wise Adagrad by hand) and 26 nn.EmbeddingBag(sparse=True). On demand: redis-py's connections with commands under way "
         "on all shards at once, and beside it its clients' pipelines, one shard after the other.",
-        losses(small),
+        loss_difference(small),
     ]
     claims = [*step_claims(small, slower, large), *arrival_claims]
     settings = {

@@ -299,7 +299,7 @@ class Setting:
 
     def run(self, contender: str) -> dict[str, float]:
         """Every batch gathered and scattered once; medians in milliseconds by name: gather, gather cpu, gather server, ..., both, both cpu."""
-        found: dict[str, float] = {}
+        milliseconds: dict[str, float] = {}
         for kind in (GATHER, SCATTER):
             spans = []
             for place in range(len(self.batches)):
@@ -308,10 +308,10 @@ class Setting:
                 operation()
                 spans.append(self._clocks.read() - before)
             for name, value in zip(("", " cpu", " server"), np.median(spans, axis=0) * 1e3, strict=True):
-                found[kind + name] = float(value)
+                milliseconds[kind + name] = float(value)
         for name in ("", " cpu", " server"):
-            found["both" + name] = found[GATHER + name] + found[SCATTER + name]
-        return found
+            milliseconds["both" + name] = milliseconds[GATHER + name] + milliseconds[SCATTER + name]
+        return milliseconds
 
     def close(self) -> None:
         """Close the contenders' connections."""
@@ -335,10 +335,10 @@ def setting(shards: int, total_rows: int, repetitions: int) -> Iterator[Setting]
             made.close()
 
 
-def _table(title: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
+def _table(title: str, measured: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
     columns = ["contender", *(f"{kind}{name}, ms" for kind in (GATHER, SCATTER) for name in ("", " CPU", " server CPU"))]
     rows = []
-    for contender, results in found.items():
+    for contender, results in measured.items():
         figures = [
             float(np.median([result[k + n] for result in results])) for k in (GATHER, SCATTER) for n in ("", " cpu", " server")
         ]
@@ -348,18 +348,18 @@ def _table(title: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Ta
     )
 
 
-def _against(found: Mapping[str, Sequence[Mapping[str, float]]], over: str, under: str, name: str) -> Ratio:
-    return ratio([result[name] for result in found[over]], [result[name] for result in found[under]])
+def _against(measured: Mapping[str, Sequence[Mapping[str, float]]], over: str, under: str, name: str) -> Ratio:
+    return ratio([result[name] for result in measured[over]], [result[name] for result in measured[under]])
 
 
-def _claims(where: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Claim]:
+def _claims(where: str, measured: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Claim]:
     fastest = min(
-        (name for name in found if name.startswith(LIBRARY)), key=lambda name: np.median([r["both"] for r in found[name]])
+        (name for name in measured if name.startswith(LIBRARY)), key=lambda name: np.median([r["both"] for r in measured[name]])
     )
     claims = [
-        Claim(f"gather and scatter, {where}", RAW, "<= 1.15 x its time", _against(found, OURS, RAW, "both"), most=1.15),
-        Claim(f"gather and scatter, {where}", fastest, ">= 3 x faster", _against(found, fastest, OURS, "both"), least=3),
-        Claim(f"client's CPU time, {where}", LIBRARY, ">= 3 x less", _against(found, LIBRARY, OURS, "both cpu"), least=3),
+        Claim(f"gather and scatter, {where}", RAW, "<= 1.15 x its time", _against(measured, OURS, RAW, "both"), most=1.15),
+        Claim(f"gather and scatter, {where}", fastest, ">= 3 x faster", _against(measured, fastest, OURS, "both"), least=3),
+        Claim(f"client's CPU time, {where}", LIBRARY, ">= 3 x less", _against(measured, LIBRARY, OURS, "both cpu"), least=3),
     ]
     return claims
 
@@ -375,14 +375,14 @@ def main() -> None:
         where = f"{shards} shard{'s' if shards > 1 else ''} with {total:,} rows"
         tell(where)
         with setting(shards, total, repetitions) as made:
-            found = alternate(
+            measured = alternate(
                 {contender: partial(made.run, contender) for contender in (OURS, RAW, *made.libraries)},
                 given.pairs,
                 given.budget.until(share),
             )
-        counts.append(len(found[OURS]))
-        tables.append(_table(f"20,000 rows of {ROW_BYTES} bytes: {where}", found))
-        claims += _claims(where, found)
+        counts.append(len(measured[OURS]))
+        tables.append(_table(f"20,000 rows of {ROW_BYTES} bytes: {where}", measured))
+        claims += _claims(where, measured)
     notes = [
         "Time of one gather (HMGET) and one scatter (HSET) of 20,000 random rows from NumPy arrays to NumPy arrays, over Unix sockets, in "
         f"commands of at most {COMMAND_ROWS:,} rows. The raw socket replays the bytes that the client sent, captured by a relay, and receives "

@@ -109,7 +109,7 @@ def run(contender: Ranks, plan: Plan) -> dict[str, float]:
     """A run's figures; the times of a step are the mean of the two processes."""
     answers = contender.run(plan.steps, plan.discarded)
     seconds = max(sum(answer["seconds"]) for answer in answers)
-    found = {
+    figures = {
         "samples_per_second": BATCH * plan.steps / seconds,
         "ms": 1000 * seconds / plan.steps,
         "processor_ms": 1000 * sum(answer["processor"] for answer in answers) / plan.steps,
@@ -117,8 +117,8 @@ def run(contender: Ranks, plan: Plan) -> dict[str, float]:
     }
     for name in ("seconds_compute", "seconds_exchange", "seconds_waiting", "bytes_sent"):
         if name in answers[0]["further"]:
-            found[name] = statistics.mean(statistics.mean(answer["further"][name]) for answer in answers)
-    return found
+            figures[name] = statistics.mean(statistics.mean(answer["further"][name]) for answer in answers)
+    return figures
 
 
 def compare(
@@ -138,11 +138,11 @@ def compare(
         for contender in contenders.values():
             contender.run(1, plan.discarded)  # compiles
         before = {name: processor_seconds(own.pids) for name, own in stores.items()}
-        found = alternate({name: partial(run, contender, plan) for name, contender in contenders.items()}, plan.pairs, until)
-        pairs = len(found[OURS])
+        measured = alternate({name: partial(run, contender, plan) for name, contender in contenders.items()}, plan.pairs, until)
+        pairs = len(measured[OURS])
         steps = pairs * (plan.steps + plan.discarded)
         redis_ms = {name: 1000 * (processor_seconds(own.pids) - before[name]) / steps for name, own in stores.items()}
-    rate = {name: [of_turn["samples_per_second"] for of_turn in of] for name, of in found.items()}
+    rate = {name: [of_turn["samples_per_second"] for of_turn in of] for name, of in measured.items()}
     what, against, bar = CLAIM
     claims = [
         Claim(what.format(model) + own.removeprefix(OURS), against, bar, ratio(rate[own], rate["TorchRec"]), least=1.0)
@@ -150,7 +150,7 @@ def compare(
     ]
 
     def median(contender: str, figure: str) -> float:
-        return statistics.median(of_turn[figure] for of_turn in found[contender])
+        return statistics.median(of_turn[figure] for of_turn in measured[contender])
 
     def shown(contender: str) -> str:
         of_side = spread(rate[contender])

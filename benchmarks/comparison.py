@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 from foreload.cache.client.servers import find_executable, version_of
 from foreload.trainer.compute.numerics import keep_memory
 
-Side = TypeVar("Side", float, Mapping[str, float])
+Result = TypeVar("Result", float, Mapping[str, float])
 Cell = str | int | float | None
 Point = tuple[str | float, float]
 
@@ -103,14 +103,14 @@ def tell(text: str) -> None:
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], Side]], pairs: int, until: float = math.inf, least: int = LEAST_PAIRS
-) -> dict[str, list[Side]]:
+    contenders: Mapping[str, Callable[[], Result]], pairs: int, until: float = math.inf, least: int = LEAST_PAIRS
+) -> dict[str, list[Result]]:
     """Run every contender `pairs` times, in turn; the order is reversed in every other round, so that a drift favours none.
 
     until: no round begins that would end after it (Budget.until), once there are `least`. Returns for each contender its results (a figure, or
     several by name), one per round.
     """
-    found: dict[str, list[Side]] = {name: [] for name in contenders}
+    results: dict[str, list[Result]] = {name: [] for name in contenders}
     longest = 0.0
     for run in range(pairs):
         started = time.monotonic()
@@ -120,10 +120,10 @@ def alternate(
         for name in list(contenders) if run % 2 == 0 else list(contenders)[::-1]:
             begun = time.monotonic()
             result = contenders[name]()
-            found[name].append(result)
+            results[name].append(result)
             tell(f"{run + 1}/{pairs} {name}: {_figures(result)} ({time.monotonic() - begun:.1f} s)")
         longest = max(longest, time.monotonic() - started)
-    return found
+    return results
 
 
 def _figures(result: float | Mapping[str, float]) -> str:
@@ -235,14 +235,14 @@ def machine() -> dict[str, str | int | float]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that matter and of the server that local stores run."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     kind, version = version_of(find_executable()).split(" ", 1)
-    return found | {f"{kind}-server": version}
+    return installed | {f"{kind}-server": version}
 
 
 def show(cell: Cell) -> str:

@@ -42,7 +42,7 @@ _OF_A_REPORT = {"exchange": "seconds_exchange", "waiting for rows": "seconds_wai
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ContenderSpec:
     """What a contender is told when it starts.
 
     urls: of its store, where it has one; ids: of Workload.ids and first: the schedule that filled the store, for contenders that do not train
@@ -75,14 +75,14 @@ class Answer:
         return sum(self.ms) / len(self.ms)
 
 
-class Side:
+class Contender:
     """The controller's end: a contender's process, which is ready once this is made."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.steps = order.skipped
-        command = [sys.executable, str(Path(__file__).resolve()), json.dumps(asdict(order))]
-        self._ranks = Ranks(order.contender, [command], {"PYTHONPATH": str(ROOT)})
+    def __init__(self, spec: ContenderSpec) -> None:
+        self.spec = spec
+        self.steps = spec.skipped
+        command = [sys.executable, str(Path(__file__).resolve()), json.dumps(asdict(spec))]
+        self._ranks = Ranks(spec.contender, [command], {"PYTHONPATH": str(ROOT)})
 
     def run(self, steps: int, discarded: int) -> Answer:
         """Train `discarded` steps, then `steps` more; the answer is about these."""
@@ -96,13 +96,13 @@ class Side:
         self._ranks.close()
 
 
-def run_foreload(order: Order, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
+def run_foreload(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
     """This project's trainer, assembled as its worker does it."""
     (transport,) = LocalHub(1).transports()
-    with Store(order.urls, timedelta(seconds=60)) as store:
-        training = TrainJob.of(job(Path(order.schedule), order.model))
-        placement = Placement.spread(len(order.urls), *FORELOAD[order.contender])
-        log = FileLog(Path(order.log)) if placement.r else None
+    with Store(spec.urls, timedelta(seconds=60)) as store:
+        training = TrainJob.of(job(Path(spec.schedule), spec.model))
+        placement = Placement.spread(len(spec.urls), *FORELOAD[spec.contender])
+        log = FileLog(Path(spec.log)) if placement.r else None
         part, events = assemble(training, schedule, dense, Start.anew(schedule), [0], transport, store, placement, log)
 
         def on_step(report: StepReport) -> None:
@@ -112,7 +112,7 @@ def run_foreload(order: Order, schedule: Schedule, dense: DenseModel, interleave
         Trainer(part).run(events, lambda step: False, on_step, lambda report: None)
 
 
-def run_baseline(order: Order, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
+def run_baseline(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
     """One of the other contenders; all train their steps in the same loop."""
     make: dict[str, Callable[[baselines.Setting], baselines.Rows]] = {
         "floor": baselines.Floor,
@@ -122,26 +122,26 @@ def run_baseline(order: Order, schedule: Schedule, dense: DenseModel, interleave
         "on demand, shards in turn": baselines.OnDemandInTurn,
         "LRU": baselines.Lru,
     }
-    first = Schedule(order.first) if order.first else schedule
-    setting = baselines.Setting(schedule, np.load(order.ids, mmap_mode="r"), first, order.urls, order.slots)
-    rows = make[order.contender](setting)
+    first = Schedule(spec.first) if spec.first else schedule
+    setting = baselines.Setting(schedule, np.load(spec.ids, mmap_mode="r"), first, spec.urls, spec.slots)
+    rows = make[spec.contender](setting)
     interleaved.begin()
-    for loss, parts in baselines.steps(setting, dense, rows, order.skipped):
+    for loss, parts in baselines.steps(setting, dense, rows, spec.skipped):
         interleaved.step(loss, parts)
 
 
 def main() -> None:
     """Run the contender that the command line describes."""
     given = json.loads(sys.argv[1])
-    order = Order(**{**given, "urls": tuple(given["urls"])})
+    spec = ContenderSpec(**{**given, "urls": tuple(given["urls"])})
     numerics.set_up(1)
-    if order.contender not in FORELOAD:
+    if spec.contender not in FORELOAD:
         # What only the trainer needs; without it some of torch's operations are faster.
         torch.use_deterministic_algorithms(False)
-    schedule = Schedule(order.schedule)
-    dense = DenseModel.build(TrainJob.of(job(Path(order.schedule), order.model)), schedule)
+    schedule = Schedule(spec.schedule)
+    dense = DenseModel.build(TrainJob.of(job(Path(spec.schedule), spec.model)), schedule)
     ready()
-    (run_foreload if order.contender in FORELOAD else run_baseline)(order, schedule, dense, InterleavedRuns())
+    (run_foreload if spec.contender in FORELOAD else run_baseline)(spec, schedule, dense, InterleavedRuns())
 
 
 if __name__ == "__main__":

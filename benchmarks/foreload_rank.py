@@ -38,7 +38,7 @@ TOLD = ("seconds_compute", "seconds_exchange", "seconds_waiting", "rows_arrived"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RankSpec:
     """What a trainer is told. port: where rank 0 listens; urls: of the store shards."""
 
     rank: int
@@ -51,20 +51,20 @@ class Order:
 
 def main() -> None:
     """Run the trainer that the command line describes."""
-    order = Order(**json.loads(sys.argv[1]))
+    spec = RankSpec(**json.loads(sys.argv[1]))
     numerics.set_up(1)
-    schedule = Schedule(order.schedule)
-    training = TrainJob.of(job(Path(order.schedule), order.model))
+    schedule = Schedule(spec.schedule)
+    training = TrainJob.of(job(Path(spec.schedule), spec.model))
     dense = DenseModel.build(training, schedule)
-    rendezvous = dist.TCPStore("127.0.0.1", order.port, None, order.rank == 0, SILENCE)
-    transport = GlooTransport(rendezvous, 0, order.rank, order.ranks, SILENCE)
-    lane_map = contiguous_lanes(schedule.header.lanes, order.ranks)
+    rendezvous = dist.TCPStore("127.0.0.1", spec.port, None, spec.rank == 0, SILENCE)
+    transport = GlooTransport(rendezvous, 0, spec.rank, spec.ranks, SILENCE)
+    lane_map = contiguous_lanes(schedule.header.lanes, spec.ranks)
     interleaved = InterleavedRuns()
 
     def on_step(report: StepReport) -> None:
         interleaved.step(report.loss, {name: getattr(report, name) for name in TOLD})
 
-    with Store(list(order.urls), timedelta(seconds=60)) as store:
+    with Store(list(spec.urls), timedelta(seconds=60)) as store:
         start = Start.anew(schedule)
         part, events = assemble(training, schedule, dense, start, lane_map, transport, store, Placement.spread(SHARDS))
         with part.traffic:

@@ -90,7 +90,7 @@ class Ranks:
         return self._answers()
 
     def _answers(self) -> list[dict[str, Any]]:
-        found = []
+        answers = []
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -100,8 +100,8 @@ class Ranks:
                 status = process.wait()
                 self.close()
                 raise SystemExit(f"{self.name}: a process ended with status {status}")
-            found.append(json.loads(line))
-        return found
+            answers.append(json.loads(line))
+        return answers
 
     def close(self) -> None:
         """End the processes and wait until their memory is free."""

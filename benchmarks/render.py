@@ -36,14 +36,14 @@ def _plain(figure: float) -> str:
     return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.2g}" if abs(figure) < 0.1 else f"{figure:.3f}"
 
 
-def _claims(found: dict[str, Any]) -> list[list[str]]:
+def _claims(result: dict[str, Any]) -> list[list[str]]:
     """A script's lines in the table of all claims."""
-    script = found["script"]
+    script = result["script"]
     place = f"[{script}](#{script})"
-    if "failed" in found:
+    if "failed" in result:
         return [[f"all of bench_{script}.py", *[_NOTHING] * 4, "**failed**", place]]
     lines = []
-    for claim in found["claims"]:
+    for claim in result["claims"]:
         value, figure = claim["value"], claim["figure"]
         of_pairs = f"{_plain(value['low'])} to {_plain(value['high'])}" if isinstance(value, dict) else _NOTHING
         verdict = {True: "met", False: "**missed**", None: "not measured"}[claim["met"]]
@@ -96,37 +96,37 @@ def _plot(plot: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _section(found: dict[str, Any], folder: Path) -> list[str]:
-    script = found["script"]
-    if "failed" in found:
-        return [f'## <a name="{script}"></a>bench_{script}.py', "", f"It failed: {found['failed']}", ""]
-    lines = [f'## <a name="{script}"></a>{found["title"]}', ""]
-    quick = ", --quick" if found["settings"].get("quick") else ""
-    lines += [f"`benchmarks/bench_{script}.py`{quick}, {found['date'][:16].replace('T', ' ')} UTC.", ""]
-    for note in found["notes"]:
+def _section(result: dict[str, Any], folder: Path) -> list[str]:
+    script = result["script"]
+    if "failed" in result:
+        return [f'## <a name="{script}"></a>bench_{script}.py', "", f"It failed: {result['failed']}", ""]
+    lines = [f'## <a name="{script}"></a>{result["title"]}', ""]
+    quick = ", --quick" if result["settings"].get("quick") else ""
+    lines += [f"`benchmarks/bench_{script}.py`{quick}, {result['date'][:16].replace('T', ' ')} UTC.", ""]
+    for note in result["notes"]:
         lines += [note, ""]
-    settings = {name: value for name, value in found["settings"].items() if name != "quick"}
+    settings = {name: value for name, value in result["settings"].items() if name != "quick"}
     if settings:
         lines += ["Settings: " + ", ".join(f"{name} {show(value)}" for name, value in settings.items()) + ".", ""]
-    for table in found["tables"]:
+    for table in result["tables"]:
         lines += [f"**{table['title']}**", ""]
         lines += _table(table["columns"], [[show(cell) for cell in row] for row in table["rows"]])
         if table["note"]:
             lines += [table["note"], ""]
-    for claim in found["claims"]:
+    for claim in result["claims"]:
         if claim["note"]:
             lines += [f"{claim['name']}: {claim['note']}", ""]
-    for plot in found["plots"]:
+    for plot in result["plots"]:
         name = _file_name(script, plot["title"])
         _plot(plot, folder / name)
         lines += [f"![{plot['title']}]({folder.name}/{name})", ""]
     return lines
 
 
-def _machines(found: Sequence[dict[str, Any]]) -> list[str]:
+def _machines(results: Sequence[dict[str, Any]]) -> list[str]:
     """Every machine and its versions, with the scripts that ran there; usually one."""
     seen: dict[str, list[str]] = {}
-    for one in found:
+    for one in results:
         if "failed" in one:
             continue
         own, versions = one["machine"], ", ".join(f"{name} {version}" for name, version in one["versions"].items())
@@ -139,11 +139,11 @@ def _machines(found: Sequence[dict[str, Any]]) -> list[str]:
 
 def render(results: Path, docs: Path) -> Path:
     """Write `docs`/benchmarks.md and its plots from the JSON files in `results`. Raises SystemExit where there are none."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*.json")]
-    if not found:
+    measured = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*.json")]
+    if not measured:
         raise SystemExit(f"{results}: holds no results; run `make bench` first")
     order = list(MINUTES)
-    found.sort(key=lambda one: order.index(one["script"]) if one["script"] in order else len(order))
+    measured.sort(key=lambda one: order.index(one["script"]) if one["script"] in order else len(order))
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.png"):
@@ -154,15 +154,15 @@ def render(results: Path, docs: Path) -> Path:
         "Written by `make bench`. A ratio is the median over pairs of interleaved runs, with least and greatest as its spread; contenders run "
         "alternately, in one run.",
         "",
-        *_machines(found),
+        *_machines(measured),
         "## Claims",
         "",
         *_table(
             ["claim", "against", "bar", "figure", "spread", "", "script"],
-            [line for one in found for line in _claims(one)],
+            [line for one in measured for line in _claims(one)],
         ),
     ]
-    for one in found:
+    for one in measured:
         lines += _section(one, folder)
     path = docs / "benchmarks.md"
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Trainings by `foreload train`'s own launcher, in which store shards are struck again and again, and what is seen of them."""
+"""Trainings by `foreload train`'s own launcher, in which store shards are lost again and again by injected faults, and what is seen of them."""
 
 from __future__ import annotations
 
@@ -55,36 +55,36 @@ class Injection:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A strike, and when (time.monotonic()) its shard was struck, lost, back and whole; since: when the calm before it began."""
+class ShardLoss:
+    """A fault, and when (time.monotonic()) it was injected and its shard was lost, back and whole; since: when the calm before it began."""
 
-    strike: Injection
+    injection: Injection
     shard: int
     since: float
-    struck: float
+    injected: float
     lost: float
     back: float
     whole: float
 
 
-class Striker(RunObserver):
-    """Strikes shards in turn, each once the run was whole and calm for long enough, and then has the run stop.
+class ShardInjector(RunObserver):
+    """Injects faults into the shards in turn, each once the run was whole and calm for long enough, and then has the run stop.
 
-    budget_seconds: counted from the first step; nothing more is struck after it. stop: whether the run is stopped when all is done.
+    budget_seconds: counted from the first step; nothing more is injected after it. stop: whether the run is stopped when all is done.
     """
 
     def __init__(
-        self, run: Path, strikes: Sequence[Injection], calm_seconds: float, budget_seconds: float, stop: bool = True
+        self, run: Path, injections: Sequence[Injection], calm_seconds: float, budget_seconds: float, stop: bool = True
     ) -> None:
-        self.shard_losses: list[Loss] = []
-        self.unexpected = 0  # shard_losses of shards that nothing was done to
+        self.shard_losses: list[ShardLoss] = []
+        self.unexpected = 0  # losses of shards that nothing was done to
         self.first_step_at = 0.0
-        self._run, self._strikes, self._stop = run, list(strikes), stop
+        self._run, self._injections, self._stop = run, list(injections), stop
         self._calm_seconds, self._budget_seconds = calm_seconds, budget_seconds
         self._steps = StepTimes()
         self._whole_at = 0.0
         self._lost: set[int] = set()
-        self._struck: tuple[Injection, int, float] | None = None
+        self._injected: tuple[Injection, int, float] | None = None
         self._seen: dict[str, float] = {}
         self._timer: threading.Timer | None = None
 
@@ -94,60 +94,60 @@ class Striker(RunObserver):
         return self._steps.timeline
 
     def see(self, event: Mapping[str, Any]) -> None:
-        """Note what happens; strike, or stop, when it is time."""
+        """Note what happens; inject, or stop, when it is time."""
         if event["kind"] == "step":
             self._steps.note(event)
             if not self.first_step_at:
                 self.first_step_at = self._whole_at = event["at"]
         elif event["kind"] == "shard" and "at" in event:  # events of progress are no moments
             self._note(event["shard"], event["what"], event["at"])
-        if event["kind"] != "step" or self._struck is not None or self._lost:
+        if event["kind"] != "step" or self._injected is not None or self._lost:
             return
         now = time.monotonic()
         if now - self._whole_at < self._calm_seconds:
             return
-        if self._strikes and now - self.first_step_at < self._budget_seconds:
-            self._strike(self._strikes.pop(0))
+        if self._injections and now - self.first_step_at < self._budget_seconds:
+            self._inject(self._injections.pop(0))
         elif self._stop:
             self._stop = False
             ask(self._run, {"do": "stop"})
 
     def _note(self, shard: int, what: str, at: float) -> None:
-        struck = self._struck
+        injected = self._injected
         if what == "lost":
             self._lost.add(shard)
-        if struck is None or shard != struck[1]:
+        if injected is None or shard != injected[1]:
             self.unexpected += what == "lost"
         else:
             # A shard that is lost again while it is rebuilt has its first loss counted, and its last return.
             self._seen[what] = self._seen.get(what, at) if what == "lost" else at
         if what == "ok":
             self._lost.discard(shard)
-            if struck is not None and shard == struck[1]:
-                strike, _, struck_at = struck
+            if injected is not None and shard == injected[1]:
+                injection, _, injected_at = injected
                 self.shard_losses.append(
-                    Loss(strike, shard, self._whole_at, struck_at, self._seen["lost"], self._seen["rebuilding"], at)
+                    ShardLoss(injection, shard, self._whole_at, injected_at, self._seen["lost"], self._seen["rebuilding"], at)
                 )
-                self._struck, self._seen = None, {}
+                self._injected, self._seen = None, {}
             self._whole_at = at
 
-    def _strike(self, strike: Injection) -> None:
+    def _inject(self, injection: Injection) -> None:
         shard = len(self.shard_losses) % SHARDS
         local = LocalStores.find(self._run / STORES)
         pid = local.pids[shard] if local is not None else None
         if pid is None:
-            raise SystemExit(f"store shard {shard} has no server to be struck")
-        self._struck = strike, shard, time.monotonic()
-        os.kill(pid, strike.signal_number)
-        if strike.signal_number == signal.SIGSTOP:
-            self._timer = threading.Timer(strike.down_seconds, os.kill, (pid, signal.SIGCONT))
+            raise SystemExit(f"store shard {shard} has no server to be stopped")
+        self._injected = injection, shard, time.monotonic()
+        os.kill(pid, injection.signal_number)
+        if injection.signal_number == signal.SIGSTOP:
+            self._timer = threading.Timer(injection.down_seconds, os.kill, (pid, signal.SIGCONT))
             self._timer.daemon = True
             self._timer.start()
 
     def may_start(self, shard: int) -> bool:
         """Not before the server was down for long enough."""
-        struck = self._struck
-        return struck is None or struck[1] != shard or time.monotonic() >= struck[2] + struck[0].down_seconds
+        injected = self._injected
+        return injected is None or injected[1] != shard or time.monotonic() >= injected[2] + injected[0].down_seconds
 
 
 class Pulse:
@@ -179,7 +179,7 @@ class Pulse:
         return float(np.diff(woke)[within].max(initial=0.0))
 
 
-def trained(training: TrainJob, observer: RunObserver) -> dict[str, Any]:
+def run_training(training: TrainJob, observer: RunObserver) -> dict[str, Any]:
     """Train by the launcher; returns the summary. Ends the benchmark where a signal ended the training."""
     ending = train(training, observer)
     assert ending is not None

@@ -42,7 +42,7 @@ EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
-class Order:
+class RankSpec:
     """What a rank is told. samples: the folder of LanesWorkload.slices; port: where rank 0 listens."""
 
     rank: int
@@ -70,17 +70,17 @@ class Batch:
 class Model(nn.Module):
     """Embeddings of one row a feature, and the project's own dense part."""
 
-    def __init__(self, order: Order, names: list[str]) -> None:
+    def __init__(self, rank: RankSpec, names: list[str]) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=f"t{k}", num_embeddings=rows, embedding_dim=order.dim, feature_names=[name])
-            for k, (name, rows) in enumerate(zip(names, order.tables, strict=True))
+            EmbeddingBagConfig(name=f"t{k}", num_embeddings=rows, embedding_dim=rank.dim, feature_names=[name])
+            for k, (name, rows) in enumerate(zip(names, rank.tables, strict=True))
         ]
         self.embeddings = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-        torch.manual_seed(order.seed)
-        spec = ModelSpec(order.dense_width, tuple((name, order.dim, f"t{k}") for k, name in enumerate(names)))
-        self.dense = DLRM(spec, **order.model)
-        self._shape = (len(names), order.dim)
+        torch.manual_seed(rank.seed)
+        spec = ModelSpec(rank.dense_width, tuple((name, rank.dim, f"t{k}") for k, name in enumerate(names)))
+        self.dense = DLRM(spec, **rank.model)
+        self._shape = (len(names), rank.dim)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of the rank's slice, and its logits [b]."""
@@ -91,10 +91,10 @@ class Model(nn.Module):
         return loss, logits
 
 
-def batches(order: Order, names: list[str]) -> Iterator[Batch]:
+def batches(rank: RankSpec, names: list[str]) -> Iterator[Batch]:
     """The rank's slices, in order."""
-    folder = Path(order.samples)
-    ids, dense, labels = (np.load(folder / f"{name}-{order.rank}.npy", mmap_mode="r") for name in ("ids", "dense", "labels"))
+    folder = Path(rank.samples)
+    ids, dense, labels = (np.load(folder / f"{name}-{rank.rank}.npy", mmap_mode="r") for name in ("ids", "dense", "labels"))
     samples = labels.shape[1]
     lengths = torch.ones(samples * len(names), dtype=torch.int64)
     offsets = torch.arange(samples * len(names) + 1)
@@ -105,20 +105,20 @@ def batches(order: Order, names: list[str]) -> Iterator[Batch]:
         yield Batch(torch.from_numpy(dense[step].copy()), sparse, torch.from_numpy(labels[step].copy()))
 
 
-def sharded(order: Order, names: list[str]) -> DistributedModelParallel:
+def sharded(rank: RankSpec, names: list[str]) -> DistributedModelParallel:
     """The model over all ranks."""
-    model = Model(order, names)
-    by_size = sorted(range(len(names)), key=lambda k: -order.tables[k])
-    rank_of = {f"t{k}": table_wise(rank=place % order.ranks, compute_kernel="fused") for place, k in enumerate(by_size)}
+    model = Model(rank, names)
+    by_size = sorted(range(len(names)), key=lambda k: -rank.tables[k])
+    rank_of = {f"t{k}": table_wise(rank=place % rank.ranks, compute_kernel="fused") for place, k in enumerate(by_size)}
     fused = {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": order.lr,
+        "learning_rate": rank.lr,
         "eps": EPSILON,
         "bounds_check_mode": BoundsCheckMode.NONE,
     }
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     plan = construct_module_sharding_plan(
-        model.embeddings, rank_of, sharder=sharder, local_size=order.ranks, world_size=order.ranks, device_type="cpu"
+        model.embeddings, rank_of, sharder=sharder, local_size=rank.ranks, world_size=rank.ranks, device_type="cpu"
     )
     group = dist.group.WORLD
     assert group is not None
@@ -134,21 +134,21 @@ def sharded(order: Order, names: list[str]) -> DistributedModelParallel:
 
 def main() -> None:
     """Run the rank that the command line describes."""
-    order = Order(**json.loads(sys.argv[1]))
+    rank = RankSpec(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order.port), RANK=str(order.rank), WORLD_SIZE=str(order.ranks))
-    os.environ.update(LOCAL_RANK=str(order.rank), LOCAL_WORLD_SIZE=str(order.ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(rank.port), RANK=str(rank.rank), WORLD_SIZE=str(rank.ranks))
+    os.environ.update(LOCAL_RANK=str(rank.rank), LOCAL_WORLD_SIZE=str(rank.ranks))
     dist.init_process_group("gloo")
-    names = [f"c{k}" for k in range(len(order.tables))]
-    model = sharded(order, names)
+    names = [f"c{k}" for k in range(len(rank.tables))]
+    model = sharded(rank, names)
     optimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda parameters: torch.optim.Adagrad(parameters, lr=order.dense_lr, fused=True),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=rank.dense_lr, fused=True),
     )
     interleaved = InterleavedRuns()
     ready()
     interleaved.begin()
-    for batch in batches(order, names):
+    for batch in batches(rank, names):
         optimizer.zero_grad()
         loss, _ = model(batch)
         loss.backward()

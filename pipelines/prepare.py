@@ -92,7 +92,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
                 raise ScheduleError(
                     f"--out {options.out}: the workers wrote no schedule there; it must be on a disk that they share"
                 )
-            found = {name: plan.load(name) for name in ("rejected", "columns")}
+            results = {name: plan.load(name) for name in ("rejected", "columns")}
         except BaseException as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 error = DiskError(f"--out {options.out}: the disk is full; free space or choose another folder")
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
         finally:
             held.close()
             shutil.rmtree(plan.work, ignore_errors=True)
-    summary = _summary(options.out, plan.spec, found, time.monotonic() - started)
+    summary = _summary(options.out, plan.spec, results, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
     if options.json is not None:
@@ -171,7 +171,7 @@ def _note_failure(out: Path, error: BaseException) -> None:
             write_json(out / FAILED, {"error": message})
 
 
-def _summary(out: Path, spec: FeatureSpec, found: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: float) -> dict[str, Any]:
     schedule = Schedule(out)
     counts, manifest = schedule.manifest["counts"], schedule.manifest
     used, arrivals = counts["rows_used"], counts["arrivals"]
@@ -180,7 +180,7 @@ def _summary(out: Path, spec: FeatureSpec, found: dict[str, Any], seconds: float
         "checksum": schedule.checksum,
         "training_samples": schedule.header.training_samples,
         "evaluation_samples": schedule.header.evaluation_samples,
-        "rejected": found["rejected"]["count"],
+        "rejected": results["rejected"]["count"],
         "epochs": schedule.header.epochs,
         "training_steps": counts["training_steps"],
         "lanes": schedule.header.lanes,
@@ -194,7 +194,7 @@ def _summary(out: Path, spec: FeatureSpec, found: dict[str, Any], seconds: float
         "lookahead": manifest["lookahead"],
         "bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
         "seconds": seconds,
-        **data_summary(schedule, spec, found["rejected"]["causes"], found["columns"]),
+        **data_summary(schedule, spec, results["rejected"]["causes"], results["columns"]),
     }
 
 

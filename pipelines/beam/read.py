@@ -85,8 +85,8 @@ class ReadStage(Stage):
                 self.piece(name, records)
                 pieces.append((name, len(records)))
         if rejected:
-            found = {"first": rejects, "causes": by_frequency(causes)}
-            write_json(self.plan.work / REJECTS / f"{element.name}.json", found)
+            report = {"first": rejects, "causes": by_frequency(causes)}
+            write_json(self.plan.work / REJECTS / f"{element.name}.json", report)
         self.finish(element.name)
         yield element.name, pieces, rejected
 

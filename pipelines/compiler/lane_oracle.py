@@ -13,7 +13,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import MOVE_COLUMNS
 
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
-COVER = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals equal Belady's MIN
+TARGET_RATIO = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals equal Belady's MIN
 STEPS = 1 << 10  # steps that the window has room for at first
 
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # name -> (offsets int32 [events + 1], values)
@@ -79,8 +79,8 @@ class LaneOracle:
             return 2
         if not self._recent:
             # Nothing is known of arrivals yet; as a rule at least a quarter of the rows of the first steps arrive.
-            return 2 + 4 * COVER * self.slots * pending_steps // max(self.pending, 1)
-        return 2 + (COVER * self.slots * len(self._recent) // self._sum if self._sum else 1 << 30)
+            return 2 + 4 * TARGET_RATIO * self.slots * pending_steps // max(self.pending, 1)
+        return 2 + (TARGET_RATIO * self.slots * len(self._recent) // self._sum if self._sum else 1 << 30)
 
     def count(self, first: int, counts: np.ndarray, front: int, at_end: bool) -> None:
         """Take note of steps that were planned, from `first` on, while the serial pass stood at step `front`."""
@@ -100,13 +100,13 @@ class LaneOracle:
 class Oracle:
     """All lanes' oracles: the window of pending accesses, the partitions, and the moves of the segment being planned.
 
-    trained int64 [V, tables]: ordinals given before the first step; ring: accesses that the window has room for at first.
+    ordinals int64 [V, tables]: given before the first step; ring: accesses that the window has room for at first.
     """
 
-    def __init__(self, slots: list[int], trained: np.ndarray, ring: int, mask: np.dtype, first_step: int) -> None:
+    def __init__(self, slots: list[int], ordinals: np.ndarray, ring: int, mask: np.dtype, first_step: int) -> None:
         self.window = oracle.empty_window(ring, STEPS, len(slots), mask)
-        self.parts = oracle.empty_partitions(slots, STEPS, trained.shape[1])
-        self.parts.trained[:] = trained
+        self.parts = oracle.empty_partitions(slots, STEPS, ordinals.shape[1])
+        self.parts.ordinals[:] = ordinals
         self.lanes = [LaneOracle(lane, n, mask) for lane, n in enumerate(slots)]
         self.step = self.front = first_step  # the next to be planned; the next that the serial pass comes to
 
@@ -161,11 +161,13 @@ class Oracle:
         """A partition's entry state (schedule.Occupants)."""
         n = self.occupied(lane)
         kinds = (("table", np.int16), ("ordinal", np.int64), ("id", np.int64), ("tag", np.int32), ("stored", np.int32))
-        found = {name: np.zeros(n, kind) for name, kind in kinds}
-        oracle.occupants(rows, lane, self.parts, *found.values())
-        return found
+        columns = {name: np.zeros(n, kind) for name, kind in kinds}
+        oracle.occupants(rows, lane, self.parts, *columns.values())
+        return columns
 
 
 class TooFewSlots(Exception):
+    """A step of a lane uses more rows than it has slots."""
+
     def __init__(self, lane: int, rows: int) -> None:
         self.lane, self.rows = lane, rows

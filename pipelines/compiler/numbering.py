@@ -30,14 +30,14 @@ from foreload.pipelines.compiler.row_table import (
 )
 
 _HASH_BITS = 64
-_FAR = 64  # lookups between asking for a record, or for what tells which it is, and using it
+_LOOKUPS_AHEAD = 64  # lookups between asking for a record, or for what tells which it is, and using it
 
 
 class Scratch(NamedTuple):
     """Working space of the serial pass, grown to the largest step."""
 
-    records: np.ndarray  # int64 [lookups and _FAR more]: the record of each lookup, in training
-    words: np.ndarray  # uint64 [lookups and _FAR more]: the hash of each lookup, where any table is hashed
+    records: np.ndarray  # int64 [lookups and _LOOKUPS_AHEAD more]: the record of each lookup, in training
+    words: np.ndarray  # uint64 [lookups and _LOOKUPS_AHEAD more]: the hash of each lookup, where any table is hashed
     places: np.ndarray  # uint32 [power of two]: a step's hash table in evaluation: distinct row + 1, 0 free
     table: np.ndarray  # int16 [distinct]
     id: np.ndarray  # int64 [distinct]
@@ -57,8 +57,8 @@ def scratch(lookups: int, lanes: int) -> Scratch:
     while 4 * size < 5 * lookups:
         size *= 2
     return Scratch(
-        np.zeros(lookups + _FAR, np.int64),
-        np.zeros(lookups + _FAR, np.uint64),
+        np.zeros(lookups + _LOOKUPS_AHEAD, np.int64),
+        np.zeros(lookups + _LOOKUPS_AHEAD, np.uint64),
         np.zeros(size, np.uint32),
         np.zeros(lookups, np.int16),
         np.zeros(lookups, np.int64),
@@ -75,24 +75,24 @@ def scratch(lookups: int, lanes: int) -> Scratch:
 
 @nb.njit(nogil=True, cache=True)
 def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> None:
-    """The record of every lookup into s.records, and some more of the last; rows without one get it. See trained_rows."""
-    found, words = s.records, s.words
+    """The record of every lookup into s.records, and some more of the last; rows without one get it. See number_training_rows."""
+    lookup_record, words = s.records, s.words
     width = tables.size
     firsts = rows.bases[tables]
     for begin in range(0, ids.size, width):
         for f in range(width):
-            found[np.uint64(begin + f)] = firsts[np.uint64(f)] + ids[np.uint64(begin + f)]
+            lookup_record[np.uint64(begin + f)] = firsts[np.uint64(f)] + ids[np.uint64(begin + f)]
     if rows.direct < len(rows.records):
         for begin in range(0, ids.size, width):
             for f in range(width):
                 words[np.uint64(begin + f)] = row_hash(tables[f], ids[np.uint64(begin + f)])
-        words[ids.size : ids.size + _FAR] = words[ids.size - 1]
-        find_all_hashed(rows, ids, tables, words, found, _FAR)
-    found[ids.size : ids.size + _FAR] = found[ids.size - 1]
+        words[ids.size : ids.size + _LOOKUPS_AHEAD] = words[ids.size - 1]
+        find_all_hashed(rows, ids, tables, words, lookup_record, _LOOKUPS_AHEAD)
+    lookup_record[ids.size : ids.size + _LOOKUPS_AHEAD] = lookup_record[ids.size - 1]
 
 
 @nb.njit(nogil=True, cache=True)
-def trained_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s: Scratch) -> int:
+def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s: Scratch) -> int:
     """Number the distinct rows of a training step by first lookup, and note in their records that they are accessed.
 
     ids int64 [lookups], at least one; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has
@@ -100,7 +100,7 @@ def trained_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s
     was never trained) and s.inverse; returns how many. Lanes and ordinals of new rows are entered by `remember`.
     """
     _find_records(rows, ids, tables, s)
-    records, found, distinct_record, state = rows.records, s.records, s.record, s.state
+    records, lookup_record, distinct_record, state = rows.records, s.records, s.record, s.state
     distinct_table, distinct_id, distinct_lane, inverse = s.table, s.id, s.lane, s.inverse
     low = np.uint32(ACCESS_MASK)
     begun = np.uint32(access & np.int64(ACCESS_MASK))
@@ -109,8 +109,8 @@ def trained_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s
     for begin in range(0, ids.size, width):
         for f in range(width):
             i = np.uint64(begin + f)
-            prefetch(records, found[i + np.uint64(_FAR)] * FIELDS)
-            record = found[i]
+            prefetch(records, lookup_record[i + np.uint64(_LOOKUPS_AHEAD)] * FIELDS)
+            record = lookup_record[i]
             r = np.uint64(record)
             owner = np.uint32(records[r, OWNER])
             # The row's number in this step, if it has one.
@@ -134,8 +134,8 @@ def trained_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s
 
 
 @nb.njit(nogil=True, cache=True)
-def seen_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> int:
-    """Number the distinct rows of an evaluation step; see trained_rows. s.record is -1 where a row was never trained."""
+def number_evaluation_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> int:
+    """Number the distinct rows of an evaluation step; see number_training_rows. s.record is -1 where a row was never trained."""
     places, distinct_table, distinct_id, inverse = s.places, s.table, s.id, s.inverse
     bits = 0
     while 1 << bits < places.size:

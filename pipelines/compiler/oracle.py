@@ -67,7 +67,7 @@ class Partitions(NamedTuple):
         np.ndarray
     )  # int32 [2 x slots]: slots with no known next use, those of lane v from 2 x firsts[v] on; -1 where one was called
     place: np.ndarray  # int32 [slots]: the place in its lane's queue of a slot that is in it
-    trained: np.ndarray  # int64 [V, tables]: ordinals that the oracle has passed
+    ordinals: np.ndarray  # int64 [V, tables]: ordinals that the oracle has passed
 
 
 class Moves(NamedTuple):
@@ -235,13 +235,18 @@ def plan_steps(
         if used > size:
             return int(used)
         waiting = _slots_held(lane, this, used, window, parts, fill, moves)
-        found = _arrive(rows, lane, step, waiting, window, parts, fill, moves)
-        if found < 0:
+        ended_and_initial = _arrive(rows, lane, step, waiting, window, parts, fill, moves)
+        if ended_and_initial < 0:
             return int(used)  # every slot is needed by this step
         _wait_for_next(lane, step, used, window, parts, moves.slots[fill[0] : fill[0] + used])
-        counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = used, found & _LOW, waiting, found >> _HIGH
+        counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = (
+            used,
+            ended_and_initial & _LOW,
+            waiting,
+            ended_and_initial >> _HIGH,
+        )
         fill[0] += used
-        fill[1] += found & _LOW
+        fill[1] += ended_and_initial & _LOW
         fill[2] += waiting
     return 0
 
@@ -267,17 +272,17 @@ def _slots_held(lane: int, this: np.uint64, used: int, window: Window, parts: Pa
         entry = stacks[(start + np.uint64(k)) & ring]
         slots[row0 + np.uint64(entry >> _HIGH)] = np.int32(entry & _LOW)
     parts.stack_sizes[lane, this] = 0
-    found = np.uint64(0)
+    missing = np.uint64(0)
     for k in range(np.uint64(used)):
         i = np.uint64(k)
         c = (front + np.uint64(members[(start + i) & ring])) & ring
         early_rows[row0 + i] = recent[c] ^ np.uint8(1)
         next_users_rows[row0 + i] = next_users[c]
-        waiting[arrival0 + found] = np.int32(i)
-        record_of[arrival0 + found] = accesses[c, RECORD]
-        table_of_row[arrival0 + found] = tables[c]
-        found += np.uint64(slots[row0 + i] < 0)
-    return int(found)
+        waiting[arrival0 + missing] = np.int32(i)
+        record_of[arrival0 + missing] = accesses[c, RECORD]
+        table_of_row[arrival0 + missing] = tables[c]
+        missing += np.uint64(slots[row0 + i] < 0)
+    return int(missing)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -325,7 +330,7 @@ def _arrive(
         moves.after[a] = after
         if tag == 0:
             initial += 1
-            parts.trained[lane, table] += 1
+            parts.ordinals[lane, table] += 1
         held[base + slot] = record
         stored[base + slot] = tag
         records[r, PLACE] = np.int32(slot)
@@ -346,28 +351,28 @@ def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Wi
     base = np.uint64(parts.firsts[lane])
     waiting = base + base
     oldest, end, far = parts.scalars[lane, OLDEST], parts.scalars[lane, END], parts.scalars[lane, FURTHEST]
-    found = np.uint64(0)
-    while found < wanted and oldest < end:
+    taken = np.uint64(0)
+    while taken < wanted and oldest < end:
         slot = queue[waiting + np.uint64(oldest)]
         oldest += 1
         if slot >= 0:
             prefetch(held, np.int64(base) + slot)
             prefetch(tags, np.int64(base) + slot)
-            moves.ends[end0 + found] = slot
-            found += np.uint64(1)
-    while found < wanted:
+            moves.ends[end0 + taken] = slot
+            taken += np.uint64(1)
+    while taken < wanted:
         while far > step and stack_sizes[lane, far & steps] == 0:
             far -= 1
         if far <= step:
             return False
         bottom, height = np.uint64(window.starts[far & steps, lane]), np.uint64(stack_sizes[lane, far & steps])
-        some = min(height, wanted - found)
+        some = min(height, wanted - taken)
         for k in range(some):
             slot = np.int32(stacks[(bottom + height - np.uint64(1) - np.uint64(k)) & ring] & _LOW)
             prefetch(held, np.int64(base) + slot)
             prefetch(tags, np.int64(base) + slot)
-            moves.ends[end0 + found + np.uint64(k)] = slot
-        found += some
+            moves.ends[end0 + taken + np.uint64(k)] = slot
+        taken += some
         stack_sizes[lane, far & steps] = np.int32(height - some)
     parts.scalars[lane, OLDEST], parts.scalars[lane, FURTHEST] = oldest, far
     return True

@@ -98,11 +98,14 @@ def find_hashed(index: np.ndarray, keys: np.ndarray, hashed: np.ndarray, table: 
 
 
 @nb.njit(nogil=True, cache=True)
-def find_all_hashed(rows: Rows, ids: np.ndarray, tables: np.ndarray, words: np.ndarray, found: np.ndarray, ahead: int) -> None:
+def find_all_hashed(
+    rows: Rows, ids: np.ndarray, tables: np.ndarray, words: np.ndarray, lookup_record: np.ndarray, ahead: int
+) -> None:
     """The records of a step's lookups of hashed rows; rows without one get it (room is reserved, RowTable.reserve).
 
     ids int64 [lookups]; tables int16 [a divisor of lookups]: their tables, again and again; words uint64 [lookups + ahead]: their hashes, and
-    the last one's; found int64 [lookups or more]: filled, but for tables that are directly addressed. `find_hashed` in one loop without calls.
+    the last one's; lookup_record int64 [lookups or more]: filled, but for tables that are directly addressed. What `find_hashed` does, in one
+    loop without calls.
     """
     index, keys, bases, direct = rows.entries, rows.keys, rows.bases, rows.direct
     count = np.uint64(rows.hashed[0])
@@ -136,7 +139,7 @@ def find_all_hashed(rows: Rows, ids: np.ndarray, tables: np.ndarray, words: np.n
                 if entry & mark_bits == mark and keys[k, 1] == row_id and keys[k, 0] == table:
                     break
                 place = (place + one) & last
-            found[i] = direct + np.int64(k)
+            lookup_record[i] = direct + np.int64(k)
     rows.hashed[0] = np.int64(count)
 
 
@@ -257,7 +260,7 @@ class RowTable:
             self.reserve(len(batch["id"]))
             _load(self.rows, batch["table"], batch["id"], batch["lane"], batch["ordinal"], batch["tag"], counts)
 
-    def trained(self, batch_rows: int = 1 << 20) -> Iterator[dict[str, np.ndarray]]:
+    def by_table_and_id(self, batch_rows: int = 1 << 20) -> Iterator[dict[str, np.ndarray]]:
         """Every row ever trained by (table, id) ascending, in batches: table int16, id int64, lane uint8, ordinal int64, tag int32."""
         for k, size in enumerate(self._sizes):
             base = int(self.rows.bases[k])

@@ -148,7 +148,7 @@ class SegmentWriter:
             self._entry = self._ordinals = None
             return
         self._entry = [planner.occupants(rows, lane) for lane in lanes]
-        self._ordinals = planner.parts.trained.tolist()
+        self._ordinals = planner.parts.ordinals.tolist()
 
     def train(self, part: dict[str, Any], moves: list[Columns]) -> None:
         """Publish a segment of training steps; part: what SampleWriter.close returned, with epoch and first step."""
@@ -204,7 +204,7 @@ def write_row_table(out: Path, table: RowTable) -> dict[str, Any]:
     count = 0
     with replacing(path) as temporary:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in table.trained():
+            for batch in table.by_table_and_id():
                 writer.write_batch(pa.RecordBatch.from_arrays([pa.array(batch[name]) for name in schema.names], schema=schema))
                 count += len(batch["id"])
         with pa.memory_map(str(temporary)) as file:

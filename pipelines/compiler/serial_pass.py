@@ -88,8 +88,8 @@ class SerialPass:
         if samples.offsets is not None:
             tables = np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
         if train and lookups:
-            return int(numbering.trained_rows(self.table.rows, samples.ids, tables, self.accesses, self.scratch))
-        return int(numbering.seen_rows(self.table.rows, samples.ids, tables, self.scratch))
+            return int(numbering.number_training_rows(self.table.rows, samples.ids, tables, self.accesses, self.scratch))
+        return int(numbering.number_evaluation_rows(self.table.rows, samples.ids, tables, self.scratch))
 
     def _sliced(self, samples: Samples, count: int, train: bool, order: np.ndarray | None) -> Step:
         """The slices of a step: consecutive samples, those of `order`, or those that `assign` chooses."""

@@ -34,8 +34,8 @@ from foreload.pipelines.sources import (
 )
 from foreload.pipelines.sources.splits import Format
 
-FAILURES, ORDERS, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
-FOLDERS = (FAILURES, ORDERS, PIECES, REJECTS)
+FAILURES, ORDER_FILES, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
+FOLDERS = (FAILURES, ORDER_FILES, PIECES, REJECTS)
 
 RESERVE = "reserve"
 """In the work folder: takes the room that noting a failure needs, and is removed for it where the disk is full."""
@@ -96,7 +96,7 @@ class Plan:
 
     def order_path(self, name: str) -> Path:
         """The file of an order or another result of a group."""
-        return self.work / ORDERS / f"{name}.json"
+        return self.work / ORDER_FILES / f"{name}.json"
 
     def save(self, name: str, value: Any) -> None:
         """Write the result of a group."""

@@ -168,10 +168,10 @@ class Schedule:
 
     def _stat(self, name: str) -> tuple[int, int] | None:
         try:
-            found = (self.path / name).stat()
+            stat = (self.path / name).stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return stat.st_ino, stat.st_mtime_ns
 
     @property
     def complete(self) -> bool:
@@ -237,9 +237,9 @@ class Schedule:
         if not self.follow or self._stat(HEADER) == self._header_file:
             return
         now = self._stat(HEADER)
-        found = [_load_json(self.path / HEADER, "schedule header")[1]]
-        found += [_load_json(self.path / segment_name(k), "segment manifest")[1] for k in range(len(self._checksums))]
-        if found != [self.identity, *self._checksums]:
+        checksums = [_load_json(self.path / HEADER, "schedule header")[1]]
+        checksums += [_load_json(self.path / segment_name(k), "segment manifest")[1] for k in range(len(self._checksums))]
+        if checksums != [self.identity, *self._checksums]:
             raise ScheduleError(
                 f"schedule {self.path}: was prepared anew, from other data or with other options, while it was read: prepare it as it was, and "
                 "go on with --resume"
@@ -283,15 +283,15 @@ class Schedule:
                 self._open(segment, lane)
 
     def _open(self, segment: int, lane: int) -> tuple[MappedLists, MappedLists]:
-        found = self._files.get((segment, lane))
-        if found is None:
+        mapped = self._files.get((segment, lane))
+        if mapped is None:
             files = self._segments[segment].files[lane]
             samples, moves = (MappedLists(self.path / files[part]["name"], files[part]) for part in ("samples", "moves"))
             # Threads read ahead and behind one another by a few steps; two segments back nobody reads.
             for old in [k for k in list(self._files) if k[1] == lane and k[0] < segment - 2]:
                 self._files.pop(old, None)
-            self._files[segment, lane] = found = samples, moves
-        return found
+            self._files[segment, lane] = mapped = samples, moves
+        return mapped
 
     def lane(self, event: Event, lane: int) -> LaneEvent:
         """One lane's part of an event."""
@@ -331,9 +331,9 @@ class Schedule:
 
     def entry(self, segment: int, lane: int) -> Occupants | None:
         """Who sat in a lane's slots before a segment, or None where the segment has no entry state."""
-        found = self.segment(segment)
-        assert found is not None
-        entry = found.files[lane].get("entry")
+        manifest = self.segment(segment)
+        assert manifest is not None
+        entry = manifest.files[lane].get("entry")
         if entry is None:
             return None
         lists = MappedLists(self.path / entry["name"], entry)

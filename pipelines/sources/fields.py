@@ -45,12 +45,12 @@ class Fields:
             return None
         lines = data.count(b"\n") + (not data.endswith(b"\n"))
         characters = np.frombuffer(data, np.uint8)
-        found = np.empty(lines * columns + 128, np.int32)
-        count = _find_ends(characters, np.uint8(ord(delimiter)), found)
-        if not data.endswith(b"\n") and count < len(found):
-            found[count] = len(data)
+        field_ends = np.empty(lines * columns + 128, np.int32)
+        count = _find_ends(characters, np.uint8(ord(delimiter)), field_ends)
+        if not data.endswith(b"\n") and count < len(field_ends):
+            field_ends[count] = len(data)
             count += 1
-        starts, ends = np.empty(lines, np.int32), found[: lines * columns].reshape(lines, columns)
+        starts, ends = np.empty(lines, np.int32), field_ends[: lines * columns].reshape(lines, columns)
         if count != lines * columns or not _begin_lines(characters, returns, ends, starts):
             return None
         return Fields(characters, starts, ends)
@@ -99,24 +99,24 @@ def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> np.int64:
     delimiters, newlines = np.uint64(delimiter) * _EVERY_BYTE, np.uint64(_NEWLINE) * _EVERY_BYTE
     count = np.int64(0)
     for first in range(0, len(data), 64):
-        found = np.uint64(0)
+        separators = np.uint64(0)
         if first + 64 <= len(data):
             for k in range(8):
                 word = load_word(data, first + 8 * k)
-                found |= (_equal_bytes(word, delimiters) | _equal_bytes(word, newlines)) << np.uint64(8 * k)
+                separators |= (_equal_bytes(word, delimiters) | _equal_bytes(word, newlines)) << np.uint64(8 * k)
         else:
             for at in range(first, len(data)):
                 if data[at] == delimiter or data[at] == _NEWLINE:
-                    found |= np.uint64(1) << np.uint64(at - first)
+                    separators |= np.uint64(1) << np.uint64(at - first)
         if count + 64 > len(ends):
             return np.int64(len(ends))
         # Eight at a time, wanted or not: a loop that ends with the last bit ends at a place that no processor guesses.
         kept = count
-        while found != np.uint64(0):
+        while separators != np.uint64(0):
             for k in range(8):
-                ends[kept + k] = first + lowest_bit(found)
-                count += found != np.uint64(0)
-                found &= found - np.uint64(1)
+                ends[kept + k] = first + lowest_bit(separators)
+                count += separators != np.uint64(0)
+                separators &= separators - np.uint64(1)
             kept += 8
     return count
 

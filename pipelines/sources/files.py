@@ -61,14 +61,14 @@ def match_files(patterns: Sequence[str]) -> list[File]:
     files = []
     for pattern in patterns:
         try:
-            found = FileSystems.match([pattern])[0].metadata_list
+            matches = FileSystems.match([pattern])[0].metadata_list
         except Exception as error:  # Beam's filesystems share no base class of errors
             raise SourceError(
                 f"{pattern}: cannot be looked up ({reason_of(error)}); check the path and your access to it"
             ) from error
-        if not found:
+        if not matches:
             raise SourceError(f"{pattern}: no file matches; check the path, and quote globs")
-        files += [File(entry.path, entry.size_in_bytes) for entry in sorted(found, key=lambda entry: entry.path)]
+        files += [File(entry.path, entry.size_in_bytes) for entry in sorted(matches, key=lambda entry: entry.path)]
     return files
 
 

@@ -23,6 +23,7 @@ _SHOWN_CHARACTERS = 1000
 
 
 def delimiter_of(path: str) -> str:
+    """The delimiter that a file's name tells, whatever it is compressed by: a tab in .tsv and .tab files, else a comma."""
     name = path.removesuffix(".gz").removesuffix(".zst")
     return "\t" if name.endswith((".tsv", ".tab")) else ","
 
@@ -53,10 +54,10 @@ def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[s
         given = "its header"
     for name in spec.columns:
         if columns.count(name) != 1:
-            found = "no" if name not in columns else "more than one"
+            how_many = "no" if name not in columns else "more than one"
             shown = shown_names(columns)
             raise SourceError(
-                f"{path}: {found} column {name!r} among {given}: {shown or 'none'}; check the feature file and the delimiter"
+                f"{path}: {how_many} column {name!r} among {given}: {shown or 'none'}; check the feature file and the delimiter"
             )
     return tuple(columns), start
 

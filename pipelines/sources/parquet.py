@@ -32,8 +32,10 @@ def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
             names = parquet.schema_arrow.names
             for name in spec.columns:
                 if names.count(name) != 1:
-                    found = "no" if name not in names else "more than one"
-                    raise SourceError(f"{file.path}: {found} column {name!r} among {shown_names(names)}; check the feature file")
+                    how_many = "no" if name not in names else "more than one"
+                    raise SourceError(
+                        f"{file.path}: {how_many} column {name!r} among {shown_names(names)}; check the feature file"
+                    )
             groups = [g for g in range(parquet.num_row_groups) if parquet.metadata.row_group(g).num_rows]
         splits += [Split("parquet", file.path, place, number, group, group + 1) for number, group in enumerate(groups)]
     return splits

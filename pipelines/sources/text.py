@@ -325,6 +325,6 @@ def _pieces(block: _Block, layout: _Layout) -> Iterator[Records]:
 
 def _with_misfits(records: Records, misfits: list[_Misfit], path: str, lines_before: Callable[[], int]) -> Records:
     before = lines_before() + 1
-    found = [RejectedRecord(path, m.line + before, *m.cause) for m in misfits[:MOST_REJECTS]]
-    rejects = sorted([*records.rejects, *found], key=lambda reject: reject.line)[:MOST_REJECTS]
+    misfit_rejects = [RejectedRecord(path, m.line + before, *m.cause) for m in misfits[:MOST_REJECTS]]
+    rejects = sorted([*records.rejects, *misfit_rejects], key=lambda reject: reject.line)[:MOST_REJECTS]
     return replace(records, rejects=tuple(rejects), causes=Counter(m.cause for m in misfits) + Counter(records.causes))

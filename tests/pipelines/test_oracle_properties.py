@@ -327,7 +327,7 @@ def test_a_schedule_after_another_continues_its_rows(case: Case) -> None:
 @settings(max_examples=60)
 def test_with_all_of_the_future_known_arrivals_are_the_minimum(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane_oracle, "COVER", EVERYTHING)
+        patch.setattr(lane_oracle, "TARGET_RATIO", EVERYTHING)
         schedule = compiled(case, Path(folder), window_accesses=EVERYTHING)
         if schedule is None:
             return

@@ -156,7 +156,7 @@ class TrainerProcess:
         self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
         self._commands = 0
-        self._losses = 0  # of shards, found so far
+        self._shards_lost = 0  # of shards, found so far
         self._asked_at = 0.0
 
     def run(self) -> None:
@@ -278,7 +278,7 @@ class TrainerProcess:
         """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
         while self._shard_changes:
             change, at = self._shard_changes.popleft()
-            self._losses += change.what == "lost"
+            self._shards_lost += change.what == "lost"
             self._events.send("shard", **asdict(change), at=at)
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
@@ -294,7 +294,7 @@ class TrainerProcess:
             self._commands += 1
             if command["do"] == "replace":
                 traffic.replace(command["shard"], command["url"])
-                self._losses += 1  # of the server that had the shard
+                self._shards_lost += 1  # of the server that had the shard
             else:
                 self._run_requests.begin(command)
 
@@ -304,7 +304,7 @@ class TrainerProcess:
         A shard that one trainer finds lost may have been whole when another looked, so all look until none finds a further one.
         """
         lost: list[int] = []
-        turn, known = 0, self._losses
+        turn, known = 0, self._shards_lost
         while True:
             hopeful = self._spec.servers_return and not lost
             deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
@@ -313,7 +313,7 @@ class TrainerProcess:
                 self._see_to_shards(traffic)
                 if traffic.lost_or_rebuilding().keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
                     break
-            found, known = self._losses > known, self._losses
+            found, known = self._shards_lost > known, self._shards_lost
             self._board.publish(f"repaired/{turn}/{self._trainer}", found)
             if not any(self._found_lost(traffic, turn, trainer) for trainer in range(self._spec.trainers)):
                 return lost

@@ -10,18 +10,10 @@ from hypothesis import strategies as st
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.compute.kernels import (
-    CompiledKernels,
-    Kernels,
-    TorchKernels,
-    kernels_for,
-)
-from foreload.trainer.compute.layouts import (
-    MEAN,
-    SINGLE,
-    BlockLayout,
-    UpdateRules,
-)
+from foreload.trainer.compute.compiled_kernels import CompiledKernels
+from foreload.trainer.compute.kernels import Kernels, kernels_for
+from foreload.trainer.compute.layouts import MEAN, SINGLE, BlockLayout, Lookups, UpdateRules
+from foreload.trainer.compute.torch_kernels import TorchKernels
 
 VARIANTS: list[Kernels] = [CompiledKernels(), TorchKernels("cpu")]
 f32 = np.float32
@@ -103,14 +95,14 @@ def test_block_and_gradients_follow_the_order_of_lookups(
     sums = expected_gradients(gradient, index, offsets, layout, len(rows))
     for kernels in VARIANTS:
         out = torch.full(block.shape, torch.nan).requires_grad_()
-        kernels.gather_block(torch.from_numpy(rows), index, offsets, layout, out)
+        kernels.gather_block(torch.from_numpy(rows), Lookups(index, offsets, layout), out)
         assert bits(out.detach()) == bits(block), type(kernels).__name__
         spread_out = np.concatenate([np.full_like(rows, np.nan), rows[::-1]])
         places = np.arange(len(spread_out) - 1, len(rows) - 1, -1, dtype=np.int32)
-        kernels.gather_block(torch.from_numpy(spread_out), index, offsets, layout, out, places)
+        kernels.gather_block(torch.from_numpy(spread_out), Lookups(index, offsets, layout), out, places)
         assert bits(out.detach()) == bits(block), type(kernels).__name__
         summed = torch.full(rows.shape, torch.nan)
-        kernels.row_gradients(torch.from_numpy(gradient), index, offsets, layout, summed)
+        kernels.row_gradients(torch.from_numpy(gradient), Lookups(index, offsets, layout), summed)
         assert bits(summed) == bits(sums), type(kernels).__name__
 
 
@@ -119,9 +111,9 @@ def test_an_empty_bag_is_zeros_and_has_no_part_in_gradients(kernels: Kernels) ->
     layout = block_layout([3], [MEAN])
     index, offsets = np.array([0, 1], np.int32), np.array([0, 0, 2], np.int32)
     block, sums = torch.full((2, 1, 3), torch.nan), torch.empty(2, 3)
-    kernels.gather_block(torch.ones(2, 3), index, offsets, layout, block)
+    kernels.gather_block(torch.ones(2, 3), Lookups(index, offsets, layout), block)
     assert block[:, 0].tolist() == [[0, 0, 0], [1, 1, 1]]
-    kernels.row_gradients(torch.ones(2, 1, 3), index, offsets, layout, sums)
+    kernels.row_gradients(torch.ones(2, 1, 3), Lookups(index, offsets, layout), sums)
     assert sums.tolist() == [[0.5] * 3] * 2
 
 

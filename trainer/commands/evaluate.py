@@ -18,7 +18,7 @@ from foreload.pipelines.schedule.kept import last_occupants, ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.kernels import kernels_for
-from foreload.trainer.compute.layouts import BlockLayout, model_spec
+from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.compute.metrics import BinaryMetrics
 from foreload.trainer.errors import LossNotFinite, RunError
 from foreload.trainer.models import build_model, load_model
@@ -161,6 +161,6 @@ def _logits(
         dense = torch.empty(moves.dense.shape, dtype=torch.float32)
         # A mapped view may lie at any address, and the bits of a product depend on its alignment.
         dense.numpy()[...] = moves.dense
-        kernels.gather_block(rows, moves.index, moves.offsets, block_layout, block)
+        kernels.gather_block(rows, Lookups(moves.index, moves.offsets, block_layout), block)
         with torch.no_grad():
             yield lane, module(dense, block_layout.embeddings(block))

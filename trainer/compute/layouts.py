@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -100,8 +101,19 @@ class BlockLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UpdateRules:
-    """The row optimizers of all tables as arrays, for the kernels.
+class Lookups:
+    """What a slice looks up, and into which block.
+
+    index: int32 [lookups], places among the local rows; offsets: int32 [b*F + 1] into index, or None where every feature has one value.
+    """
+
+    index: np.ndarray
+    offsets: np.ndarray | None
+    layout: BlockLayout
+
+
+class UpdateRules(NamedTuple):
+    """The row optimizers of all tables as arrays, for the kernels: a named tuple, which compiled loops take as it is.
 
     kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables]; widths: int32 [tables]; parts: int32, columns of the parts of
     table k at part_offsets[k] .. part_offsets[k+1]; width, state_width: the largest of all tables, the columns of a partition; rowwise: whether

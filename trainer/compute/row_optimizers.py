@@ -1,12 +1,18 @@
-"""Settings of the row optimizers. What they keep per row is in cache/rows/layout.py, the updates are in trainer/compute/kernels.py."""
+"""Settings of the row optimizers. What they keep per row is in cache/rows/layout.py, the updates are among the kernels."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.errors import SettingError
+
+# Numbers that the kernels switch on.
+SGD, ADAGRAD, ROWWISE_ADAGRAD = (ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad"))
+EPSILON = np.float32(1e-8)
 
 
 @dataclass(frozen=True, slots=True)

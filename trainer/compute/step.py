@@ -21,7 +21,7 @@ from foreload.trainer.compute import dense_optimizers
 from foreload.trainer.compute.exchange import Exchange, ExchangePlan
 from foreload.trainer.compute.gradient_bucket import GradientBucket
 from foreload.trainer.compute.kernels import Kernels
-from foreload.trainer.compute.layouts import BlockLayout, UpdateRules
+from foreload.trainer.compute.layouts import BlockLayout, Lookups, UpdateRules
 from foreload.trainer.compute.metrics import BinaryMetrics
 from foreload.trainer.errors import LossNotFinite
 
@@ -267,7 +267,7 @@ class Trainer:
         block = torch.empty(
             (len(moves.labels), len(part.block.names), part.block.width), device=part.device, requires_grad=requires_grad
         )
-        part.kernels.gather_block(rows, moves.index, moves.offsets, part.block, block, places)
+        part.kernels.gather_block(rows, Lookups(moves.index, moves.offsets, part.block), block, places)
         dense, labels = (_aligned(view).to(part.device) for view in (moves.dense, moves.labels))
         return block, part.module(dense, part.block.embeddings(block)), labels
 
@@ -292,7 +292,7 @@ class Trainer:
         dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(found[1:], self._parameters, strict=True)]
         gradient = found[0] if found[0] is not None else torch.zeros_like(block)
         out = torch.empty((count, width), device=part.device)
-        part.kernels.row_gradients(gradient, moves.index, moves.offsets, part.block, out)
+        part.kernels.row_gradients(gradient, Lookups(moves.index, moves.offsets, part.block), out)
         return out, (dense, loss.detach())
 
     def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:

@@ -1,0 +1,309 @@
+"""`Kernels` for rows in CPU memory: loops compiled by numba, which release the GIL.
+
+Rows lie at random in a partition, so each loop over them asks for the rows to come; and whole arrays are indexed, not rows cut out of them, since
+a view of each row would count references. The order of every sum is part of the result (docs/definitions.md, A step's arithmetic).
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+from torch import Tensor
+
+from foreload.cache.rows.staging import put_rows, take_rows
+from foreload.pipelines.base.prefetch import prefetch
+from foreload.pipelines.base.simd import (
+    COLUMNS,
+    add,
+    copy,
+    descend,
+    eight_sums_of_squares,
+)
+from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
+from foreload.trainer.compute.row_optimizers import ADAGRAD, EPSILON, SGD
+
+_ONE = np.uint64(1)
+_AHEAD = 16  # rows that are asked for early
+_LINE = 16  # float32 values in a cache line
+# Division by zero gives inf or nan as in torch, instead of an exception that also keeps LLVM from vectorising.
+_compile = nb.njit(nogil=True, cache=True, error_model="numpy")
+
+
+@_compile
+def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
+    """block[l] = rows[index[l]], where rows of all tables are as wide as the block: float32 [lookups, W].
+
+    Before: rows is contiguous and has the block's width, so a row is W values on, counted flat. After: every row of the block is written;
+    whole vectors of COLUMNS first, then the columns that are left.
+    """
+    columns = block.shape[1]
+    vectors = columns // COLUMNS * COLUMNS
+    for l in range(index.size):
+        place = np.int64(index[l])
+        for j in range(0, vectors, COLUMNS):
+            copy(rows, place * columns + j, block, l * columns + j)
+        for j in range(vectors, columns):
+            block[l, np.uint64(j)] = rows[place, np.uint64(j)]
+
+
+@_compile
+def _gather_through(rows: np.ndarray, places: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
+    """`_gather_equal` of rows[places], which lie at random: block[l] = rows[places[index[l]]].
+
+    Before and after are the same; the row of the lookup _AHEAD further on is asked for meanwhile, which changes nothing but the time.
+    """
+    columns, last = block.shape[1], index.size - 1
+    vectors = columns // COLUMNS * COLUMNS
+    for l in range(index.size):
+        ahead = np.int64(places[index[min(l + _AHEAD, last)]]) * columns
+        for j in range(0, columns, _LINE):
+            prefetch(rows, ahead + j)
+        place = np.int64(places[index[l]])
+        for j in range(0, vectors, COLUMNS):
+            copy(rows, place * columns + j, block, l * columns + j)
+        for j in range(vectors, columns):
+            block[l, np.uint64(j)] = rows[place, np.uint64(j)]
+
+
+@_compile
+def _gather_single(rows: np.ndarray, index: np.ndarray, widths: np.ndarray, block: np.ndarray) -> None:
+    """The same where rows of features differ in width: one lookup a feature, in the order of the samples' features.
+
+    Before: index has b * F entries. After: block[i, f] is the row's own columns, and zeros beyond them, whatever the row holds there.
+    """
+    features, columns = block.shape[1], block.shape[2]
+    for i in range(block.shape[0]):
+        for f in range(features):
+            source, target, width = rows[index[i * features + f]], block[i, f], widths[f]
+            for j in range(width):
+                target[j] = source[j]
+            for j in range(width, columns):
+                target[j] = np.float32(0)
+
+
+@_compile
+def _gather_bags(
+    rows: np.ndarray, index: np.ndarray, offsets: np.ndarray, widths: np.ndarray, pooling: np.ndarray, block: np.ndarray
+) -> None:
+    """The same for bags: block[i, f] is the sum of the bag's rows, from the first on, divided by their number where pooling is MEAN.
+
+    Before: offsets, of b * F + 1 entries, ascend from 0; a bag may be empty, and may name a row twice. After: a bag of one row is that row bit for
+    bit (it is copied, not added to zero), an empty one is zeros, and so are the columns beyond a table's width.
+    """
+    features, columns = block.shape[1], block.shape[2]
+    for i in range(block.shape[0]):
+        for f in range(features):
+            start, end = offsets[i * features + f], offsets[i * features + f + 1]
+            target, width = block[i, f], widths[f] if end > start else 0
+            if end > start:
+                source = rows[index[start]]
+                for j in range(width):
+                    target[j] = source[j]
+            for l in range(start + 1, end):
+                source = rows[index[l]]
+                for j in range(width):
+                    target[j] = target[j] + source[j]
+            if pooling[f] == MEAN and end > start + 1:
+                count = np.float32(end - start)
+                for j in range(width):
+                    target[j] = target[j] / count
+            for j in range(width, columns):
+                target[j] = np.float32(0)
+
+
+@_compile
+def _scatter_single(gradient: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    """out[index[l]] += gradient[l], over the lookups in their order.
+
+    Before: gradient is contiguous float32 [lookups, W], out [n, W]. After: out[r] is the sum of the terms of row r from the first lookup on: out
+    begins at -0, and -0 + x is x for every x, so the first term needs no case of its own.
+    """
+    out[:] = np.float32(-0.0)
+    columns = out.shape[1]
+    vectors = columns // COLUMNS * COLUMNS
+    for l in range(index.size):
+        place = np.int64(index[l])
+        for j in range(0, vectors, COLUMNS):
+            add(gradient, l * columns + j, out, place * columns + j)
+        for j in range(vectors, columns):
+            c = np.uint64(j)
+            out[place, c] = out[place, c] + gradient[l, c]
+
+
+@_compile
+def _scatter_bags(gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray, pooling: np.ndarray, out: np.ndarray) -> None:
+    """The same for bags: every row of a bag gets the bag's gradient, divided by the bag's length where pooling is MEAN.
+
+    Before: gradient is float32 [b * F, W], one row a bag. After: as `_scatter_single` leaves it, a row that stands twice in a bag having
+    two terms. The division comes before the sum, as in backward of a mean.
+    """
+    out[:] = np.float32(-0.0)
+    features = pooling.size
+    for bag in range(gradient.shape[0]):
+        start, end = offsets[bag], offsets[bag + 1]
+        source, count = gradient[bag], np.float32(end - start)
+        mean = pooling[bag % features] == MEAN
+        for l in range(start, end):
+            target = out[index[l]]
+            if mean:
+                for j in range(target.size):
+                    target[j] = target[j] + source[j] / count
+            else:
+                for j in range(target.size):
+                    target[j] = target[j] + source[j]
+
+
+@_compile
+def _add_part(total: np.ndarray, users: np.ndarray, lane: np.uint64, part: np.ndarray) -> None:
+    """Add the part of one lane to the owner's sums; `part` has the rows whose mask has the lane's bit, in the order of the owner's list.
+
+    Before: total[i] holds the sum over the lanes below that use row i, or anything where none does. After: over the lanes up to this one. Which
+    of the two a row is follows from the bits below the lane's own, so the first part is copied and no row was set to zero for it.
+    """
+    bit, columns = _ONE << lane, total.shape[1]
+    place = 0
+    for i in range(users.size):
+        if users[i] & bit:
+            if users[i] & (bit - _ONE):
+                for j in range(columns):
+                    total[i, j] = total[i, j] + part[place, j]
+            else:
+                for j in range(columns):
+                    total[i, j] = part[place, j]
+            place += 1
+
+
+@_compile
+def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) -> np.float32:
+    """Q of docs/definitions.md over g[i, start:end]: eight sums, column c in sum c % 8, then added in pairs.
+
+    Before: p is float32 [8] of scratch, holding anything. After: p may have changed, g has not. Where the columns are whole eights, the sums are the
+    lanes of one vector: the same additions in the same order.
+    """
+    blocks = (end - start) // 8
+    place = np.int64(i) * g.shape[1] + start
+    if (end - start) % 8 == 0:
+        return eight_sums_of_squares(g, place, blocks)
+    p[:] = np.float32(0)
+    for c in range(end - start):
+        p[c % 8] = p[c % 8] + g[i, start + c] * g[i, start + c]
+    return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]))
+
+
+@_compile
+def _apply(
+    weights: np.ndarray, state: np.ndarray, slots: np.ndarray, tables: np.ndarray, gradient: np.ndarray, rules: UpdateRules
+) -> None:
+    """One update of each row weights[slots[i]], state[slots[i]] by gradient[i], by the rule of tables[i].
+
+    Before: slots are distinct, so the order of the rows does not matter, and each row sees its own gradient alone. After: SGD and Adagrad went
+    through the row's columns one by one; row-wise Adagrad added the mean of the part's squares to the part's one state number first, and then divided
+    all of its columns by that one root. Columns beyond the table's width were neither read nor written.
+    """
+    kinds, rates, widths, parts, part_offsets = rules.kinds, rules.rates, rules.widths, rules.parts, rules.part_offsets
+    columns, state_columns, last = weights.shape[1], state.shape[1], slots.size - 1
+    scratch = np.empty(8, np.float32)
+    for i in range(slots.size):
+        ahead = np.int64(slots[min(i + _AHEAD, last)])
+        for j in range(0, columns, _LINE):
+            prefetch(weights, ahead * columns + j)
+        for j in range(0, state_columns, _LINE):
+            prefetch(state, ahead * state_columns + j)
+        r, k = np.int64(slots[i]), tables[i]
+        kind, lr, width = kinds[k], rates[k], np.int64(widths[k])
+        if kind == SGD:
+            for j in range(width):
+                weights[r, j] = weights[r, j] - lr * gradient[i, j]
+        elif kind == ADAGRAD:
+            for j in range(width):
+                g = gradient[i, j]
+                s = state[r, j] + g * g
+                state[r, j] = s
+                weights[r, j] = weights[r, j] - (lr * g) / (np.sqrt(s) + EPSILON)
+        elif part_offsets[k + 1] == part_offsets[k] + 1:
+            s = state[r, 0] + _sum_of_squares(gradient, i, 0, width, scratch) / np.float32(width)
+            state[r, 0] = s
+            root = np.sqrt(s) + EPSILON
+            vectors = width // COLUMNS * COLUMNS
+            for j in range(0, vectors, COLUMNS):
+                descend(gradient, i * columns + j, lr, root, weights, r * columns + j)
+            for j in range(vectors, width):
+                c = np.uint64(j)
+                weights[r, c] = weights[r, c] - (lr * gradient[i, c]) / root
+        else:
+            start = 0
+            for p in range(part_offsets[k], part_offsets[k + 1]):
+                end = start + parts[p]
+                own = p - part_offsets[k]
+                s = state[r, own] + _sum_of_squares(gradient, i, start, end, scratch) / np.float32(parts[p])
+                state[r, own] = s
+                root = np.sqrt(s) + EPSILON
+                for j in range(start, end):
+                    weights[r, j] = weights[r, j] - (lr * gradient[i, j]) / root
+                start = end
+
+
+@_compile
+def _apply_rowwise(
+    weights: np.ndarray, state: np.ndarray, slots: np.ndarray, tables: np.ndarray, gradient: np.ndarray, rates: np.ndarray
+) -> None:
+    """`_apply` where every table has rows of one part, as wide as the partition and a multiple of COLUMNS, under row-wise Adagrad.
+
+    Before and after are the same. Without the other cases in its way it takes less than half the time.
+    """
+    columns, last = weights.shape[1], slots.size - 1
+    for i in range(slots.size):
+        ahead = np.int64(slots[min(i + _AHEAD, last)])
+        for j in range(0, columns, _LINE):
+            prefetch(weights, ahead * columns + j)
+        prefetch(state, ahead)
+        r = np.int64(slots[i])
+        s = state[r, 0] + eight_sums_of_squares(gradient, i * columns, columns // 8) / np.float32(columns)
+        state[r, 0] = s
+        root = np.sqrt(s) + EPSILON
+        for j in range(0, columns, COLUMNS):
+            descend(gradient, i * columns + j, rates[tables[i]], root, weights, r * columns + j)
+
+
+class CompiledKernels:
+    """`Kernels` for rows in CPU memory."""
+
+    def take_rows(self, rows: Tensor, places: np.ndarray, out: Tensor) -> None:
+        take_rows(rows.numpy(), places, out.numpy())
+
+    def put_rows(self, rows: Tensor, places: np.ndarray, values: Tensor) -> None:
+        put_rows(values.numpy(), places, rows.numpy())
+
+    def gather_block(self, rows: Tensor, lookups: Lookups, block: Tensor, places: np.ndarray | None = None) -> None:
+        index, offsets, layout = lookups.index, lookups.offsets, lookups.layout
+        # detach: the block is usually a leaf that already requires its gradient
+        values = block.detach().numpy()
+        if offsets is None and layout.equal and places is not None:
+            _gather_through(rows.numpy(), places, index, values.reshape(-1, layout.width))
+            return
+        if places is not None:
+            index = places[index]
+        if offsets is None and layout.equal:
+            _gather_equal(rows.numpy(), index, values.reshape(-1, layout.width))
+        elif offsets is None:
+            _gather_single(rows.numpy(), index, layout.widths, values)
+        else:
+            _gather_bags(rows.numpy(), index, offsets, layout.widths, layout.pooling, values)
+
+    def row_gradients(self, gradient: Tensor, lookups: Lookups, out: Tensor) -> None:
+        values = gradient.contiguous().flatten(0, 1).numpy()
+        if lookups.offsets is None:
+            _scatter_single(values, lookups.index, out.numpy())
+        else:
+            _scatter_bags(values, lookups.index, lookups.offsets, lookups.layout.pooling, out.numpy())
+
+    def add_part(self, total: Tensor, users: np.ndarray, lane: int, part: Tensor) -> None:
+        _add_part(total.numpy(), users, np.uint64(lane), part.numpy())
+
+    def apply(
+        self, weights: Tensor, state: Tensor, slots: np.ndarray, tables: np.ndarray, gradient: Tensor, rules: UpdateRules
+    ) -> None:
+        if rules.rowwise and rules.width % COLUMNS == 0:
+            _apply_rowwise(weights.numpy(), state.numpy(), slots, tables, gradient.numpy(), rules.rates)
+        else:
+            _apply(weights.numpy(), state.numpy(), slots, tables, gradient.numpy(), rules)

@@ -1,0 +1,113 @@
+"""`Kernels` of torch operations, for rows on a CUDA device; on the CPU they serve to compare bits.
+
+No operation here fuses a product with a sum, and sums over rows run in a fixed order (`segment_reduce`: one thread a sum). Before and after each
+are as `Kernels` says; where a loop would go from row to row, rows are sorted or cut into segments first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
+from foreload.trainer.compute.row_optimizers import ADAGRAD, EPSILON, ROWWISE_ADAGRAD, SGD
+
+_ONE = np.uint64(1)
+
+
+class TorchKernels:
+    """`Kernels` for rows on `device`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def _long(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+    def _segment_sum(self, values: Tensor, lengths: Tensor) -> Tensor:
+        # -0 + x = x for every x, so each sum starts from its first term
+        return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, initial=-0.0, unsafe=True)
+
+    def take_rows(self, rows: Tensor, places: np.ndarray, out: Tensor) -> None:
+        torch.index_select(rows, 0, self._long(places), out=out)
+
+    def put_rows(self, rows: Tensor, places: np.ndarray, values: Tensor) -> None:
+        rows.index_copy_(0, self._long(places), values)
+
+    def gather_block(self, rows: Tensor, lookups: Lookups, block: Tensor, places: np.ndarray | None = None) -> None:
+        offsets, layout = lookups.offsets, lookups.layout
+        index = lookups.index if places is None else places[lookups.index]
+        b, features, width = block.shape
+        looked_up = rows.index_select(0, self._long(index))
+        if offsets is not None:
+            lengths = self._long(np.diff(offsets))
+            looked_up = self._segment_sum(looked_up, lengths)
+            mean = torch.from_numpy(layout.pooling == MEAN).to(self.device).repeat(b)
+            looked_up = looked_up / torch.where(mean & (lengths > 0), lengths, 1).to(torch.float32)[:, None]
+            looked_up[lengths == 0] = 0.0
+        beyond = torch.arange(width, device=self.device) >= self._long(layout.widths)[:, None]
+        block.detach().copy_(looked_up.view(b, features, width).masked_fill(beyond, 0.0))
+
+    def row_gradients(self, gradient: Tensor, lookups: Lookups, out: Tensor) -> None:
+        index, offsets, layout = lookups.index, lookups.offsets, lookups.layout
+        values, places = gradient.flatten(0, 1), self._long(index)
+        if offsets is not None:
+            lengths = self._long(np.diff(offsets))
+            mean = torch.from_numpy(layout.pooling == MEAN).to(self.device).repeat(gradient.shape[0])
+            values = values / torch.where(mean & (lengths > 0), lengths, 1).to(torch.float32)[:, None]
+            values = values.repeat_interleave(lengths, dim=0, output_size=index.size)
+        order = torch.sort(places, stable=True).indices
+        counts = self._long(np.bincount(index, minlength=out.shape[0]))
+        out.copy_(self._segment_sum(values.index_select(0, order), counts))
+
+    def add_part(self, total: Tensor, users: np.ndarray, lane: int, part: Tensor) -> None:
+        used = np.flatnonzero((users >> np.uint64(lane)) & _ONE)
+        places = self._long(used)
+        first = torch.from_numpy(users[used] & np.uint64((1 << lane) - 1) == 0).to(self.device)
+        total.index_copy_(0, places, torch.where(first[:, None], part, total.index_select(0, places) + part))
+
+    def apply(
+        self, weights: Tensor, state: Tensor, slots: np.ndarray, tables: np.ndarray, gradient: Tensor, rules: UpdateRules
+    ) -> None:
+        for k in np.unique(tables):
+            rows = np.flatnonzero(tables == k)
+            places, width = self._long(slots[rows]), int(rules.widths[k])
+            w, s = weights.index_select(0, places), state.index_select(0, places)
+            self._update(w, s, gradient.index_select(0, self._long(rows))[:, :width], int(k), rules)
+            weights.index_copy_(0, places, w)
+            state.index_copy_(0, places, s)
+
+    def _update(self, w: Tensor, s: Tensor, g: Tensor, k: int, rules: UpdateRules) -> None:
+        """Update copies of rows of one table in place; python scalars would be float64, so constants are float32 tensors."""
+        lr = torch.tensor(rules.rates[k], device=self.device)
+        epsilon = torch.tensor(EPSILON, device=self.device)
+        width = g.shape[1]
+        if rules.kinds[k] == SGD:
+            w[:, :width] -= lr * g
+        elif rules.kinds[k] == ADAGRAD:
+            s[:, :width] += g * g
+            w[:, :width] -= (lr * g) / (_root(s[:, :width]) + epsilon)
+        elif rules.kinds[k] == ROWWISE_ADAGRAD:
+            start = 0
+            for own, columns in enumerate(rules.parts[rules.part_offsets[k] : rules.part_offsets[k + 1]].tolist()):
+                part = g[:, start : start + columns]
+                s[:, own] += _sums_of_squares(part) / torch.tensor(np.float32(columns), device=self.device)
+                w[:, start : start + columns] -= (lr * part) / (_root(s[:, own]) + epsilon)[:, None]
+                start += columns
+
+
+def _root(s: Tensor) -> Tensor:
+    """The correctly rounded square root, which torch's float32 one is not on the CPU (MKL); rounding twice is harmless here."""
+    return torch.sqrt(s.to(torch.float64)).to(torch.float32)
+
+
+def _sums_of_squares(g: Tensor) -> Tensor:
+    """Q of every row of g [n, columns]: float32 [n]."""
+    squares = torch.nn.functional.pad(g * g, (0, -g.shape[1] % 8)).unflatten(1, (-1, 8))
+    p = squares[:, 0]
+    for c in range(1, squares.shape[1]):
+        p = p + squares[:, c]
+    p = p[:, :4] + p[:, 4:]
+    p = p[:, :2] + p[:, 2:]
+    return p[:, 0] + p[:, 1]

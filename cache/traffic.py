@@ -25,6 +25,7 @@ import numpy as np
 from foreload.cache.errors import CacheError, RowsLost
 from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.batches import WriteBackBatch
+from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import (
     Boundary,
     Fetch,
@@ -41,7 +42,7 @@ from foreload.cache.protocol.rounds import (
     RoundStats,
 )
 from foreload.cache.protocol.server_probe import ShardChange
-from foreload.cache.protocol.shards import Shards
+from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Inspection
 from foreload.cache.repair.shard_repair import ShardRepair
 from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
@@ -114,15 +115,15 @@ class Traffic:
         self._lanes = {plan.lane: LaneTraffic(plan, stored) for plan in plans}
         self._counters = Counters()
         self._monitor = Monitor()
-        self._shards: Shards | None = None
+        self._failover: Failover | None = None
         if stored.placement.r:
-            self._shards = Shards(stored, list(self._lanes), ownership, self._monitor.wake, self._changed)
+            self._failover = Failover(stored, ownership, self._monitor.wake, self._changed)
         lanes = list(self._lanes.values())
-        self._rounds = Rounds(stored, [state.writes for state in lanes], self._shards, log, check_tags, self._on_action)
+        self._rounds = Rounds(stored, [state.writes for state in lanes], self._failover, log, check_tags, self._on_action)
         self._shard_repair: ShardRepair | None = None
-        if self._shards is not None:
-            self._shard_repair = ShardRepair(stored, self._shards, self._rounds, lanes, self._monitor, self._on_action)
-        self.inspection = Inspection(stored, self._shards, self._rounds, lanes, self._monitor)
+        if self._failover is not None:
+            self._shard_repair = ShardRepair(stored, self._failover, self._rounds, lanes, self._monitor, self._on_action)
+        self.inspection = Inspection(stored, self._rounds, lanes, self._monitor)
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
 
@@ -199,9 +200,10 @@ class Traffic:
         if self._shard_repair is not None:
             self.inspection.probe()
 
-    def lost_or_rebuilding(self) -> dict[int, float]:
-        """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
-        return self._shard_repair.progress() if self._shard_repair is not None else {}
+    @property
+    def shards(self) -> ShardSnapshot:
+        """How the store shards are."""
+        return self._stored.shards.snapshot
 
     def last_batch(self, lane: int) -> int:
         """The number of the lane's last write-back batch that all shards acknowledged; RUN keeps it for a resume."""
@@ -227,8 +229,8 @@ class Traffic:
             self._monitor.stopping = True
             self._monitor.signal()
         self._thread.join()
-        if self._shards is not None:
-            self._shards.close()
+        if self._failover is not None:
+            self._failover.close()
 
     def __enter__(self) -> Traffic:
         return self
@@ -265,8 +267,8 @@ class Traffic:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         seen = 0
         try:
-            if self._shards is not None:
-                self._shards.begin()
+            if self._failover is not None:
+                self._failover.begin()
             while True:
                 with self._monitor:
                     while self._monitor.signals == seen:

@@ -140,6 +140,7 @@ class Channel:
         self.url, self._connection = connect(url, timeout, connect_timeout)
         self.socket: socket.socket = self._connection._sock
         self.socket.setblocking(False)
+        self.failure: StoreError | None = None  # why nothing more can be asked on it, where a connection's failure is no error
         self.compiled = not isinstance(self.socket, ssl.SSLSocket)  # whether its bytes are what the socket carries
         self.tls_wants_write = False
         self._table = np.zeros((0, frames.REQUEST_COLUMNS), np.int64)
@@ -147,9 +148,10 @@ class Channel:
         self._first = 0
 
     @classmethod
-    def absent(cls, url: StoreUrl) -> Channel:
+    def absent(cls, url: StoreUrl, failure: StoreError) -> Channel:
         """A channel whose server cannot be reached; nothing can be asked on it."""
         channel = cls.__new__(cls)
+        channel.failure = failure
         channel.url, channel._connection = url, url.connection(timedelta(seconds=1))
         channel.socket = socket.socket()
         channel.socket.close()
@@ -266,8 +268,9 @@ class Channel:
         why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or error
         return StoreUnavailable(f"store {self.url}: the connection broke ({why}); see the server's log")
 
-    def fail(self) -> None:
-        """Close the connection and expect no more of what is under way."""
+    def fail(self, failure: StoreError) -> None:
+        """Close the connection and expect no more of what is under way; `failure` says why."""
+        self.failure = failure
         self._state[frames.ANSWERED] = self._state[frames.FILLING] = self._state[frames.LAST]
         self._state[frames.OUT_START] = self._state[frames.OUT_END] = 0
         self.close()

@@ -133,7 +133,6 @@ class Store:
         self.timeout = timeout
         self.commands = self.rows_read = self.rows_written = self.retries = 0
         self._closed = ""
-        self.down: dict[int, StoreError] = {}
         self._channels: list[Channel] = []
         try:
             for url in urls:
@@ -143,13 +142,12 @@ class Store:
                 except StoreUnavailable as error:
                     if not optional:
                         raise
-                    self.down[len(self._channels)] = error
-                    self._channels.append(Channel.absent(parsed))
+                    self._channels.append(Channel.absent(parsed, error))
             self._states = np.zeros((self.shards, frames.CONNECTION_COLUMNS), np.int64)
             self._make_buffers(_OUT_BYTES, _IN_BYTES)
             for shard in range(self.shards) if optional else ():
                 # A stopped server takes connections, and no more.
-                self._perform({} if shard in self.down else {shard: [plain("PING")]}, self.down)
+                self._perform({} if shard in self.down else {shard: [plain("PING")]}, {})
             for shard in self.down.keys() ^ range(self.shards):
                 self._check_server(shard)
         except BaseException:
@@ -181,6 +179,11 @@ class Store:
         """Bytes received from all shards so far."""
         return sum(channel.bytes_received for channel in self._channels)
 
+    @property
+    def down(self) -> dict[int, StoreError]:
+        """The shards that cannot be asked anything, each with the reason."""
+        return {shard: channel.failure for shard, channel in enumerate(self._channels) if channel.failure is not None}
+
     def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
         """Do all reads, then all writes of each shard, all shards at once; returns when every reply is in.
 
@@ -203,7 +206,7 @@ class Store:
         owner that is no more stops.
         """
         asked = {read.shard for read in reads} | {write.shard for write in writes}
-        failures = {shard: self.down[shard] for shard in asked & self.down.keys()}
+        failures = {shard: error for shard, error in self.down.items() if shard in asked}
         reads, writes = (
             [read for read in reads if read.shard not in failures],
             [write for write in writes if write.shard not in failures],
@@ -215,9 +218,7 @@ class Store:
                 try:
                     self._finish(read, parts)
                 except StoreError as error:
-                    failures[read.shard] = error
-                    self._channels[read.shard].close()
-        self.down |= failures
+                    self._lose(read.shard, error, failures)
         for write, count in counts:
             if write.shard not in failures:
                 write.added = count.number
@@ -230,12 +231,10 @@ class Store:
         self._channels[shard] = channel
         self._states[shard] = 0
         channel.place(self._states[shard], self._out[shard], self._in[shard])
-        self.down.pop(shard, None)
 
     def give_up(self, shard: int, why: str) -> None:
         """Close a shard's connection: from now on it counts as failed in `attempt`."""
-        self._channels[shard].close()
-        self.down[shard] = StoreUnavailable(why)
+        self._channels[shard].fail(StoreUnavailable(why))
 
     def _prepare(
         self, reads: Sequence[Read], writes: Sequence[Write]
@@ -480,7 +479,7 @@ class Store:
         if failures is None:
             raise error
         failures[shard] = error
-        self._channels[shard].fail()
+        self._channels[shard].fail(error)
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
         channel = self._channels[key.data]

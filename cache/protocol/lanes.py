@@ -57,6 +57,7 @@ class LaneTraffic:
 
     def __init__(self, plan: LanePlan, stored: StoredRows) -> None:
         self.lane = plan.lane
+        stored.shards.of(plan.lane)  # known from here on
         self.plan = plan.plan
         self.next: tuple[int, Arrivals] | None = None
         self.unknown = False  # the plan's next event is not known yet

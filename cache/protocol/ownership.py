@@ -9,7 +9,6 @@ from typing import Any
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreAuth, StoreError, StoreFull
-from foreload.cache.parity.decoding import Survivors
 from foreload.cache.protocol.fence import fence_all, read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import is_of, lane_key
@@ -32,7 +31,7 @@ UNFENCED = Ownership()
 
 
 def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[int, int]) -> None:
-    """Fence lanes on every store shard, and note in stored.lost the shards that do not have all of their rows.
+    """Fence lanes on every store shard, and lose (in stored.shards) those that do not have all of their rows.
 
     last_batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
     """
@@ -49,58 +48,63 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
             stored.store.give_up(shard, str(error))
         if not there and not stored.placement.r:
             raise StoreError(
-                f"store {stored.store.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
+                f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
             )
         if not there:
-            stored.lost.add(shard)
+            lose(stored, shard)
             continue
         for lane, found in fenced.items():
-            stored.epochs[lane, shard] = found.epoch
+            own = stored.shards.of(lane)
+            own.epochs[shard] = found.epoch
             if not last_batches[lane] and (found.marked or found.rows):
                 # What an earlier owner wrote between the removal of its rows and the fence.
                 stored.store.command(shard, "UNLINK", stored.key(lane, shard))
                 continue
             if found.marked:
-                stored.held[lane, shard] = int(expected[lane][shard])
+                own.held[shard] = int(expected[lane][shard])
             if found.marker != Marker(last_batches[lane], last_batches[lane]):
-                stored.lost.add(shard)
+                lose(stored, shard)
             elif found.rows != expected[lane][shard]:
                 doubtful[shard] = None
-            if not stored.placement.r and (shard in stored.lost or shard in doubtful):
+            if not stored.placement.r and (shard in stored.shards.lost or shard in doubtful):
                 raise StoreError(
-                    f"store {stored.store.urls[shard]}: lost rows of lane {lane}: has {found.rows} of {expected[lane][shard]}, up to write-back "
+                    f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {found.rows} of {expected[lane][shard]}, up to write-back "
                     f"batch {found.marker} of {last_batches[lane]}; restore it and --resume, or start again with --overwrite"
                 )
-    check_covered(stored)
+    stored.shards.check_covered()
     for shard in doubtful:
         # One that is too many is kept: the rows that it lacks are decoded when they are asked for.
-        stored.lose(shard)
+        stored.lose(shard, _lacks_rows(stored, shard))
+
+
+def lose(stored: StoredRows, shard: int) -> None:
+    """Go on without a shard that does not answer, or lacks rows."""
+    failure = stored.store.down.get(shard)
+    stored.shards.lose(shard, _lacks_rows(stored, shard) if failure is None else str(failure))
+
+
+def _lacks_rows(stored: StoredRows, shard: int) -> str:
+    return f"store {stored.shards.urls[shard]}: lacks rows of the run"
 
 
 def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
-    """The same for a reader: find each lane's fence epoch on every store shard, and note in stored.lost the shards that lack rows.
+    """The same for a reader: find each lane's fence epoch on every store shard, and lose those that lack rows.
 
     Without parity these are noticed when they are read.
     """
     for shard in range(stored.placement.shard_count):
         if shard in stored.store.down:
-            stored.lost.add(shard)
+            lose(stored, shard)
             continue
         for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(last_batches))):
-            stored.epochs[lane, shard] = int(epoch)
+            stored.shards.of(lane).epochs[shard] = int(epoch)
             if not stored.placement.r:
                 continue
             found = stored.store.command(shard, "HGET", stored.key(lane, shard), MARKER)
             assert found is None or isinstance(found, bytes)
             if Marker.parse(found) != Marker(last_batches[lane], last_batches[lane]):
-                stored.lost.add(shard)
-    check_covered(stored)
-
-
-def check_covered(stored: StoredRows) -> None:
-    """Raise RowsLost where more shards of a stripe are lost than parity covers."""
-    if stored.lost:
-        Survivors.of(stored.placement, stored.placement.mask(stored.lost))
+                lose(stored, shard)
+    stored.shards.check_covered()
 
 
 def stale_shards(store: Store, namespace: str, last_batches: Sequence[int]) -> list[int]:

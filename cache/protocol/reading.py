@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -14,18 +14,14 @@ from foreload.cache.client.store import (
     Store,
     Write,
 )
-from foreload.cache.errors import RowError, RowsLost, StoreError
-from foreload.cache.parity.decoding import (
-    Decoding,
-    Survivors,
-    plan_alone,
-    plan_decoding,
-)
+from foreload.cache.errors import RowError, StoreError
+from foreload.cache.parity.decoding import Decoding, plan_alone, plan_decoding
 from foreload.cache.parity.placement import Placement, fields
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.shard_table import ShardTable
 from foreload.cache.rows.layout import RowLayout, decode_rows
 from foreload.cache.rows.staging import Rows, RowShapes, put_rows
 
@@ -36,20 +32,17 @@ READ_ROWS = 1 << 16  # of one exchange when many rows are read at once
 class StoredRows:
     """Where the rows of a run rest: the store, the placement, the layout of each table, and the namespace.
 
-    epochs: the fence epoch of a (lane, store shard), 0 for those not there; whoever fences one notes it here. held: how many rows and parity
-    rows its hash has, if that has a marker; one that is not there has neither. lost: shards whose rows are decoded from their stripes by
-    `read_rows`, for which stripes(lane) tells what was written.
+    shards: how each store shard is; rows on those that are lost are decoded from their stripes by `read_rows`, for which stripes(lane) tells
+    what was written.
     """
 
     store: Store
     placement: Placement
     layouts: Sequence[RowLayout]
     namespace: str
-    epochs: dict[tuple[int, int], int] = field(default_factory=dict)
-    held: dict[tuple[int, int], int] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
     stripes: Callable[[int], LaneStripes] | None = None
     shapes: RowShapes = field(init=False)
+    shards: ShardTable = field(init=False)
 
     def __post_init__(self) -> None:
         if self.placement.shard_count != self.store.shards:
@@ -58,41 +51,33 @@ class StoredRows:
                 "name those that the run was started with, in order"
             )
         self.shapes = RowShapes.of(self.layouts)
+        self.shards = ShardTable(self.store.urls, self.placement)
 
     def key(self, lane: int, shard: int) -> bytes:
         """The key of a lane's hash on a store shard."""
-        return lane_key(self.namespace, lane, self.epochs.get((lane, shard), 0))
+        return lane_key(self.namespace, lane, self.shards.of(lane).epochs[shard])
 
     def keys(self, lane: int) -> list[bytes]:
         """The key of a lane's hash on every store shard."""
-        return [self.key(lane, shard) for shard in range(self.placement.shard_count)]
+        return [lane_key(self.namespace, lane, epoch) for epoch in self.shards.of(lane).epochs]
 
     def write(self, lane: int, shard: int, fields: np.ndarray, rows: np.ndarray, marker: Marker, fresh: int) -> Write:
         """A Write of rows of a lane, `fresh` of which the shard has not, with the marker."""
-        new = fresh + ((lane, shard) not in self.held)
+        new = fresh + (self.shards.of(lane).held[shard] is None)
         return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1))
 
     def note(self, lane: int, write: Write) -> None:
         """Count in what a write that was acknowledged brought to its shard."""
         if write.new is not None and write.marker is not None:
-            where = lane, write.shard
-            self.held[where] = self.held[where] + write.new.start if where in self.held else write.new.start - 1
+            held = self.shards.of(lane).held
+            before = held[write.shard]
+            held[write.shard] = write.new.start - 1 if before is None else before + write.new.start
 
-    def covers(self, lost: Collection[int]) -> bool:
-        """Whether parity covers the loss of these shards."""
-        if not self.placement.r:
-            return False
-        try:
-            Survivors.of(self.placement, self.placement.mask(lost))
-        except RowsLost:
-            return False
-        return True
-
-    def lose(self, shard: int) -> bool:
+    def lose(self, shard: int, why: str) -> bool:
         """Read without a shard from now on, if parity covers that; whether it does."""
-        covered = self.covers({*self.lost, shard})
+        covered = self.shards.covers(shard)
         if covered:
-            self.lost.add(shard)
+            self.shards.lose(shard, why)
         return covered
 
     def expected(self, lane: int) -> np.ndarray:
@@ -158,7 +143,7 @@ def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Ma
     found = Marker.parse(read.marker)
     if found not in markers:
         raise StoreError(
-            f"store {stored.store.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {found}, must be {markers[0]}; "
+            f"store {stored.shards.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {found}, must be {markers[0]}; "
             "it was emptied, restarted from an older save, or belongs to another run: restore it and --resume, or start again with --overwrite"
         )
 
@@ -167,7 +152,7 @@ def check_answer(stored: StoredRows, lane: int, write: Write) -> None:
     """Refuse a store shard whose answer to a write says that it lost rows."""
     if write.surprise is not None:
         raise StoreError(
-            f"store {stored.store.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}; it was emptied, or rows were deleted there: "
+            f"store {stored.shards.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}; it was emptied, or rows were deleted there: "
             "restore it and --resume, or start again with --overwrite"
         )
 
@@ -207,7 +192,7 @@ def _row_error(
     tag = ("at most " if expected.tag_at_most else "") + str(int(expected.tag[place]))
     return RowError(
         f"table {layout.name}, row id {int(expected.id[place])} (lane {expected.lane}, ordinal {int(expected.ordinal[place])}) {what} on store "
-        f"{stored.store.urls[request.read.shard]}: tag must be {tag}, found {'none' if found is None else found}; the store lost or mixed up "
+        f"{stored.shards.urls[request.read.shard]}: tag must be {tag}, found {'none' if found is None else found}; the store lost or mixed up "
         "writes: restore its data and --resume, or start again with --overwrite",
         wrong,
     )
@@ -235,30 +220,35 @@ def _read_part(
 ) -> bool:
     """Read rows once; False if a shard is lost since."""
     requests = plan_reads(stored, part)
-    lost = [request for request in requests if request.read.shard in stored.lost]
+    own = stored.shards.of(part.lane)
+    lost = [request for request in requests if not own.readable(request.read.shard)]
     decodings = [_plan_lost(stored, part, request) for request in lost]
-    reads = [request.read for request in requests if request.read.shard not in stored.lost]
+    reads = [request.read for request in requests if own.readable(request.read.shard)]
     further = [read for decoding in decodings for read in decoding.reads]
     stored.store.exchange(reads + further, [])
     if last_batch is not None:
         for read in reads + further:
-            if Marker.parse(read.marker) != Marker(last_batch, last_batch) and stored.lose(read.shard):
-                return False
-            check_marker(stored, part.lane, read, [Marker(last_batch, last_batch)])
+            try:
+                check_marker(stored, part.lane, read, [Marker(last_batch, last_batch)])
+            except StoreError as error:
+                if stored.lose(read.shard, str(error)):
+                    return False
+                raise
     for read in further:
-        if read.missing is not None and stored.lose(read.shard):
-            return False
         if read.missing is not None:
-            raise missing_value(stored, part.lane, read)
+            missing = missing_value(stored, part.lane, read)
+            if stored.lose(read.shard, str(missing)):
+                return False
+            raise missing
     for request, decoding in zip(lost, decodings, strict=True):
         request.read.rows[:] = decoding.decode()
     for request in requests:
         try:
             accept(stored, part, request, rows, places, check_tags)
         except RowError as error:
-            if request.read.shard in stored.lost:
+            if not own.readable(request.read.shard):
                 raise
-            if stored.lose(request.read.shard):
+            if stored.lose(request.read.shard, str(error)):
                 return False
             _read_alone(stored, part, request, error)
             accept(stored, part, request, rows, places, check_tags)
@@ -271,13 +261,13 @@ def _read_alone(stored: StoredRows, expected: Expected, request: Request, error:
         raise error
     assert stored.stripes is not None
     lane, read = expected.lane, request.read
-    lost = stored.placement.mask(stored.lost | {read.shard})
-    found = decode_wrong(stored, stored.stripes(lane), expected, request, error, lost)
+    unreadable = stored.shards.of(lane).unreadable | stored.placement.mask([read.shard])
+    found = decode_wrong(stored, stored.stripes(lane), expected, request, error, unreadable)
     stored.store.exchange(found.reads, [])
     if any(one.missing is not None for one in found.reads):
         raise error
-    repairs = found.put(read)
-    if (lane, read.shard) in stored.held:
+    repairs = found.put(stored, lane, read)
+    if stored.shards.of(lane).held[read.shard] is not None:
         stored.store.exchange([], repairs)
 
 
@@ -293,13 +283,14 @@ class WrongRows:
         """What must be read first."""
         return self.decoding.reads
 
-    def put(self, read: Read) -> list[Write]:
+    def put(self, stored: StoredRows, lane: int, read: Read) -> list[Write]:
         """Put what was decoded in the place of what was read; returns the Writes that repair the store, with no marker."""
         read.rows[self.places] = self.decoding.decode()
         read.missing = None
         names, rows = read.fields[self.places], read.rows[self.places]
         parts = [slice(start, start + COMMAND_ROWS) for start in range(0, len(names), COMMAND_ROWS)]
-        return [Write(read.shard, read.key, names[part], rows[part], None, range(len(names[part]) + 1)) for part in parts]
+        key = stored.key(lane, read.shard)
+        return [Write(read.shard, key, names[part], rows[part], None, range(len(names[part]) + 1)) for part in parts]
 
 
 def decode_wrong(
@@ -319,11 +310,10 @@ def decode_wrong(
 
 def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Decoding:
     assert stored.stripes is not None
-    gone = stored.placement.mask(stored.lost)
     ordinal, k = expected.ordinal[request.places], stored.placement.k
     wanted = expected.table[request.places], ordinal // k, ordinal % k
-    survivors = Survivors.of(stored.placement, gone)
-    return plan_decoding(stored.stripes(expected.lane), survivors, wanted, request.read.rows.shape[1], stored.keys(expected.lane))
+    survivors, row_bytes = stored.shards.survivors(expected.lane), request.read.rows.shape[1]
+    return plan_decoding(stored.stripes(expected.lane), survivors, wanted, row_bytes, stored.keys(expected.lane))
 
 
 def missing_value(stored: StoredRows, lane: int, read: Read) -> RowError:
@@ -333,6 +323,6 @@ def missing_value(stored: StoredRows, lane: int, read: Read) -> RowError:
     table, number = stored.layouts[name >> 48 & 0x7FFF].name, name & ((1 << 48) - 1)
     what = f"the parity of stripe {number}" if name & int(PARITY_BIT) else f"the row with ordinal {number}"
     return RowError(
-        f"table {table}: {what} (lane {lane}) is missing on store {stored.store.urls[read.shard]}: the store lost writes; restore its data and "
+        f"table {table}: {what} (lane {lane}) is missing on store {stored.shards.urls[read.shard]}: the store lost writes; restore its data and "
         "--resume, or start again with --overwrite"
     )

@@ -11,7 +11,7 @@ from foreload.cache.parity.stripes import ALL_STRIPES, Arrangement
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.fence import fence
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.ownership import Ownership, check_covered
+from foreload.cache.protocol.ownership import Ownership, lose
 from foreload.cache.protocol.reading import StoredRows
 
 _ORDINAL_BITS, _ORDINAL = np.uint64(48), np.uint64((1 << 48) - 1)
@@ -22,7 +22,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
 
     Where the parity of batch n is not there, parity ^= c * (old ^ new); once it is everywhere, the new rows go where the data is not. Each
     phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are
-    down, stale or were being rebuilt, or have not as many rows as the log says, are noted in stored.lost. Raises Fenced, RowsLost, StoreError,
+    down, stale or were being rebuilt, or have not as many rows as the log says, are lost in stored.shards. Raises Fenced, RowsLost, StoreError,
     CacheError.
     """
     code = stored.placement.code
@@ -32,26 +32,26 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     doubtful: list[int] = []
     for shard in range(stored.placement.shard_count):
         if shard in stored.store.down or not ownership.has(stored.store, stored.namespace, shard):
-            stored.lost.add(shard)
+            lose(stored, shard)
             continue
         there = fence(stored.store, shard, stored.namespace, lane, ownership.term)
-        stored.epochs[lane, shard], marker = there.epoch, there.marker
+        stored.shards.of(lane).epochs[shard], marker = there.epoch, there.marker
         if max(marker.parity, marker.data) > batch.number:
             raise CacheError(
-                f"store {stored.store.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}: the log is not "
+                f"store {stored.shards.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}: the log is not "
                 "the run's; put that one back"
             )
         if marker.rebuilding or marker.data < batch.number - 1:
-            stored.lost.add(shard)
+            lose(stored, shard)
             continue
         found[shard] = marker
         stage = int(marker.parity == batch.number) + int(marker.data == batch.number)
         if batch.held is not None and there.rows != batch.held[shard, stage]:
             doubtful.append(shard)
-    check_covered(stored)
+    stored.shards.check_covered()
     for shard in doubtful:
         # One that is too many is kept: a scrub decodes what it lacks.
-        if stored.lose(shard):
+        if stored.lose(shard, f"store {stored.shards.urls[shard]}: lacks rows of lane {lane}"):
             del found[shard]
     if not len(batch.fields):
         return batch.number

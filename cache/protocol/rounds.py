@@ -10,9 +10,10 @@ import numpy as np
 from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import RowError
 from foreload.cache.parity.decoding import Decoding, plan_alone, plan_decoding
-from foreload.cache.parity.stripes import ALL_STRIPES, PARITY_BIT, LaneStripes
+from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.batches import WriteBackBatch, WriteBackStaging
+from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import (
     Expected,
@@ -26,7 +27,6 @@ from foreload.cache.protocol.reading import (
     missing_value,
     plan_reads,
 )
-from foreload.cache.protocol.shards import Shards
 from foreload.cache.rows.staging import Rows
 
 _TABLE_SHIFT, _ORDINAL = np.uint64(48), np.uint64((1 << 48) - 1)  # of a field
@@ -69,28 +69,27 @@ class RoundStats:
 
 
 class Rounds:
-    """Runs phases over the lanes of an owner. shards: None without parity, when every failure of a shard is an error; log: with parity only."""
+    """Runs phases over the lanes of an owner. failover: None without parity, when every failure of a shard is an error; log: with parity only."""
 
     def __init__(
         self,
         stored: StoredRows,
         lanes: Sequence[LaneWrites],
-        shards: Shards | None,
+        failover: Failover | None,
         log: BatchLog | None,
         check_tags: bool,
         on_action: Callable[[str], None],
     ) -> None:
-        self._stored, self._shards, self._log = stored, shards, log
+        self._stored, self._shards, self._failover, self._log = stored, stored.shards, failover, log
         self._check_tags, self._on_action = check_tags, on_action
         self._code = stored.placement.code
-        self._everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
+        self._shard_count = stored.placement.shard_count
         self._writes = {writes.lane: writes for writes in lanes}
         self._phase: dict[int, list[Marker]] = {}
 
     def cut(self, writes: LaneWrites) -> WriteBackBatch | None:
         """The lane's next batch; without parity it is pending at once."""
-        cursors = self._everywhere if self._shards is None else self._shards.cursors[writes.lane]
-        batch = writes.staging.cut(cursors)
+        batch = writes.staging.cut(self._shards.of(writes.lane).cursors)
         if self._code is None and batch is not None:
             writes.pending = batch
             return None
@@ -153,7 +152,7 @@ class Rounds:
             writes.held = held[:, 2]
             self._on_action("batch logged")
             self._phase[writes.lane] = [Marker(batch.number - 1, batch.number - 1), Marker(batch.number, batch.number - 1)]
-            for shard in range(len(self._everywhere)):
+            for shard in range(self._shard_count):
                 marker = self._marker(writes.lane, shard, batch.number, batch.number - 1)
                 fresh = int(batch.fresh.parity_rows[shard])
                 out.append((writes.lane, self._stored.write(writes.lane, shard, *batch.parity_part(shard), marker, fresh)))
@@ -185,8 +184,8 @@ class Rounds:
         return found
 
     def _exchange(self, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
-        if self._shards is not None:
-            self._shards.exchange(reads, out, self._markers)
+        if self._failover is not None:
+            self._failover.exchange(reads, out, self._markers)
             return
         self._stored.store.exchange([read for _, read in reads], [write for _, write in out])
         for lane, read in reads:
@@ -207,13 +206,13 @@ class Rounds:
         return [Marker(number if self._code is not None else writes.last_batch, writes.last_batch), Marker(number, number)]
 
     def _marker(self, lane: int, shard: int, parity: int, data: int) -> Marker:
-        return Marker(parity, data, self._shards is not None and self._shards.rebuilding(lane, shard))
+        return Marker(parity, data, self._shards.rebuilding(lane, shard))
 
     def _live(self, shard: int) -> bool:
-        return self._shards is None or shard not in self._shards.lost
+        return shard not in self._shards.lost
 
     def _readable(self, lane: int, read: Read) -> bool:
-        return self._shards is None or self._shards.readable(lane, read.shard)
+        return self._shards.readable(lane, read.shard)
 
     def _data_writes(self, writes: LaneWrites) -> list[Write]:
         batch = writes.pending
@@ -223,11 +222,11 @@ class Rounds:
             self._stored.write(
                 lane, shard, *batch.part(shard), self._marker(lane, shard, number, number), int(batch.fresh.rows[shard])
             )
-            for shard in range(len(self._everywhere))
+            for shard in range(self._shard_count)
         ]
 
     def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
-        parts = ((shard, *batch.updated_parity(shard)) for shard in range(len(self._everywhere)))
+        parts = ((shard, *batch.updated_parity(shard)) for shard in range(self._shard_count))
         return [
             Read(shard, self._stored.key(writes.lane, shard), fields, rows, any_length=True)
             for shard, fields, rows in parts
@@ -236,9 +235,9 @@ class Rounds:
 
     def _distrusted(self, shard: int, error: RowError) -> bool:
         """Whether a live shard, which lacks a row, can be lost, and so is."""
-        if self._shards is None or not self._shards.covers(shard):
+        if self._failover is None or not self._shards.covers(shard):
             return False
-        self._shards.lose(shard, str(error))
+        self._failover.lose(shard, str(error))
         return True
 
     def _take_rows(self, fetches: Sequence[PlannedFetch]) -> int:
@@ -253,7 +252,7 @@ class Rounds:
                 try:
                     accept(self._stored, fetch.expected, request, fetch.into, fetch.places, self._check_tags)
                 except RowError as error:
-                    if self._shards is None or request.decoded:
+                    if self._failover is None or request.decoded:
                         raise
                     # Another read may have shown it already.
                     if self._shards.readable(lane, shard) and not self._distrusted(shard, error):
@@ -268,7 +267,7 @@ class Rounds:
         lost = self._unreadable(writes.lane, read.shard)
         found = decode_wrong(self._stored, writes.stripes, fetch.expected, request, error, lost)
         self._read_alone(writes.lane, found.reads, error)
-        self._exchange([], [(writes.lane, write) for write in found.put(read)])
+        self._exchange([], [(writes.lane, write) for write in found.put(self._stored, writes.lane, read)])
         request.decoded = True
         return len(found.places)
 
@@ -291,13 +290,10 @@ class Rounds:
             raise error
         found = WrongRows(places, decoding)
         self._read_alone(lane, found.reads, error)
-        self._exchange([], [(lane, write) for write in found.put(read)])
+        self._exchange([], [(lane, write) for write in found.put(self._stored, lane, read)])
 
     def _unreadable(self, lane: int, shard: int) -> np.ndarray:
-        assert self._shards is not None
-        return self._stored.placement.mask(
-            [other for other in range(len(self._everywhere)) if other == shard or not self._shards.readable(lane, other)]
-        )
+        return self._shards.of(lane).unreadable | self._stored.placement.mask([shard])
 
     def _read_alone(self, lane: int, reads: Sequence[Read], error: RowError) -> None:
         self._exchange([(lane, read) for read in reads], [])
@@ -306,7 +302,7 @@ class Rounds:
 
     def _decode_lost(self, left: Sequence[tuple[PlannedFetch, Request]]) -> int:
         """Fill the reads of shards that cannot be read from what is left of their stripes; returns how many rows that were."""
-        if self._shards is None or self._shards.whole:
+        if self._shards.whole:
             return 0
         k = self._stored.placement.k
         while True:

@@ -12,7 +12,6 @@ from foreload.cache.protocol.lanes import LaneTraffic
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.protocol.shards import Shards
 from foreload.cache.repair.live_scrub import ExpectedRows, LiveScrub
 from foreload.cache.repair.scrub import Findings
 
@@ -41,13 +40,11 @@ class Inspection:
     def __init__(
         self,
         stored: StoredRows,
-        shards: Shards | None,
         rounds: Rounds,
         lanes: Sequence[LaneTraffic],
         monitor: Monitor,
     ) -> None:
-        self._stored, self._shards, self._rounds, self._lanes = stored, shards, rounds, list(lanes)
-        self._monitor = monitor
+        self._stored, self._rounds, self._lanes, self._monitor = stored, rounds, list(lanes), monitor
         self._scrub: LiveScrub | None = None
         self._counting = False
         self._row_counts: RowCounts | None = None
@@ -62,13 +59,13 @@ class Inspection:
 
     def begin_scrub(self, known: ExpectedRows) -> None:
         """Check every stripe of the lanes from now on, beside the training. Raises CacheError without parity, and while one is under way."""
-        if self._shards is None:
+        if not self._stored.placement.r:
             raise CacheError("scrub: there is no parity to check rows against")
         with self._monitor:
             if self._scrub is not None and not self._scrub.done:
                 raise CacheError("scrub: one is under way already; wait for its end")
             writes = [state.writes for state in self._lanes]
-            self._scrub = LiveScrub(self._stored, self._shards, self._rounds, writes, known)
+            self._scrub = LiveScrub(self._stored, self._rounds, writes, known)
             self._monitor.signal()
 
     def scrubbed(self, finish: bool = False) -> Scrubbed | None:
@@ -142,8 +139,7 @@ class Inspection:
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
         found = RowCounts.none(tables, shards)
         for state in self._lanes:
-            cursors = self._shards.cursors[state.lane] if self._shards is not None else None
-            found += count_rows(state.writes.stripes, tables, shards, cursors)
+            found += count_rows(state.writes.stripes, tables, shards, self._stored.shards.of(state.lane).cursors)
         with self._monitor:
             self._row_counts, self._counting = found, False
             self._monitor.notify_all()

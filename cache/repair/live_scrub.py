@@ -16,7 +16,6 @@ import numpy as np
 
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import LaneWrites, Rounds
-from foreload.cache.protocol.shards import Shards
 from foreload.cache.repair.rebuild import SHARE
 from foreload.cache.repair.scrub import (
     MUST,
@@ -42,10 +41,8 @@ class LiveScrub:
     stripes: how many there were at the beginning; findings: so far. Rows on shards that are lost or being rebuilt are left out.
     """
 
-    def __init__(
-        self, stored: StoredRows, shards: Shards, rounds: Rounds, lanes: Sequence[LaneWrites], known: ExpectedRows
-    ) -> None:
-        self._stored, self._shards, self._rounds, self._known = stored, shards, rounds, known
+    def __init__(self, stored: StoredRows, rounds: Rounds, lanes: Sequence[LaneWrites], known: ExpectedRows) -> None:
+        self._stored, self._shards, self._rounds, self._known = stored, stored.shards, rounds, known
         self._left = deque((writes, table) for writes in lanes for table in range(len(stored.layouts)))
         self._first = 0
         self._not_before = 0.0
@@ -90,6 +87,4 @@ class LiveScrub:
         ids, tags = self._known.of(lane, table, self._first * k, len(ordinals))
         presence = np.where(written, MUST, NEVER).astype(np.uint8)
         known = TableRows(table, presence, ids, tags, np.zeros(len(ordinals), bool))
-        shards = range(self._stored.placement.shard_count)
-        unreadable = np.array([not self._shards.readable(lane, shard) for shard in shards])
-        return StripeChunk.plan(self._stored, writes.stripes, self._first, known, unreadable)
+        return StripeChunk.plan(self._stored, writes.stripes, self._first, known, self._shards.of(lane).unreadable)

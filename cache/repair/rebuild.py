@@ -14,10 +14,10 @@ import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS
 from foreload.cache.parity.decoding import plan_decoding, rows_on_shard
+from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import LaneWrites, Rounds
-from foreload.cache.protocol.shards import Shards
 
 SHARE = 0.25  # of the traffic thread's time, at most: training comes first
 _TABLE_SHIFT = np.uint64(48)
@@ -26,25 +26,25 @@ _TABLE_SHIFT = np.uint64(48)
 class Rebuild:
     """Rebuilds the shards that are not readable, one chunk at a time. throttled: no more than a quarter of the time goes into it."""
 
-    def __init__(self, stored: StoredRows, shards: Shards, rounds: Rounds) -> None:
-        self._stored, self._shards, self._rounds = stored, shards, rounds
+    def __init__(self, stored: StoredRows, failover: Failover, rounds: Rounds, lanes: Sequence[LaneWrites]) -> None:
+        self._stored, self._shards, self._failover, self._rounds, self._lanes = stored, stored.shards, failover, rounds, lanes
         self.throttled = True
         self._not_before = 0.0
 
-    def wanted(self, lanes: list[LaneWrites]) -> tuple[LaneWrites, int] | None:
+    def wanted(self) -> tuple[LaneWrites, int] | None:
         """The lane and shard that are to be rebuilt next."""
-        for writes in lanes:
+        for writes in self._lanes:
             for shard in range(self._stored.placement.shard_count):
                 if self._shards.rebuilding(writes.lane, shard):
                     return writes, shard
         return None
 
-    def done(self, lanes: Sequence[LaneWrites], shard: int) -> float:
+    def _share(self, shard: int) -> float:
         """How much of a shard is rebuilt, as a share of the stripes."""
         passed = total = 0
-        for writes in lanes:
+        for writes in self._lanes:
             stripes = -(-writes.stripes.written.counts // writes.stripes.k)
-            cursor = int(self._shards.cursors[writes.lane][shard])
+            cursor = int(self._shards.of(writes.lane).cursors[shard])
             table, stripe = cursor >> 48, cursor & ((1 << 48) - 1)
             total += int(stripes.sum())
             passed += int(stripes[:table].sum()) + (min(stripe, int(stripes[table])) if table < len(stripes) else 0)
@@ -61,7 +61,7 @@ class Rebuild:
         """
         begun = time.monotonic()
         lane, stripes = writes.lane, writes.stripes
-        cursor = int(self._shards.cursors[lane][shard])
+        cursor = int(self._shards.of(lane).cursors[shard])
         table, first = cursor >> 48, cursor & ((1 << 48) - 1)
         if table == len(self._stored.layouts):
             self._finish(writes, shard)
@@ -85,9 +85,9 @@ class Rebuild:
             if shard in self._shards.lost:
                 return 0
         more = found.end * stripes.k < stripes.written.counts[table]
-        self._shards.cursors[lane][shard] = (np.uint64(table) << _TABLE_SHIFT) | np.uint64(found.end)
-        if not more:
-            self._shards.cursors[lane][shard] = np.uint64(table + 1) << _TABLE_SHIFT
+        following = (table, found.end) if more else (table + 1, 0)
+        self._shards.advance(lane, shard, (np.uint64(following[0]) << _TABLE_SHIFT) | np.uint64(following[1]))
+        self._shards.note_rebuilt(shard, self._share(shard))
         now = time.monotonic()
         self._not_before = now + (now - begun) * (1 / SHARE - 1)
         return len(found.place)
@@ -97,4 +97,4 @@ class Rebuild:
         last = self._stored.write(lane, shard, *NO_ROWS, Marker(writes.last_batch, writes.last_batch), 0)
         self._rounds.exchange_alone([], [(lane, last)])
         if shard not in self._shards.lost:
-            self._shards.rebuilt(lane, shard)
+            self._failover.rebuilt(lane, shard)

@@ -265,12 +265,12 @@ def scrub_table(
 ) -> Iterator[Findings]:
     """Check all stripes of one table of a lane that nobody writes, in chunks, and repair them, if `repair`.
 
-    Rows on shards in stored.lost are left out. A row that is missing, or has a wrong id or tag, and a parity row that is missing, are decoded
+    Rows on shards that are lost are left out. A row that is missing, or has a wrong id or tag, and a parity row that is missing, are decoded
     from their stripe; of the others one that the parity rows single out, where r >= 2. batches: the number of the lane's last write-back batch,
     checked against every shard. Raises StoreError.
     """
     stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
-    unreadable = stored.placement.mask(stored.lost)
+    unreadable = stored.shards.of(lane).unreadable
     end = -(-len(rows.id) // stripes.k)
     for first in range(0, end, CHUNK_STRIPES):
         count = min(CHUNK_STRIPES, end - first)

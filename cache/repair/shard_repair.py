@@ -10,11 +10,11 @@ import numpy as np
 
 from foreload.cache.errors import RowsLost
 from foreload.cache.parity.decoding import lost_rows
+from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LaneTraffic
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.protocol.shards import Shards
 from foreload.cache.repair.rebuild import Rebuild
 
 _POLL = timedelta(milliseconds=50)
@@ -26,16 +26,16 @@ class ShardRepair:
     def __init__(
         self,
         stored: StoredRows,
-        shards: Shards,
+        failover: Failover,
         rounds: Rounds,
         lanes: Sequence[LaneTraffic],
         monitor: Monitor,
         on_action: Callable[[str], None],
     ) -> None:
-        self._stored, self._shards, self._rounds, self._monitor = stored, shards, rounds, monitor
+        self._stored, self._shards, self._failover, self._monitor = stored, stored.shards, failover, monitor
         self._on_action = on_action
         self._lanes = [state.writes for state in lanes]
-        self._rebuild = Rebuild(stored, shards, rounds)
+        self._rebuild = Rebuild(stored, failover, rounds, self._lanes)
         self._replaced: list[tuple[int, str]] = []
         self.rows_rebuilt = 0
 
@@ -52,24 +52,16 @@ class ShardRepair:
         self._rebuild.throttled = False
         deadline = time.monotonic() + patience.total_seconds()
         with self._monitor:
-            self._monitor.wait_until(lambda: (not self._replaced and self._shards.whole) or time.monotonic() >= deadline, _POLL)
-            return sorted(self._shards.lost)
-
-    def progress(self) -> dict[int, float]:
-        """The shards that are not whole, and how much of each is rebuilt, from 0 to 1."""
-        if self._shards.whole:
-            return {}
-        return {
-            shard: self._rebuild.done(self._lanes, shard)
-            for shard in range(self._stored.placement.shard_count)
-            if not all(self._shards.readable(writes.lane, shard) for writes in self._lanes)
-        }
+            self._monitor.wait_until(
+                lambda: (not self._replaced and self._shards.snapshot.whole) or time.monotonic() >= deadline, _POLL
+            )
+            return self._shards.snapshot.lost
 
     # The traffic's thread.
 
     def patience(self) -> float | None:
         """Seconds after which the next chunk of a rebuild is due; None if there is none."""
-        return self._rebuild.wait().total_seconds() if self._rebuild.wanted(self._lanes) is not None else None
+        return self._rebuild.wait().total_seconds() if self._rebuild.wanted() is not None else None
 
     def work(self, flush_pending: Callable[[], bool]) -> bool:
         """While not all shards are whole: take back those that are there again, and rebuild, a chunk; False if there was nothing to do.
@@ -77,12 +69,12 @@ class ShardRepair:
         flush_pending: sends the rows of all batches under way, and says whether there were any.
         """
         for shard, url in self._replacements():
-            self._shards.replace(shard, url)
+            self._failover.replace(shard, url)
         if self._shards.whole:
             return False
         flushed = flush_pending()
-        self._shards.take_back({writes.lane: writes.last_batch for writes in self._lanes})
-        wanted = self._rebuild.wanted(self._lanes)
+        self._failover.take_back({writes.lane: writes.last_batch for writes in self._lanes})
+        wanted = self._rebuild.wanted()
         if wanted is None or self._rebuild.wait():
             return flushed
         rows = self._rebuild.chunk(*wanted)

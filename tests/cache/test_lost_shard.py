@@ -39,12 +39,12 @@ from foreload.cache.errors import (
 )
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.shards import Shards
 from foreload.cache.traffic import Counters, Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
@@ -281,7 +281,7 @@ def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_do
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "attempt", unheard)
         # However slow the machine, so that it is not lost for being late; and the note of whose the server is, is there.
-        patch.setattr("foreload.cache.protocol.shards.RECONNECT", PATIENCE)
+        patch.setattr("foreload.cache.protocol.failover.RECONNECT", PATIENCE)
         patch.setattr(Ownership, "has", lambda *_: True)
         found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
     assert lost == []
@@ -314,7 +314,7 @@ def test_a_row_that_is_missing_on_one_shard_too_many_is_decoded_alone_if_its_str
             traffic.write_back(0, 9, ending(0, 1))
             if covered:
                 assert (traffic.take(0, 1).weights[:, :3] == 1).all()
-                assert list(traffic.lost_or_rebuilding()) == [0]
+                assert list(traffic.shards.not_whole) == [0]
             else:
                 with pytest.raises(RowError, match=rf"table narrow: the row with ordinal {gone} .* is missing"):
                     traffic.take(0, 1)
@@ -562,17 +562,17 @@ def test_a_stale_shard_is_lost_and_the_marker_that_it_must_have_is_named(
 ) -> None:
     with Store(stores.urls, timedelta(seconds=5)) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        shards = Shards(stored, [0], Ownership(), lambda: None, lambda change: None)
+        failover = Failover(stored, Ownership(), lambda: None, lambda change: None)
         try:
             if rebuilding:
-                shards.cursors[0][1] = 0
+                stored.shards.advance(0, 1, 0)
             store.exchange([], [Write(1, stored.key(0, 1), *NO_ROWS, found.stored())])
             read = Read(1, stored.key(0, 1), *NO_ROWS)
-            shards.exchange([(0, read)], [], lambda lane: [Marker(2, 1), Marker(2, 2)])
-            assert list(shards.lost) == [1]
-            assert shards.lost[1].endswith(f"is stale: its marker for lane 0 {message}")
+            failover.exchange([(0, read)], [], lambda lane: [Marker(2, 1), Marker(2, 2)])
+            assert stored.shards.snapshot.lost == [1]
+            assert stored.shards.snapshot.shards[1].why.endswith(f"is stale: its marker for lane 0 {message}")
         finally:
-            shards.close()
+            failover.close()
 
 
 def test_a_store_whose_shards_are_optional_begins_without_those_that_do_not_answer(stores: LocalStores) -> None:

@@ -241,7 +241,7 @@ def test_everything_that_a_shard_lost_is_repaired(rest: AtRest) -> None:
 
 def test_a_shard_that_is_lost_is_left_out_and_the_others_are_checked_with_what_is_left(rest: AtRest) -> None:
     shard = rest.at(0)[0]
-    rest.stored.lost.add(shard)
+    rest.stored.shards.lose(shard, "taken away")
     found = rest.scrub()
     assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
     assert found.rows + found.parity_rows == sum(len(held) - 1 for i, held in enumerate(rest.before) if i != shard)

@@ -92,7 +92,7 @@ def run(
             repair_task._on_action = lambda action: on_action(trainer.parts.traffic, action)
 
     def on_action(traffic: Traffic, action: str) -> None:
-        rebuilt = traffic.lost_or_rebuilding().values()
+        rebuilt = traffic.shards.not_whole.values()
         if later and action == "rows rebuilt" and rebuilt and min(rebuilt) >= 1 / 3:
             assert all(0 < share < 1 for share in rebuilt)
             later.pop()(stores, traffics)
@@ -146,7 +146,7 @@ def once_whole(what: Disturbance) -> Disturbance:
 
     def do(stores: LocalStores, traffics: list[Traffic]) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while any(traffic.lost_or_rebuilding() for traffic in traffics):
+        while any(traffic.shards.not_whole for traffic in traffics):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         what(stores, traffics)

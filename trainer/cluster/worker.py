@@ -286,7 +286,7 @@ class TrainerProcess:
         if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
             self._stop_asked = True
             self._board.publish(STOP_WANTED, True)
-        for shard, done in traffic.lost_or_rebuilding().items():
+        for shard, done in traffic.shards.not_whole.items():
             if done:
                 self._events.send("shard", shard=shard, what="rebuilding", done=done)
         self._run_requests.tell()
@@ -311,7 +311,7 @@ class TrainerProcess:
             while True:
                 lost = traffic.repair_shards(SHARDS_PAUSE)
                 self._see_to_shards(traffic)
-                if traffic.lost_or_rebuilding().keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
+                if traffic.shards.not_whole.keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
                     break
             found, known = self._shards_lost > known, self._shards_lost
             self._board.publish(f"repaired/{turn}/{self._trainer}", found)

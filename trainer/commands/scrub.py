@@ -73,9 +73,9 @@ def _broken_off(found: Run, local: LocalStores | None, urls: str | None) -> Iter
         log = FileLog(found.path / LOG)
         for lane in range(manifest.lanes):
             recover(stored, lane, log, Ownership(0, manifest.identity))
-        if stored.lost:
+        if lost := sorted(stored.shards.lost):
             raise RunError(
-                f"run {found.path}: was broken off, and store shard {', '.join(map(str, sorted(stored.lost)))} is lost: which of its rows were "
+                f"run {found.path}: was broken off, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "
                 "ever written is not known, so the stripes cannot be checked; a server that still has them can be started again"
             )
         yield stored, schedule
@@ -90,7 +90,7 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
             for found in scrub_table(stored, lane, rows, last_batches[lane]):
                 total.add(found)
                 bar.update(found.stripes)
-    return told(total, [layout.name for layout in stored.layouts], sorted(stored.lost))
+    return told(total, [layout.name for layout in stored.layouts], sorted(stored.shards.lost))
 
 
 def _beside_training(found: Run, training: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,257 @@
+"""Exchanges with store shards of which some may fail: what becomes of one that does, and how it comes back.
+
+A shard whose connection breaks is connected to again, for 200 ms: older connections are fenced first, then its identity and its markers must
+be what they should. If they are not, or if the shard stays silent for the store's timeout, it is *lost*, and all goes on without it: what
+is asked of it is decoded, what is meant for it is left out. A server that is there again, or another in its place, is adopted empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from foreload.cache.client.store import (
+    NO_ROWS,
+    Read,
+    Store,
+    Write,
+)
+from foreload.cache.client.url import parse_url
+from foreload.cache.errors import (
+    Fenced,
+    RowsLost,
+    ShardsRefuse,
+    StoreBusy,
+    StoreError,
+    StoreSilent,
+    StoreUnavailable,
+)
+from foreload.cache.parity.stripes import ALL_STRIPES
+from foreload.cache.protocol.fence import Found, fence_all
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.server_probe import ServerProbe, ShardChange
+
+RECONNECT = timedelta(milliseconds=200)
+REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
+
+Markers = Callable[[int], Sequence[Marker]]
+
+
+class Failover:
+    """What the owner of lanes does about store shards that fail. One thread uses it, the one that changes `stored.shards`.
+
+    wake: called when a server is there again, by the thread that looks for servers. on_change is told what becomes of a shard, by either.
+    """
+
+    def __init__(
+        self, stored: StoredRows, ownership: Ownership, wake: Callable[[], None], on_change: Callable[[ShardChange], None]
+    ) -> None:
+        self._stored, self._ownership, self._on_change = stored, ownership, on_change
+        self._table = stored.shards
+        self._kept: set[int] = set()  # lost, though their servers have their rows
+        self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
+        self._probe = ServerProbe(stored, ownership, wake, on_change)
+
+    def begin(self) -> None:
+        """Go on without the shards that were found lost at the start."""
+        for shard, why in sorted(self._table.lost.items()):
+            self.lose(shard, why)
+
+    def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
+        """Do what the live shards are asked, each item with its lane; what is left undone belongs to shards that are lost afterwards.
+
+        markers: those that a lane may have now. Raises RowsLost where too many shards are lost, Fenced, and what else a server answers.
+        """
+        table = self._table
+        reads = [(lane, read) for lane, read in reads if read.shard not in table.lost]
+        writes = [(lane, write) for lane, write in writes if write.shard not in table.lost]
+        failures: dict[int, StoreError] = self._stored.store.attempt([read for _, read in reads], [write for _, write in writes])
+        for lane, write in writes:
+            if write.shard in failures:
+                continue
+            if write.surprise is not None:
+                why = f"store {table.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}"
+                failures[write.shard] = StoreUnavailable(why)
+                self.lose(write.shard, why)
+                continue
+            self._stored.note(lane, write)
+        for lane, read in reads:
+            if read.shard not in failures and not self._expected(lane, read.shard, Marker.parse(read.marker), markers):
+                failures[read.shard] = StoreUnavailable(
+                    f"store {table.urls[read.shard]}: is stale: its marker for lane {lane} is {Marker.parse(read.marker)}, must be "
+                    f"{self._allowed(lane, read.shard, markers)[0]}"
+                )
+                self.lose(read.shard, str(failures[read.shard]))
+        again: dict[int, Mapping[int, Found]] = {}
+        for shard, error in failures.items():
+            if shard not in table.lost:
+                fenced = self._reconnect(shard, error, markers, [one for one in writes if one[1].shard == shard])
+                if fenced is not None:
+                    again[shard] = fenced
+        if again:
+            self._repeat(reads, writes, again, markers)
+
+    def _repeat(
+        self,
+        reads: Sequence[tuple[int, Read]],
+        writes: Sequence[tuple[int, Write]],
+        fenced: Mapping[int, Mapping[int, Found]],
+        markers: Markers,
+    ) -> None:
+        """Ask shards with a new connection once more, under the new epochs. fenced: by shard and lane, what was found there."""
+        repeated = [
+            (lane, replace(read, key=self._stored.key(lane, read.shard)), read) for lane, read in reads if read.shard in fenced
+        ]
+        written: list[tuple[int, Write]] = []
+        for lane, write in writes:
+            if write.shard in fenced:
+                new = write.new
+                if _done(write, fenced[write.shard][lane]):
+                    # It answered, but was not heard; sent again it brings nothing.
+                    self._stored.note(lane, write)
+                    new = range(1)
+                written.append((lane, replace(write, key=self._stored.key(lane, write.shard), new=new, added=None)))
+        self.exchange([(lane, twin) for lane, twin, _ in repeated], written, markers)
+        for _, twin, read in repeated:
+            read.missing, read.marker = twin.missing, twin.marker
+
+    def _expected(self, lane: int, shard: int, marker: Marker, markers: Markers) -> bool:
+        return marker in self._allowed(lane, shard, markers)
+
+    def _allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
+        return [replace(allowed, rebuilding=self._table.rebuilding(lane, shard)) for allowed in markers(lane)]
+
+    def lose(self, shard: int, why: str, refused: bool = False) -> None:
+        """Go on without a shard. refused: its server is there, with its rows, but does not do what it is asked; it is not asked again at once.
+
+        Raises RowsLost where parity does not cover the loss, ShardsRefuse where it would cover those that have lost their rows.
+        """
+        table = self._table
+        whole = table.complete(shard)
+        self._stored.store.give_up(shard, why)
+        table.lose(shard, why)
+        times = self._refused[shard] = self._refused.get(shard, 0) + 1 if refused else 0
+        self._probe.want(shard, table.urls[shard], min(REFUSED * 2**times, LONGEST_REFUSED) if refused else timedelta())
+        self._on_change(ShardChange(shard, "lost", table.urls[shard].plain, why))
+        self._kept.discard(shard)
+        if refused and whole:
+            self._kept.add(shard)
+        try:
+            for lane in table.lanes:
+                table.survivors(lane)
+        except RowsLost as error:
+            kept = table.placement.mask(self._kept)
+            if not all(table.covered(table.of(lane).unreadable & ~kept) for lane in table.lanes):
+                raise
+            reasons = "; ".join(table.lost[one] for one in sorted(self._kept))
+            raise ShardsRefuse(
+                f"store shards {', '.join(map(str, error.shards))} take no part any more, and parity covers {error.covered}: {reasons}. "
+                "They still have their rows"
+            ) from error
+
+    def replace(self, shard: int, url: str) -> None:
+        """Use another server in place of a shard's from now on."""
+        other = parse_url(url)
+        if shard not in self._table.lost:
+            self.lose(shard, f"store {other}: takes the shard over")
+        self._table.move(shard, other)
+        self._probe.want(shard, other)
+
+    def _reconnect(
+        self, shard: int, error: StoreError, markers: Markers, writes: Sequence[tuple[int, Write]]
+    ) -> Mapping[int, Found] | None:
+        """Connect again to a shard whose connection broke: what is there of each lane; None if it is not as it should be, and so is lost.
+
+        writes: what was under way there.
+        """
+        why, table = str(error), self._table
+        broken = isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy)
+        if broken and table.complete(shard):
+            try:
+                fresh = Store([table.urls[shard]], RECONNECT, RECONNECT)
+                try:
+                    fenced = self._fenced(fresh, shard)
+                    if fenced is not None and all(
+                        self._as_it_was(lane, shard, there, markers, writes) for lane, there in fenced.items()
+                    ):
+                        self._stored.store.adopt(shard, fresh)
+                        for lane, there in fenced.items():
+                            table.of(lane).epochs[shard] = there.epoch
+                        return fenced
+                    why = f"store {table.urls[shard]}: came back without the run's last write-back batches, or without rows"
+                finally:
+                    fresh.close()
+            except Fenced:
+                raise
+            except StoreError as failure:
+                error, why = failure, str(failure)
+        self.lose(shard, why, not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
+        return None
+
+    def _as_it_was(self, lane: int, shard: int, found: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
+        """Whether a shard with a new connection lacks nothing of a lane but what was under way."""
+        if not self._expected(lane, shard, found.marker, markers):
+            return False
+        before = self._table.of(lane).held[shard]
+        held = -1 if before is None else before  # the marker is no row
+        own = [write for of, write in writes if of == lane and write.new is not None]
+        held += sum(write.new.start for write in own if write.new is not None and _done(write, found))
+        lacking = sum(write.new.stop - 1 for write in own if write.new is not None and write.marker is None)
+        return held - lacking <= found.rows - (not found.marked) <= held
+
+    def _fenced(self, fresh: Store, shard: int) -> dict[int, Found] | None:
+        """Fence all lanes; None if the server is not the run's."""
+        if not self._ownership.has(fresh, self._stored.namespace, shard, 0):
+            return None
+        return self._fence(fresh, shard)
+
+    def _fence(self, fresh: Store, shard: int) -> dict[int, Found]:
+        known = {lane: self._table.of(lane).epochs[shard] for lane in self._table.lanes}
+        return fence_all(fresh, 0, self._stored.namespace, list(known), self._ownership.term, known)
+
+    def take_back(self, last_batches: Mapping[int, int]) -> None:
+        """Adopt the servers of lost shards that are there again, each emptied of the lanes; no write-back batch is under way.
+
+        last_batches: of each lane the number of its last one.
+        """
+        for shard, fresh in self._probe.ready().items():
+            try:
+                try:
+                    for lane, there in self._fence(fresh, shard).items():
+                        own = self._table.of(lane)
+                        own.epochs[shard], own.held[shard] = there.epoch, None
+                        fresh.command(0, "UNLINK", self._stored.key(lane, shard))
+                        begun = self._stored.write(
+                            lane, shard, *NO_ROWS, Marker(last_batches[lane], last_batches[lane], rebuilding=True), 0
+                        )
+                        fresh.exchange([], [replace(begun, shard=0)])
+                        self._stored.note(lane, begun)
+                    self._stored.store.adopt(shard, fresh)
+                finally:
+                    fresh.close()
+            except Fenced:
+                raise
+            except StoreError:
+                self._probe.want(shard, self._table.urls[shard], REFUSED)
+                continue
+            self._table.bring_back(shard)
+            self._on_change(ShardChange(shard, "rebuilding", self._table.urls[shard].plain))
+
+    def rebuilt(self, lane: int, shard: int) -> None:
+        """A shard has all rows of a lane again, and its marker says so."""
+        self._table.advance(lane, shard, ALL_STRIPES)
+        self._refused.pop(shard, None)
+        if self._table.complete(shard):
+            self._on_change(ShardChange(shard, "ok", self._table.urls[shard].plain))
+
+    def close(self) -> None:
+        """Stop looking for lost shards."""
+        self._probe.close()
+
+
+def _done(write: Write, found: Found) -> bool:
+    """Whether a write that was under way, with a marker, was done by a server whose marker is found."""
+    return found.marked and write.marker is not None and Marker.parse(write.marker) == found.marker

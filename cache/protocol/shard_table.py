@@ -1,0 +1,209 @@
+"""The store shards of a run as one process has them: where each is, which are live for which rows of which lane, and each lane's epoch there.
+
+This is the one home of that. A ShardTable belongs to one thread at a time: to whoever takes lanes over or reads them, and then to the
+traffic's thread, which alone changes it from there on. Everybody else looks at `snapshot`, which never changes once it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreload.cache.client.url import StoreUrl
+from foreload.cache.errors import RowsLost
+from foreload.cache.parity.decoding import Survivors
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import ALL_STRIPES
+
+OK, REBUILDING, LOST = "ok", "rebuilding", "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """How a store shard was at one moment. url: of its server, without password; state: "ok", "rebuilding" or "lost"; why: of a lost one.
+
+    rebuilt: how much of it is live, as a share of the stripes of all lanes: 1 where it is ok, 0 where it is lost.
+    """
+
+    url: str
+    state: str = OK
+    why: str = ""
+    rebuilt: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSnapshot:
+    """How all store shards were at one moment, in order."""
+
+    shards: tuple[ShardStatus, ...]
+
+    @property
+    def lost(self) -> list[int]:
+        """The shards that are lost."""
+        return [shard for shard, status in enumerate(self.shards) if status.state == LOST]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every shard has all rows of every lane."""
+        return all(status.state == OK for status in self.shards)
+
+    @property
+    def not_whole(self) -> dict[int, float]:
+        """The shards that are lost or being rebuilt, and how much of each is rebuilt, from 0 to 1."""
+        return {shard: status.rebuilt for shard, status in enumerate(self.shards) if status.state != OK}
+
+
+@dataclass(slots=True)
+class LaneShards:
+    """What one lane has on every store shard.
+
+    epochs: the lane's fence epoch there, 0 where none was set. held: how many rows and parity rows its hash has, if that has a marker; None for
+    one that is not there. cursors: uint64 [shards], the shard is live for the lane's stripes (by table and number) below its cursor: for all of
+    them, none, or those rebuilt so far.
+    """
+
+    epochs: list[int]
+    held: list[int | None]
+    cursors: np.ndarray
+
+    def readable(self, shard: int) -> bool:
+        """Whether a shard has all rows of the lane."""
+        return bool(self.cursors[shard] == ALL_STRIPES)
+
+    @property
+    def unreadable(self) -> np.ndarray:
+        """Which shards have not: bool [shards]."""
+        mask: np.ndarray = self.cursors != ALL_STRIPES
+        return mask
+
+
+class ShardTable:
+    """The state of every store shard for the lanes of one owner, or of one reader.
+
+    urls: of the servers, with passwords; placement: of the run. lost: shard -> why. Liveness is asked of a lane (`of`), since a shard may be live
+    for one and not, or only in part, for another.
+    """
+
+    def __init__(self, urls: Sequence[StoreUrl], placement: Placement) -> None:
+        self.urls, self.placement = list(urls), placement
+        self.lost: dict[int, str] = {}
+        self._lanes: dict[int, LaneShards] = {}
+        self._rebuilt = dict.fromkeys(range(len(self.urls)), 0.0)
+        self._survivors: dict[bytes, Survivors] = {}
+        self._publish()
+
+    # What others see.
+
+    @property
+    def snapshot(self) -> ShardSnapshot:
+        """How the shards are; any thread may ask."""
+        return self._snapshot
+
+    def _publish(self) -> None:
+        self._snapshot = ShardSnapshot(tuple(self._status(shard) for shard in range(len(self.urls))))
+
+    def _status(self, shard: int) -> ShardStatus:
+        url = self.urls[shard].plain
+        if shard in self.lost:
+            return ShardStatus(url, LOST, self.lost[shard], 0.0)
+        if self.complete(shard):
+            return ShardStatus(url)
+        return ShardStatus(url, REBUILDING, "", self._rebuilt[shard])
+
+    # What the thread that it belongs to asks.
+
+    @property
+    def lanes(self) -> Iterable[int]:
+        """The lanes that it knows."""
+        return self._lanes.keys()
+
+    def of(self, lane: int) -> LaneShards:
+        """What a lane has on every shard. One that it did not know has no epoch, and nothing on shards that are lost."""
+        known = self._lanes.get(lane)
+        if known is None:
+            count = len(self.urls)
+            cursors = np.full(count, ALL_STRIPES, np.uint64)
+            cursors[list(self.lost)] = 0
+            known = self._lanes[lane] = LaneShards([0] * count, [None] * count, cursors)
+        return known
+
+    @property
+    def whole(self) -> bool:
+        """Whether every shard has all rows of every lane."""
+        return self._snapshot.whole
+
+    def complete(self, shard: int) -> bool:
+        """Whether a shard has all rows of every lane."""
+        return shard not in self.lost and all(own.readable(shard) for own in self._lanes.values())
+
+    def readable(self, lane: int, shard: int) -> bool:
+        """Whether a shard has all rows of a lane."""
+        return self.of(lane).readable(shard)
+
+    def rebuilding(self, lane: int, shard: int) -> bool:
+        """Whether a shard is there, but does not have all rows of a lane yet."""
+        return shard not in self.lost and not self.readable(lane, shard)
+
+    def survivors(self, lane: int) -> Survivors:
+        """From what the lane's rows on shards that are not readable are decoded. Raises RowsLost where they cannot be."""
+        return self._survivors_of(self.of(lane).unreadable)
+
+    def _survivors_of(self, unreadable: np.ndarray) -> Survivors:
+        key = unreadable.tobytes()
+        survivors = self._survivors.get(key)
+        if survivors is None:
+            survivors = self._survivors[key] = Survivors.of(self.placement, unreadable)
+        return survivors
+
+    def check_covered(self) -> None:
+        """Raise RowsLost where more shards of a stripe are lost than parity covers."""
+        if self.lost:
+            self._survivors_of(self.placement.mask(self.lost))
+
+    def covers(self, shard: int) -> bool:
+        """Whether parity covers the loss of one shard more."""
+        lanes = [own.unreadable for own in self._lanes.values()]
+        further = self.placement.mask([shard])
+        return all(self.covered(mask | further) for mask in (self.placement.mask(self.lost), *lanes))
+
+    def covered(self, unreadable: np.ndarray) -> bool:
+        """Whether parity covers the loss of these shards, bool [shards]."""
+        if not self.placement.r:
+            return False
+        try:
+            self._survivors_of(unreadable)
+        except RowsLost:
+            return False
+        return True
+
+    # What it changes.
+
+    def lose(self, shard: int, why: str) -> None:
+        """Go on without a shard from now on: no lane has anything there."""
+        self.lost[shard] = why
+        self._rebuilt[shard] = 0.0
+        for own in self._lanes.values():
+            own.cursors[shard] = 0
+        self._publish()
+
+    def bring_back(self, shard: int) -> None:
+        """A lost shard is there again, empty, and is being rebuilt."""
+        del self.lost[shard]
+        self._publish()
+
+    def advance(self, lane: int, shard: int, cursor: int | np.uint64) -> None:
+        """A shard is live for a lane's stripes below a cursor."""
+        self.of(lane).cursors[shard] = cursor
+        self._publish()
+
+    def note_rebuilt(self, shard: int, share: float) -> None:
+        """How much of a shard is rebuilt, from 0 to 1, for others to see."""
+        self._rebuilt[shard] = share
+        self._publish()
+
+    def move(self, shard: int, url: StoreUrl) -> None:
+        """Another server has a shard from now on."""
+        self.urls[shard] = url
+        self._publish()

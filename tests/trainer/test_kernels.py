@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import SettingError
+from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.compiled_kernels import CompiledKernels
-from foreload.trainer.compute.kernels import Kernels, kernels_for
+from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import MEAN, SINGLE, BlockLayout, Lookups, UpdateRules
 from foreload.trainer.compute.torch_kernels import TorchKernels
 

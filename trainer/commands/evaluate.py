@@ -17,7 +17,7 @@ from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.pipelines.schedule.kept import last_occupants, ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import numerics
-from foreload.trainer.compute.kernels import kernels_for
+from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.compute.metrics import BinaryMetrics
 from foreload.trainer.errors import LossNotFinite, RunError

@@ -19,6 +19,7 @@ from foreload.pipelines.base.simd import (
     descend,
     eight_sums_of_squares,
 )
+from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
 from foreload.trainer.compute.row_optimizers import ADAGRAD, EPSILON, SGD
 
@@ -265,7 +266,7 @@ def _apply_rowwise(
             descend(gradient, i * columns + j, rates[tables[i]], root, weights, r * columns + j)
 
 
-class CompiledKernels:
+class CompiledKernels(Kernels):
     """`Kernels` for rows in CPU memory."""
 
     def take_rows(self, rows: Tensor, places: np.ndarray, out: Tensor) -> None:

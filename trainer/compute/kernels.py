@@ -7,16 +7,12 @@ may be read-only views of mapped files. `W` is the width of the widest row; colu
 
 from __future__ import annotations
 
-import os
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from foreload.pipelines.errors import SettingError
-from foreload.trainer.compute.compiled_kernels import CompiledKernels
 from foreload.trainer.compute.layouts import Lookups, UpdateRules
-from foreload.trainer.compute.torch_kernels import TorchKernels
 
 
 class Kernels(Protocol):
@@ -60,16 +56,3 @@ class Kernels(Protocol):
         weights: float32 [slots, W]; state: float32 [slots, S]; slots: int32 [U] without repetition; tables: int16 [U]; gradient: float32 [U, W].
         After: every row in `slots` is one step further within its table's columns; what lies beyond them, and all other slots, are as before.
         """
-
-
-def kernels_for(device: str, variant: str | None = None) -> Kernels:
-    """The kernels for rows on a device: compiled on "cpu", torch elsewhere.
-
-    variant, or else the environment's FORELOAD_KERNELS, chooses between "compiled" and "torch" on the CPU. Raises SettingError.
-    """
-    variant = variant or os.environ.get("FORELOAD_KERNELS") or ("compiled" if device == "cpu" else "torch")
-    if variant == "torch":
-        return TorchKernels(device)
-    if variant == "compiled" and device == "cpu":
-        return CompiledKernels()
-    raise SettingError(f"FORELOAD_KERNELS: must be torch, or compiled on the CPU; got {variant!r} on {device}; unset it")

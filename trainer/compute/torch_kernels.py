@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
 from foreload.trainer.compute.row_optimizers import ADAGRAD, EPSILON, ROWWISE_ADAGRAD, SGD
 
 _ONE = np.uint64(1)
 
 
-class TorchKernels:
+class TorchKernels(Kernels):
     """`Kernels` for rows on `device`."""
 
     def __init__(self, device: str = "cpu") -> None:

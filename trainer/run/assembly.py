@@ -34,9 +34,9 @@ from foreload.pipelines.schedule.format import Arrivals, Event
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import Position, state_after
+from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
 from foreload.trainer.compute.exchange import Exchange
-from foreload.trainer.compute.kernels import kernels_for
 from foreload.trainer.compute.layouts import (
     BlockLayout,
     UpdateRules,

@@ -1,0 +1,23 @@
+"""Which implementation of the kernels serves a device."""
+
+from __future__ import annotations
+
+import os
+
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.compute.compiled_kernels import CompiledKernels
+from foreload.trainer.compute.kernels import Kernels
+from foreload.trainer.compute.torch_kernels import TorchKernels
+
+
+def kernels_for(device: str, variant: str | None = None) -> Kernels:
+    """The kernels for rows on a device: compiled on "cpu", torch elsewhere.
+
+    variant, or else the environment's FORELOAD_KERNELS, chooses between "compiled" and "torch" on the CPU. Raises SettingError.
+    """
+    variant = variant or os.environ.get("FORELOAD_KERNELS") or ("compiled" if device == "cpu" else "torch")
+    if variant == "torch":
+        return TorchKernels(device)
+    if variant == "compiled" and device == "cpu":
+        return CompiledKernels()
+    raise SettingError(f"FORELOAD_KERNELS: must be torch, or compiled on the CPU; got {variant!r} on {device}; unset it")

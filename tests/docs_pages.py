@@ -1,0 +1,115 @@
+"""The documentation as data: pages, headings, links, and the code blocks that are run as tests.
+
+A comment above a fenced block, which no rendered page shows, says what is done with it:
+
+    <!-- test -->                       run it: each `$ command` of a console block with its output; a python block, with those that follow it
+    <!-- test: 200000 => 2000; a => b -->  the same, with these texts replaced in commands, so that it takes seconds; its output is not compared
+    <!-- test full -->                  the same, in the full suite only; `full` may precede the colon, too
+    <!-- file: clicks.toml -->          put it into the folder that the page's blocks share
+
+Output is compared line by line with every number taken for any other; a line `...` stands for any lines.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_BLOCK = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"(?P<kind>test|file)(?P<full> full)?(?:: (?P<rest>.*))?")
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_NUMBER = re.compile(r"[0-9][0-9,.]*")
+_SIZE = re.compile(r"# (?:B|KiB|MiB|GiB|KB|MB|GB)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A marked block: file, the name it gets, or None for one that is run; replaced: pairs of texts in its commands."""
+
+    language: str
+    text: str
+    line: int
+    full: bool
+    file: str | None
+    replaced: tuple[tuple[str, str], ...]
+
+    @property
+    def commands(self) -> list[tuple[str, list[str]]]:
+        """Of a console block: each command, its continued lines joined, and the lines of its output. A sh block has no output."""
+        if self.language == "sh":
+            return [(self._small(line), []) for line in self.text.replace("\\\n", " ").splitlines() if line]
+        found: list[tuple[str, list[str]]] = []
+        for line in self.text.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                found.append((self._small(line[2:]), []))
+            else:
+                found[-1][1].append(line)
+        return found
+
+    def _small(self, command: str) -> str:
+        for was, now in self.replaced:
+            command = command.replace(was, now)
+        return command
+
+
+def pages() -> list[Path]:
+    """Every page of the documentation."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def blocks(page: Path) -> list[Block]:
+    """The marked blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _BLOCK.finditer(text):
+        if match["mark"] is None:
+            continue
+        mark = _MARK.fullmatch(match["mark"])
+        line = text.count("\n", 0, match.start()) + 1
+        assert mark is not None, f"{page}:{line}: unknown mark {match['mark']!r}"
+        is_file = mark["kind"] == "file"
+        replaced = [] if is_file or not mark["rest"] else [pair.partition(" => ") for pair in mark["rest"].split("; ")]
+        found.append(
+            Block(
+                match["language"], match["text"], line, bool(mark["full"]), mark["rest"] if is_file else None,
+                tuple((was, now) for was, _, now in replaced),
+            )
+        )  # fmt: skip
+    return found
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links that are not on the web; code is left out."""
+    text = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL))
+    return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+        for heading in headings
+    }
+
+
+def table_fields(page: Path, heading: str) -> set[str]:
+    """The names in `code` in the first column of the tables under a heading."""
+    text = page.read_text(encoding="utf-8")
+    section = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#{{1,6}} |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section is not None, f"{page}: has no heading {heading}"
+    cells = [line.split("|")[1] for line in section[2].splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def agree(shown: list[str], printed: list[str]) -> bool:
+    """Whether output is as a page shows it, numbers aside."""
+    pattern = "".join(r"(?:.*\n)*" if line == "..." else re.escape(_masked(line)) + r"\n" for line in shown)
+    return re.fullmatch(pattern, "".join(_masked(line) + "\n" for line in printed)) is not None
+
+
+def _masked(line: str) -> str:
+    return re.sub(r"\s+", " ", _SIZE.sub("# B", _NUMBER.sub("#", line))).strip()

@@ -1,0 +1,102 @@
+"""The documentation does what it says: its examples run, its links lead somewhere, its tables name the fields that there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Clicks, done, run_here
+from docs_pages import ROOT, Block, agree, anchors, blocks, links, pages, table_fields
+
+EXAMPLES = [page for page in pages() if any(block.file is None for block in blocks(page))]
+QUICK = [page for page in EXAMPLES if any(block.file is None and not block.full for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_what_is_there(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    reached, found = {ROOT / "README.md"}, [ROOT / "docs" / "README.md"]
+    while found:
+        page = found.pop()
+        reached.add(page)
+        targets = {
+            (page.parent / link.partition("#")[0]).resolve() for link in links(page) if link.partition("#")[0].endswith(".md")
+        }
+        found += sorted(targets - reached)
+    assert set(pages()) == reached
+
+
+@pytest.mark.parametrize("page", QUICK, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_do_what_the_page_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow([block for block in blocks(page) if not block.full], tmp_path, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [page for page in EXAMPLES if any(block.full for block in blocks(page))], ids=lambda p: p.name)
+def test_all_examples_do_what_the_page_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(blocks(page), tmp_path, monkeypatch)
+
+
+def test_fields_are_those_of_a_run(clicks: Clicks, tmp_path: Path) -> None:
+    run, operations = tmp_path / "run", ROOT / "docs" / "operations.md"
+    done("train", clicks.schedule, "--run", run, "--store", "local:1", "--dim", "4", "--model", "wide_deep", "--digest")
+    summary = json.loads((run / "summary.json").read_text())
+    traffic = {f"store_traffic.{name}" for name in summary.pop("store_traffic")}
+    assert table_fields(operations, "summary.json") == summary.keys() | traffic
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for kind in ("step", "evaluation"):
+        fields = {name for line in lines if line["kind"] == kind for name in line}
+        assert table_fields(operations, f"metrics.jsonl: {kind}") == fields, kind
+    assert {path.name for path in run.iterdir()} <= table_fields(operations, "The folder of a run")
+
+
+def follow(page: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do what a page's blocks say, in an empty folder; assert that all succeeds and prints what is shown."""
+    for name in ("criteo", "talkingdata"):
+        if data := os.environ.get("FORELOAD_DATA"):
+            (folder / name).symlink_to(Path(data) / name)
+    (folder / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    python: list[str] = []
+    for number, block in enumerate(page):
+        if block.file is not None:
+            Path(block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            python.append(block.text)
+            # Blocks with nothing between them are one program.
+            if number + 1 == len(page) or page[number + 1].language != "python" or page[number + 1].file is not None:
+                Path(f"block_{block.line}.py").write_text("\n".join(python), encoding="utf-8")
+                python.clear()
+                _run(f"{shlex.quote(sys.executable)} block_{block.line}.py", block)
+        else:
+            for command, shown in block.commands:
+                printed = _run(command, block)
+                if not block.replaced and block.language == "console":
+                    assert agree(shown, printed), "\n".join([f"$ {command}", *printed])
+
+
+def _run(command: str, block: Block) -> list[str]:
+    """What a command prints, stderr first, as a user sees its lines who waits for the end."""
+    words = shlex.split(command)
+    # In this process everything is imported already.
+    if words[0] == "foreload" and not {"&&", "|", ">", "&", ";"} & set(words):
+        status, out, err = run_here(*words[1:])
+    else:
+        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        status, out, err = ended.returncode, ended.stdout, ended.stderr
+    assert status == 0, f"line {block.line}: {command}\n{out}{err}"
+    return [line for line in (err + out).splitlines() if not line.startswith(("prepare: ", "train: "))]

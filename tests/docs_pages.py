@@ -87,13 +87,13 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors of a page: of its headings, as GitHub makes them, and those it names itself."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
-        for heading in headings
-    }
+    found = set(re.findall(r'<a name="([^"]+)">', text))
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<[^>]*>", "", heading))
+        found.add(re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-"))
+    return found
 
 
 def table_fields(page: Path, heading: str) -> set[str]:
@@ -102,7 +102,7 @@ def table_fields(page: Path, heading: str) -> set[str]:
     section = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#{{1,6}} |\Z)", text, re.MULTILINE | re.DOTALL)
     assert section is not None, f"{page}: has no heading {heading}"
     cells = [line.split("|")[1] for line in section[2].splitlines() if line.startswith("| `")]
-    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    return {name for cell in cells for name in re.findall(r"`([^`*]+)`", cell)}
 
 
 def agree(shown: list[str], printed: list[str]) -> bool:

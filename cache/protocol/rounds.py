@@ -1,4 +1,4 @@
-"""The phases of a round with the store (docs/architecture.md, Parity): what is read, encoded, logged and written, and in which order."""
+"""The phases of a round with the store (docs/internals/cache.md, Parity): what is read, encoded, logged and written, and in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row table: what the serial pass remembers of every row (docs/architecture.md, The serial pass).
+"""The row table: what the serial pass remembers of every row (docs/internals/pipelines.md, The serial pass).
 
 A record is four int32, so that it lies in one cache line: ORDINAL (ordinal + 1; 0: never trained), OWNER (its lane, and the low ACCESS_BITS
 bits of the number of its last access), PLACE (its slot, or -(boundary + 2) of the end of its last residency) and TAG (1 + the last step that

@@ -68,6 +68,7 @@ TERM = 0
 RESTED = "rested"
 
 _ready = threading.Event()
+_IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ class TrainerProcess:
                 self._run_requests.finish()
                 batches = {lane: part.traffic.last_batch(lane) for lane in part.partitions}
                 counters = {
-                    name: value.total_seconds() if isinstance(value, timedelta) else int(value)
+                    _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
                     for name, value in asdict(part.traffic.counters()).items()
                 }
             # From here on no lane is written any more, so that the dense part may take the place of the one that goes with the rows before.

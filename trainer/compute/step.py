@@ -1,4 +1,4 @@
-"""A trainer: it runs the schedule's program over the lanes that it hosts (docs/architecture.md, A step)."""
+"""A trainer: it runs the schedule's program over the lanes that it hosts (docs/internals/trainer.md, A step)."""
 
 from __future__ import annotations
 

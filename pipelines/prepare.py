@@ -19,6 +19,7 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.base.progress import Progress
 from foreload.pipelines.errors import DiskError, ForeloadError, ScheduleError, SettingError
+from foreload.pipelines.planning.command_line import parser, quiet_import, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
 from foreload.pipelines.planning.disk import (
     Shape,
@@ -26,12 +27,7 @@ from foreload.pipelines.planning.disk import (
     estimate_bytes,
     estimate_rows,
 )
-from foreload.pipelines.planning.options import (
-    Options,
-    parser,
-    quiet_import,
-    read,
-)
+from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.plan import (
     FOLDERS,
     PROGRESS,
@@ -132,7 +128,7 @@ def _absolute(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _output(options: Options) -> Iterator[ExitStack]:
+def _output(options: PrepareOptions) -> Iterator[ExitStack]:
     """Make or clear the folder, with an empty work folder in it, and hold its lock until the end or `close`: one prepare at a time."""
     out = options.out
     if out.exists() and not out.is_dir():
@@ -198,11 +194,9 @@ def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: flo
     }
 
 
-def _provenance(options: Options, flags: list[str], summary: dict[str, Any]) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in Options.__slots__}
-    named = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+def _provenance(options: PrepareOptions, flags: list[str], summary: dict[str, Any]) -> dict[str, Any]:
     version = metadata.version("apache-beam")
-    return {"options": named, "flags": flags, "beam": version, "seconds": summary["seconds"], "finished": time.time()}
+    return {"options": options.to_dict(), "flags": flags, "beam": version, "seconds": summary["seconds"], "finished": time.time()}
 
 
 def _text(summary: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from foreload.pipelines.beam.pipeline import add_schedule
 from foreload.pipelines.beam.stages import Wrap
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning import options
+from foreload.pipelines.planning.command_line import beam_flags
 from foreload.pipelines.planning.plan import Plan, ReadTask
 
 _LOCAL_RUNNERS = ("", "direct", "directrunner", "fnapirunner")
@@ -25,7 +25,7 @@ def check_flags(flags: Sequence[str]) -> None:
     """Refuse what neither this program nor Beam knows, where Beam would drop it without a word. Raises SettingError."""
     if not runs_locally(flags):
         return  # a job service has flags of its own
-    known = options.beam_flags()
+    known = beam_flags()
     for flag in flags:
         if flag.startswith("-") and flag.partition("=")[0] not in known:
             raise SettingError(f"{flag}: is not an option; see `foreload prepare --help` for those there are")

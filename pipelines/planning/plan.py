@@ -12,7 +12,7 @@ from typing import Any
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.compiler.compile import CompileSettings
 from foreload.pipelines.errors import ScheduleError, SettingError, SourceError, error_of
-from foreload.pipelines.planning.options import Options, feature_spec
+from foreload.pipelines.planning.options import PrepareOptions, feature_spec
 from foreload.pipelines.planning.sizing import (
     DEFAULT_DIMENSION,
     columns_of,
@@ -135,7 +135,7 @@ class ReadTask:
         return piece_name(self.which, self.split.file_index, self.split.split_index)
 
 
-def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
+def plan_reading(options: PrepareOptions, spec: FeatureSpec) -> list[ReadTask]:
     """The splits of all sources. Raises SourceError."""
     kind: Format = "csv" if options.format == "tsv" else options.format
     rows = options.rows or 0
@@ -148,27 +148,25 @@ def plan_reading(options: Options, spec: FeatureSpec) -> list[ReadTask]:
     return tasks
 
 
-def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
+def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
     """Look at the feature file, the parent and the sources' names. Raises PipelineError and SettingError."""
     spec = feature_spec(options, None if parent is None else parent.header.features)
     if parent is not None:
         spec = _continued(parent, spec, options)
-    row_bytes, slots = _row_bytes(options, spec), options.slots
-    if slots is None:
-        slots = _slots_of_memory(options.memory_bytes, row_bytes)
+    row_bytes, size = _row_bytes(options, spec), options.lane_size
     settings = CompileSettings(
         features=spec if parent is None else parent.header.features,
         batch_size=options.batch_size,
         lanes=options.lanes,
-        slots=slots,
+        slots=size.slots or _slots_of_memory(size.memory_bytes, row_bytes),
         epochs=options.epochs,
         shuffle_seed=options.shuffle_seed,
         placement=options.placement or ("locality" if parent is None else parent.header.placement),
         segment_bytes=options.segment_bytes,
         parent=None if options.after is None else options.after.absolute(),
         settings={
-            "slots": options.slots,
-            "memory_bytes": options.memory_bytes if options.slots is None else None,
+            "slots": size.slots,
+            "memory_bytes": size.memory_bytes if size.slots is None else None,
             "row_bytes": row_bytes,
             "segment_bytes": options.segment_bytes,
             "eval_fraction": options.eval_fraction,
@@ -186,7 +184,7 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
         out=options.out.absolute(),
         spec=spec,
         settings=settings,
-        sized=options.slots is None,
+        sized=size.slots is None,
         evaluation_only=options.evaluation_only,
         evaluation_fraction=options.eval_fraction,
         max_rejects=options.max_rejects,
@@ -197,11 +195,11 @@ def make_plan(options: Options, parent: Schedule | None) -> tuple[Plan, list[Rea
     return plan, tasks
 
 
-def _row_bytes(options: Options, spec: FeatureSpec) -> int:
+def _row_bytes(options: PrepareOptions, spec: FeatureSpec) -> int:
     """What the header says that a row takes at rest. Where the slots are given as a number nothing follows from it."""
     if options.row_bytes is not None:
         return options.row_bytes
-    if options.slots is None:
+    if options.lane_size.slots is None:
         return stored_bytes(default_columns(spec))
     return stored_bytes((max((table.dimension or 0 for table in spec.tables), default=0) or DEFAULT_DIMENSION) + 1)
 
@@ -217,7 +215,7 @@ def _slots_of_memory(memory_bytes: int, row_bytes: int) -> int:
     return slots
 
 
-def _continued(parent: Schedule, spec: FeatureSpec, options: Options) -> FeatureSpec:
+def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> FeatureSpec:
     """The features as read now, with the parent's vocabularies. Raises ScheduleError where the parent has other ones."""
     if parent.header.lanes != options.lanes:
         raise ScheduleError(

@@ -21,6 +21,7 @@ import reference_data as reference
 from foreload.pipelines import prepare
 from foreload.pipelines.base.at_work import SILENCE, Watch, at_work
 from foreload.pipelines.base.progress import Progress
+from foreload.pipelines.base.settings import size_bytes
 from foreload.pipelines.beam.order import source_of
 from foreload.pipelines.beam.pipeline import Compile
 from foreload.pipelines.errors import (
@@ -32,7 +33,7 @@ from foreload.pipelines.errors import (
     SlotsError,
     SourceError,
 )
-from foreload.pipelines.planning import options
+from foreload.pipelines.planning import command_line
 from foreload.pipelines.planning.disk import estimate_rows
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
@@ -211,16 +212,16 @@ def features(tmp_path: Path) -> Path:
 def test_what_can_be_seen_without_the_data_is_refused_at_once(features: Path, tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", 50, 1)
     for arguments, words in {
-        (file, "--features", features, "--batch-size", "0"): "--batch-size: must be in 1 .. 2147483647, not 0",
-        (file, "--features", features, "--lanes", "65"): "--lanes: must be in 1 .. 64, not 65",
-        (file, "--features", features, "--placement", "near"): "--placement: must be order or locality, not 'near'",
+        (file, "--features", features, "--batch-size", "0"): "--batch-size: must be at least 1; got 0",
+        (file, "--features", features, "--lanes", "65"): "--lanes: must be at most 64; got 65",
+        (file, "--features", features, "--placement", "near"): "--placement: must be one of order, locality; got 'near'",
         (
             file,
             "--features",
             features,
             "--slots",
             "few",
-        ): "--slots: must be a number, min, all, or a size such as 2GiB, not 'few'",
+        ): "--slots: must be a number, min, all, or a size such as 2GiB; got 'few'",
         (file, "--features", features, "--memory", "1 parsec"): "--memory: must be a size such as 1GiB",
         (file, "--features", features, "--slots", "9", "--memory", "1GB"): "--memory: cannot be given with --slots",
         (file, "--features", features, "--eval-fraction", "1.5"): "--eval-fraction: must be between 0 and 1",
@@ -243,7 +244,7 @@ def test_what_can_be_seen_without_the_data_is_refused_at_once(features: Path, tm
 
 def test_required_options_are_named(tmp_path: Path) -> None:
     for missing, given in (("--format", ["--out=x", "--batch-size=1"]), ("--out", ["--format=criteo", "--batch-size=1"])):
-        assert str(refused(tmp_path, *given, csv=False)).startswith(f"{missing}: is required")
+        assert str(refused(tmp_path, *given, csv=False)).startswith(f"{missing}: is missing")
 
 
 def test_malformed_records_are_counted_and_the_first_ones_named(features: Path, tmp_path: Path) -> None:
@@ -388,7 +389,7 @@ def test_more_data_continues_numbers_steps_and_encoding(tmp_path: Path) -> None:
 
 
 def test_flags_of_beam_pass_through_with_and_without_an_equals_sign() -> None:
-    own, flags = options.split_flags(
+    own, flags = command_line.split_flags(
         [
             "a.csv",
             "--runner",
@@ -410,7 +411,7 @@ def test_flags_of_beam_pass_through_with_and_without_an_equals_sign() -> None:
 
 def test_sizes_have_units() -> None:
     sizes = ["1GiB", "1.5 MB", "12", "3kb"]
-    assert [options.size_bytes("--memory", size) for size in sizes] == [1 << 30, 1_500_000, 12, 3000]
+    assert [size_bytes("--memory", size) for size in sizes] == [1 << 30, 1_500_000, 12, 3000]
 
 
 def test_the_help_page_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:

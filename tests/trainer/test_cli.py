@@ -158,7 +158,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
         (["export", "r", "--out", "x"], "run r: has no manifest.json"),
         (["stores", "status", "r"], "run r: has no manifest.json"),
         (["scrub", "r"], "run r: has no manifest.json"),
-        (["prepare", "--format", "criteo"], "--out"),
+        (["prepare", "--format", "criteo", "--batch-size", "1"], "--out: is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from foreload.pipelines.base.settings import size_bytes
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning.options import size_bytes
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.run.job import (
     TrainJob,

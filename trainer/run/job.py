@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from foreload.cache.parity.erasure import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
+from foreload.pipelines.base.settings import size_bytes
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning.options import MOST_LANES, size_bytes
+from foreload.pipelines.planning.options import MOST_LANES
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 
 Kind = Literal["text", "integer", "number", "size", "switch", "options", "tables"]

@@ -1,0 +1,282 @@
+"""Settings, each declared once: as a field of a frozen dataclass, for the command line, the job file, the Python API and what is kept on disk.
+
+A field is declared by `setting(default, parse, help, group, ...)`. Its parser takes what was given (a word of the command line, a value of the job
+file, a Python value, or a value that it gave before) and gives the typed value, or raises SettingError with flag, rule, value and remedy. The class
+calls `parse_fields` in __post_init__, so whatever it is made from is parsed and checked, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from foreload.pipelines.errors import SettingError
+
+Parse = Callable[[str, Any], Any]
+"""(flag, value given) -> typed value; gives its own results back as they are. Raises SettingError."""
+
+Form = Literal["value", "switch", "repeated", "several", "place", "places", "file"]
+"""On the command line: a flag with a word; without; that may be repeated; with several words; a word or any number of words without a flag; the job
+file only."""
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known of a setting. field: its name in the class; name: in the job file and the API; flag: on the command line and in messages.
+
+    group: its heading on the help page. stated: whether it is of what is made, and kept with that, not of this call alone.
+    """
+
+    field: str
+    name: str
+    flag: str
+    default: Any
+    parse: Parse
+    help: str
+    group: str
+    form: Form
+    metavar: str | None
+    required: bool
+    stated: bool
+
+
+def setting(
+    default: Any,
+    parse: Parse,
+    help: str,
+    group: str = "",
+    *,
+    form: Form = "value",
+    metavar: str | None = None,
+    name: str = "",
+    flag: str = "",
+    required: bool = False,
+    stated: bool = True,
+) -> Any:
+    """A field of a class of settings. name: where it is not the field's; flag: where it is not made of the name. Required: other than the default."""
+    metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated)}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def settings_of(kind: type) -> dict[str, Setting]:
+    """The settings of a class by their names, in order."""
+    known = {}
+    for item in dataclasses.fields(kind):
+        name, flag, *rest = item.metadata["setting"]
+        name = name or item.name
+        known[name] = Setting(item.name, name, flag or "--" + spelled(name), *rest)
+    return known
+
+
+def spelled(name: str) -> str:
+    """A name as the command line and messages spell it."""
+    return name.replace("_", "-")
+
+
+def named(kind: type, values: Mapping[str, Any], where: str, further: Sequence[str] = ()) -> dict[str, Any]:
+    """What is given to settings, by their names; in `values` these may have dashes or underscores.
+
+    where: what the values are of, for messages. further: names that are taken too. Raises SettingError for an unknown name.
+    """
+    known = [*settings_of(kind), *further]
+    result = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise SettingError(f"{where} knows no {key!r}; it takes {', '.join(map(spelled, sorted(known)))}")
+        result[name] = value
+    return result
+
+
+def parse_fields(made: Any) -> None:
+    """Replace what the fields of an object were given by typed values. Raises SettingError; to be called by its __post_init__."""
+    missing = []
+    for one in settings_of(type(made)).values():
+        value = getattr(made, one.field)
+        if one.required and (value is None or value == one.default):
+            missing.append(one.flag)
+        elif value is not None or one.default is not None:
+            object.__setattr__(made, one.field, one.parse(one.flag, value))
+    if missing:
+        raise SettingError(f"{missing[0]}: is missing; give it, or put it into the job file")
+
+
+def to_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names of fields from values by the names of settings."""
+    known = settings_of(kind)
+    return {known[name].field: value for name, value in values.items()}
+
+
+# -- The command line and the job file -----------------------------------------------------------------------------------------
+
+
+def add_arguments(command: argparse.ArgumentParser, kind: type) -> None:
+    """Declare the settings of a class on a command; values are left as text, None where not given."""
+    groups: dict[str, Any] = {"": command}
+    for one in settings_of(kind).values():
+        if one.form == "file":
+            continue
+        if one.group not in groups:
+            groups[one.group] = command.add_argument_group(one.group)
+        _add_argument(groups[one.group], one)
+
+
+def _add_argument(group: Any, one: Setting) -> None:
+    shown = "" if one.required or one.default in (None, "", (), False) or "default" in one.help else f" (default {one.default})"
+    options: dict[str, Any] = {"help": (one.help + shown).replace("%", "%%"), "metavar": one.metavar}
+    if one.form in ("place", "places"):
+        group.add_argument(one.name, nargs="?" if one.form == "place" else "*", **options)
+        return
+    forms: dict[str, dict[str, Any]] = {
+        "switch": {"action": "store_const", "const": True},
+        "repeated": {"action": "append"},
+        "several": {"nargs": "+", "action": "extend"},
+    }
+    if one.form == "switch":
+        del options["metavar"]
+    group.add_argument(one.flag, dest=one.name, default=None, **forms.get(one.form, {}), **options)
+
+
+def given(namespace: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """What the command line gives to the settings of a class, by their names."""
+    words = {name: getattr(namespace, name, None) for name in settings_of(kind)}
+    return {name: value for name, value in words.items() if value not in (None, [])}
+
+
+def read_job_file(
+    path: str | Path, table: Literal["prepare", "train"], kind: type, further: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What the table [prepare] or [train] of a TOML file gives to settings, by their names, and to further names. Raises SettingError.
+
+    Names are spelled with dashes or underscores; settings of several options stand in tables of their own, such as [train.model-options].
+    """
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(f"--job: cannot read {path}: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"--job: {path} is no TOML: {error}") from error
+    wrong = sorted(set(document) - {"prepare", "train"}) or [
+        f"{name} = {value!r}" for name, value in document.items() if not isinstance(value, dict)
+    ]
+    if wrong:
+        raise SettingError(f"--job: {path} may have tables [prepare] and [train]; got {wrong[0]}")
+    return named(kind, document.get(table, {}), f"--job {path}: [{table}]", further)
+
+
+# -- Parsers --------------------------------------------------------------------------------------------------------------------
+
+
+def integer(least: int, most: int = 2**63 - 1) -> Parse:
+    """A whole number within bounds, as number or text."""
+
+    def parse(flag: str, value: Any) -> int:
+        if isinstance(value, bool) or not re.fullmatch(r"[+-]?[0-9]+", str(value)):
+            raise SettingError(f"{flag}: must be a whole number; got {value!r}")
+        if int(value) < least:
+            raise SettingError(f"{flag}: must be at least {least}; got {value}")
+        if int(value) > most:
+            raise SettingError(f"{flag}: must be at most {most}; got {value}")
+        return int(value)
+
+    return parse
+
+
+def number(least: float) -> Parse:
+    """A finite number of at least so much, as number or text."""
+
+    def parse(flag: str, value: Any) -> float:
+        try:
+            result = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            result = math.nan
+        if not math.isfinite(result):
+            raise SettingError(f"{flag}: must be a finite number; got {value!r}")
+        if result < least:
+            raise SettingError(f"{flag}: must be at least {least:g}; got {value}")
+        return result
+
+    return parse
+
+
+def size_bytes(flag: str, value: Any) -> int:
+    """Bytes: a number, with or without a unit, such as 300000, 512MB or 2GiB."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    unit = None if match is None else next((u for u in _UNITS if u.lower() == match[2].lower()), None)
+    if match is None or unit is None or isinstance(value, bool):
+        raise SettingError(f"{flag}: must be a size such as 1GiB or 500MB; got {value!r}")
+    result = int(float(match[1]) * _UNITS[unit])
+    if result < 1:
+        raise SettingError(f"{flag}: must be at least 1 byte; got {value!r}")
+    return result
+
+
+def choice(*known: str) -> Parse:
+    """One of some words."""
+
+    def parse(flag: str, value: Any) -> str:
+        if value not in known:
+            raise SettingError(f"{flag}: must be one of {', '.join(known)}; got {value!r}")
+        return str(value)
+
+    return parse
+
+
+def switch(flag: str, value: Any) -> bool:
+    """Yes or no."""
+    if not isinstance(value, bool):
+        raise SettingError(f"{flag}: must be true or false; got {value!r}")
+    return value
+
+
+def text(flag: str, value: Any) -> str:
+    """Any text, or a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise SettingError(f"{flag}: must be text; got {value!r}")
+    return os.fspath(value)
+
+
+def path(flag: str, value: Any) -> Path:
+    """The path of a file or folder."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise SettingError(f"{flag}: must be a path; got {value!r}")
+    return Path(value)
+
+
+def texts(flag: str, value: Any) -> tuple[str, ...]:
+    """A path or several, as text."""
+    values = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(values, list | tuple) or not all(isinstance(one, str | os.PathLike) and os.fspath(one) for one in values):
+        raise SettingError(f"{flag}: must be a path or a list of paths; got {value!r}")
+    return tuple(os.fspath(one) for one in values)
+
+
+def key_values(flag: str, value: Any) -> dict[str, Any]:
+    """Options by name: a table, or words K=V."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, Iterable):
+        raise SettingError(f"{flag}: must be a table of options, or words such as key=value; got {value!r}")
+    result: dict[str, Any] = {}
+    for word in words:
+        key, equals, of_key = str(word).partition("=")
+        if not equals or not key:
+            raise SettingError(f"{flag}: must be given as key=value; got {word!r}")
+        if key in result:
+            raise SettingError(f"{flag}: {key} is given twice; give it once")
+        result[key] = of_key
+    return result

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"(?P<kind>test|file)(?P<full> full)?(?:: (?P<rest>.*))?")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-_NUMBER = re.compile(r"[0-9][0-9,.]*")
+# A digest, a number, or the dash of one that there is not.
+_NUMBER = re.compile(r"\b[0-9a-f]{64}\b|[0-9][0-9,.]*%?|(?<=\s)-(?=\s)")
 _SIZE = re.compile(r"# (?:B|KiB|MiB|GiB|KB|MB|GB)\b")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.base.files import write_json, write_sealed
-from foreload.pipelines.compiler import oracle
+from foreload.pipelines.compiler import oracle, window
 from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.compiler.lane_oracle import MoveBuffer, Oracle, TooFewSlots
 from foreload.pipelines.compiler.locality import assign_samples
@@ -282,7 +282,7 @@ class Compiler:
                 mine = self.serial.scratch.order[start : start + owned]
                 slot = self.header.slots[lane]
                 oracle.plan_evaluation(rows, mine, self.serial.scratch, slot, buffer.fill, buffer.moves, counts[0])
-                evaluation_slots[lane] = max(evaluation_slots[lane], int(counts[0, 2]))
+                evaluation_slots[lane] = max(evaluation_slots[lane], int(counts[0, window.ARRIVALS]))
                 start += owned
             first += 1
             if epoch == 0 and self.evaluation_samples.bytes >= self.settings.segment_bytes:
@@ -300,7 +300,7 @@ class Compiler:
         self.writer.evaluate({**self._evaluation[k], **place}, [buffer.take() for buffer in buffers], slots)
 
     def _finish(self) -> dict[str, Any]:
-        oracle.end_residencies(self.serial.table.rows, self.oracle.parts)
+        window.end_residencies(self.serial.table.rows, self.oracle.parts)
         lanes = self.oracle.lanes
         totals = {name: sum(planner.totals[name] for planner in lanes) for name in lanes[0].totals}
         occupied = [self.oracle.occupied(lane) for lane in range(len(lanes))]

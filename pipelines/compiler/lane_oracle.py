@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from foreload.pipelines.compiler import oracle
+from foreload.pipelines.compiler import oracle, window
 from foreload.pipelines.compiler.row_table import ACCESS_BITS, Rows
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
 from foreload.pipelines.errors import SettingError
@@ -16,6 +16,8 @@ RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
 TARGET_RATIO = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals equal Belady's MIN
 STEPS = 1 << 10  # steps that the window has room for at first
 
+_KINDS = 3 * (window.ROWS_USED,) + (window.ENDS,) + 6 * (window.ARRIVALS,)  # what each of the columns of Moves has an entry for
+
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # name -> (offsets int32 [events + 1], values)
 
 
@@ -24,9 +26,9 @@ class MoveBuffer:
 
     def __init__(self, mask: np.dtype) -> None:
         kinds = (np.int32, np.uint8, mask, np.int32, np.int32, np.int16, np.int64, np.int64, np.int32, np.int32)
-        self.moves = oracle.Moves(*(np.empty(0, kind) for kind in kinds))
-        self.fill = np.zeros(3, np.int64)  # entries taken by rows used, ends and arrivals
-        self._counts: list[np.ndarray] = []  # int64 [events, 4]: rows used, ends, arrivals, initial ones
+        self.moves = window.Moves(*(np.empty(0, kind) for kind in kinds))
+        self.fill = np.zeros(3, np.int64)  # entries taken: ROWS_USED, ENDS, ARRIVALS
+        self._counts: list[np.ndarray] = []  # int64 [events, 4] each: ROWS_USED, ENDS, ARRIVALS, INITIAL
 
     @property
     def events(self) -> int:
@@ -34,7 +36,10 @@ class MoveBuffer:
         return sum(map(len, self._counts))
 
     def room(self, events: int, rows: int) -> np.ndarray:
-        """Make room for as many events that use so many rows in all; returns int64 [events, 4] to be filled with their counts."""
+        """Make room for as many events that use so many rows in all; returns int64 [events, 4] to be filled with their counts.
+
+        Columns of the counts: ROWS_USED, ENDS, ARRIVALS, INITIAL.
+        """
         need = int(self.fill.max()) + rows
         if need > len(self.moves.slots):
             # Once grown to a segment, it stays: a page of it is paid for once.
@@ -42,7 +47,7 @@ class MoveBuffer:
             grown = [np.empty(size, array.dtype) for array in self.moves]
             for old, new in zip(self.moves, grown, strict=True):
                 new[: len(old)] = old
-            self.moves = oracle.Moves(*grown)
+            self.moves = window.Moves(*grown)
         counts = np.zeros((events, 4), np.int64)
         self._counts.append(counts)
         return counts
@@ -53,9 +58,8 @@ class MoveBuffer:
         offsets = np.zeros((len(counts) + 1, 3), np.int32)
         np.cumsum(counts[:, :3], axis=0, out=offsets[1:])
         columns = {}
-        for k, name in enumerate(MOVE_COLUMNS):
-            kind = 0 if k < 3 else 1 if k == 3 else 2
-            columns[name] = (np.ascontiguousarray(offsets[:, kind]), self.moves[k][: offsets[-1, kind]])
+        for name, kind, values in zip(MOVE_COLUMNS, _KINDS, self.moves, strict=True):
+            columns[name] = (np.ascontiguousarray(offsets[:, kind]), values[: offsets[-1, kind]])
         self._counts.clear()
         self.fill[:] = 0
         return columns
@@ -94,7 +98,7 @@ class LaneOracle:
         sums = counts.sum(axis=0).tolist()
         for name, value in zip(self.totals, sums, strict=True):
             self.totals[name] += value
-        self.pending -= sums[0]
+        self.pending -= sums[window.ROWS_USED]
 
 
 class Oracle:
@@ -104,15 +108,15 @@ class Oracle:
     """
 
     def __init__(self, slots: list[int], ordinals: np.ndarray, ring: int, mask: np.dtype, first_step: int) -> None:
-        self.window = oracle.empty_window(ring, STEPS, len(slots), mask)
-        self.parts = oracle.empty_partitions(slots, STEPS, ordinals.shape[1])
+        self.window = window.empty_window(ring, STEPS, len(slots), mask)
+        self.parts = window.empty_partitions(slots, STEPS, ordinals.shape[1])
         self.parts.ordinals[:] = ordinals
         self.lanes = [LaneOracle(lane, n, mask) for lane, n in enumerate(slots)]
         self.step = self.front = first_step  # the next to be planned; the next that the serial pass comes to
 
     def pending(self) -> int:
         """Accesses between the serial pass and the oracle."""
-        return int(self.window.scalars[oracle.FRONT] - self.window.scalars[oracle.TAIL])
+        return int(self.window.scalars[window.FRONT] - self.window.scalars[window.TAIL])
 
     def link(self, serial: SerialPass, step: Step) -> None:
         """Append a step of the serial pass."""
@@ -120,9 +124,9 @@ class Oracle:
         if need > len(self.window.tables):
             if need > 1 << ACCESS_BITS:
                 raise SettingError(f"--batch-size: must leave three steps of at most 2^{ACCESS_BITS} rows: use a smaller one")
-            self.window = oracle.with_ring(self.window, 1 << (need - 1).bit_length())
+            self.window = window.with_ring(self.window, 1 << (need - 1).bit_length())
         if self.front - self.step + 4 > len(self.window.starts):
-            self.window, self.parts = oracle.with_steps(
+            self.window, self.parts = window.with_steps(
                 self.window, self.parts, 2 * len(self.window.starts), self.step - 2, self.front
             )
         oracle.link(serial.table.rows, self.front, step.count, serial.owned, serial.scratch, self.window, self.parts)
@@ -132,7 +136,7 @@ class Oracle:
 
     def occupied(self, lane: int) -> int:
         """Slots that a row has taken; they are 0 .. occupied - 1."""
-        return int(self.parts.scalars[lane, oracle.USED])
+        return int(self.parts.scalars[lane, window.USED])
 
     def lookahead(self) -> int:
         """Steps that the serial pass must be ahead for the next decisions of every lane to be Belady's."""
@@ -155,14 +159,14 @@ class Oracle:
     def advance(self, count: int) -> None:
         """Leave `count` steps behind that every lane has planned."""
         self.step += count
-        self.window.scalars[oracle.TAIL] = self.window.starts[(self.step - 1) & (len(self.window.starts) - 1), -1]
+        self.window.scalars[window.TAIL] = self.window.starts[(self.step - 1) & (len(self.window.starts) - 1), -1]
 
     def occupants(self, rows: Rows, lane: int) -> dict[str, np.ndarray]:
         """A partition's entry state (schedule.Occupants)."""
         n = self.occupied(lane)
         kinds = (("table", np.int16), ("ordinal", np.int64), ("id", np.int64), ("tag", np.int32), ("stored", np.int32))
         columns = {name: np.zeros(n, kind) for name, kind in kinds}
-        oracle.occupants(rows, lane, self.parts, *columns.values())
+        window.occupants(rows, lane, self.parts, *columns.values())
         return columns
 
 

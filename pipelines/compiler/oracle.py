@@ -1,15 +1,16 @@
 """The oracle: which row sits in which slot, when it arrives and when it leaves, by Belady's MIN over a lookahead window.
 
-Pure kernels over arrays. The serial pass appends the accesses of a step, lane by lane, to a ring (`link`), which tells every pending access
-its row's next use; `plan_steps` then takes one lane's part of the oldest steps and decides. Rows of one step all sit in slots; among the
-others the one whose next use is furthest leaves (Belady 1966), one with no known next use first, oldest first. Slots stand in stacks, one
-per step of next use, so a decision costs O(1) and nothing is sorted. A stack says for which access each slot waits, so the row table is
+Pure kernels over the arrays of `window`. The serial pass appends the accesses of a step, lane by lane, to a ring (`link`), which tells every
+pending access its row's next use; `plan_steps` then takes one lane's part of the oldest steps and decides. Rows of one step all sit in slots;
+among the others the one whose next use is furthest leaves (Belady 1966), one with no known next use first, oldest first. Slots stand in stacks,
+one per step of next use, so a decision costs O(1) and nothing is sorted. A stack says for which access each slot waits, so the row table is
 looked at for rows that arrive or leave, and not for those that stay.
+
+Loops over rows ask for memory AHEAD rows before they need it, and do not branch on what the processor cannot guess. Places are uint64, for which
+numba does not look for negative ones.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numba as nb
 import numpy as np
@@ -25,122 +26,27 @@ from foreload.pipelines.compiler.row_table import (
     PLACE,
     TAG,
     Rows,
-    table_of,
 )
-
-UNKNOWN = np.int64(-1)
-FRONT, TAIL = range(2)  # places in Window.scalars
-RECORD, NEXT = range(2)  # columns of Window.accesses
-USED, FURTHEST, OLDEST, END = range(4)  # columns of Partitions.scalars
-_HIGH = np.int64(32)
-_LOW = np.int64(0xFFFFFFFF)
-
-
-class Window(NamedTuple):
-    """The accesses between the serial pass and the oracle, by step and first lookup.
-
-    Access numbers count up from 0; number c is at c modulo the ring's size. Lists of a step's accesses lane by lane lie in the same places.
-    """
-
-    scalars: np.ndarray  # int64 [2]
-    accesses: (
-        np.ndarray
-    )  # int64 [ring, 2]: record, and its next access: step << 32 | place among its lane's of that step, or UNKNOWN
-    tables: np.ndarray  # int16 [ring]
-    recent: np.ndarray  # uint8 [ring]: 1: the step before changes the row
-    next_users: np.ndarray  # unsigned [ring]: the lanes of the next use, where that is the step after
-    lane_accesses: np.ndarray  # int32 [ring], lane by lane: the lane's accesses in a step, counted from the step's first one
-    stacks: np.ndarray  # int64 [ring], lane by lane: the slots that a step uses: slot | place among the lane's accesses << 32
-    starts: np.ndarray  # int64 [steps ring, V + 1]: where each lane's lists for a step begin, and where the last one ends
-
-
-class Partitions(NamedTuple):
-    """The slots of all lanes, those of lane v from firsts[v] on; slots are numbered within their lane."""
-
-    scalars: np.ndarray  # int64 [V, 4]
-    stack_sizes: np.ndarray  # int32 [V, steps ring]: slots in the stack of a step
-    firsts: np.ndarray  # int64 [V + 1]
-    record: np.ndarray  # int64 [slots]: -1 free
-    tag: np.ndarray  # int32 [slots]: 1 + step of the occupant's last use
-    stored: np.ndarray  # int32 [slots]: tag of the version in the store, 0 never written
-    queue: (
-        np.ndarray
-    )  # int32 [2 x slots]: slots with no known next use, those of lane v from 2 x firsts[v] on; -1 where one was called
-    place: np.ndarray  # int32 [slots]: the place in its lane's queue of a slot that is in it
-    ordinals: np.ndarray  # int64 [V, tables]: ordinals that the oracle has passed
-
-
-class Moves(NamedTuple):
-    """What `plan_steps` writes: one lane's parts of consecutive steps, one after the other."""
-
-    slots: np.ndarray  # int32
-    early: np.ndarray  # uint8
-    next_users: np.ndarray  # unsigned
-    ends: np.ndarray  # int32
-    slot: np.ndarray  # int32: arrivals
-    table: np.ndarray  # int16
-    ordinal: np.ndarray  # int64
-    id: np.ndarray  # int64
-    tag: np.ndarray  # int32
-    after: np.ndarray  # int32
-
-
-def empty_window(ring: int, steps: int, lanes: int, mask: np.dtype) -> Window:
-    """Room for `ring` accesses and `steps` steps (powers of two); mask: an unsigned type with a bit for every lane.
-
-    The arrays are filled, so that what they take does not depend on the data.
-    """
-    return Window(
-        np.zeros(2, np.int64),
-        np.full((ring, 2), -1, np.int64),
-        np.full(ring, -1, np.int16),
-        np.full(ring, 0, np.uint8),
-        np.full(ring, 0, mask),
-        np.full(ring, -1, np.int32),
-        np.full(ring, -1, np.int64),
-        np.zeros((steps, lanes + 1), np.int64),
-    )
-
-
-def empty_partitions(slots: list[int], steps: int, tables: int) -> Partitions:
-    """Partitions of so many slots each, all free, for a window of `steps` steps."""
-    scalars = np.zeros((len(slots), 4), np.int64)
-    firsts = np.zeros(len(slots) + 1, np.int64)
-    np.cumsum(slots, out=firsts[1:])
-    return Partitions(
-        scalars,
-        np.zeros((len(slots), steps), np.int32),
-        firsts,
-        np.full(firsts[-1], -1, np.int64),
-        np.full(firsts[-1], 0, np.int32),
-        np.full(firsts[-1], 0, np.int32),
-        np.full(2 * firsts[-1], -1, np.int32),
-        np.full(firsts[-1], -1, np.int32),
-        np.zeros((len(slots), tables), np.int64),
-    )
-
-
-def with_ring(window: Window, ring: int) -> Window:
-    """The same window with room for more accesses."""
-    numbers = np.arange(window.scalars[TAIL], window.scalars[FRONT])
-    old, new = numbers & (len(window.tables) - 1), numbers & (ring - 1)
-    grown = {}
-    for name in ("accesses", "tables", "recent", "next_users", "lane_accesses", "stacks"):
-        source = getattr(window, name)
-        grown[name] = np.zeros((ring, *source.shape[1:]), source.dtype)
-        grown[name][new] = source[old]
-    return window._replace(**grown)
-
-
-def with_steps(window: Window, parts: Partitions, steps: int, first: int, last: int) -> tuple[Window, Partitions]:
-    """The same with room for more steps; first .. last - 1 are kept."""
-    numbers = np.arange(max(first, 0), last)
-    old, new = numbers & (len(window.starts) - 1), numbers & (steps - 1)
-    starts = np.zeros((steps, window.starts.shape[1]), np.int64)
-    stack_sizes = np.zeros((len(parts.stack_sizes), steps), np.int32)
-    starts[new] = window.starts[old]
-    stack_sizes[:, new] = parts.stack_sizes[:, old]
-    return window._replace(starts=starts), parts._replace(stack_sizes=stack_sizes)
+from foreload.pipelines.compiler.window import (
+    ARRIVALS,
+    END,
+    ENDS,
+    FRONT,
+    FURTHEST,
+    HIGH,
+    INITIAL,
+    LOW,
+    NEXT,
+    OLDEST,
+    RECORD,
+    ROWS_USED,
+    TAIL,
+    UNKNOWN,
+    USED,
+    Moves,
+    Partitions,
+    Window,
+)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -149,7 +55,7 @@ def _close_ranks(parts: Partitions, lane: int) -> None:
     queue, first, base = parts.queue, 2 * parts.firsts[lane], parts.firsts[lane]
     kept = 0
     for k in range(parts.scalars[lane, OLDEST], parts.scalars[lane, END]):
-        slot = queue[first + k]
+        slot = queue[first + k]  # -1: `link` has called it to a stack
         if slot >= 0:
             queue[first + kept] = slot
             parts.place[base + slot] = kept
@@ -161,7 +67,12 @@ def _close_ranks(parts: Partitions, lane: int) -> None:
 def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, window: Window, parts: Partitions) -> None:
     """Append the accesses of a training step to the ring, which has room, and tell each row's last access about this one.
 
-    step: the training step's number; count, owned and s: its distinct rows, settled.
+    step: the training step's number; count, owned and s: its distinct rows, whose owners are assigned.
+
+    Before: the ring ends with the step before; s.state has each row's record as it was before this step, so its last access, and its slot as far
+    as the oracle has come. After: a row whose last access is pending is told of by that; one that sits in a slot with no use known was taken
+    out of its lane's queue, and its slot stands in this step's stack. So every slot whose row is used in this step gets into its stack, now or
+    when the access before is planned. The row table is not changed.
     """
     accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
     lane_accesses, stacks, starts = window.lane_accesses, window.stacks, window.starts
@@ -183,6 +94,7 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
         height = np.uint64(0)
         for place in range(np.uint64(owned[lane])):
             k = start + np.uint64(place)
+            # An access has but the low bits of its number in the record: the whole one is the newest that ends in them.
             near = np.uint64(state[np.uint64(order[min(k + np.uint64(AHEAD), end - np.uint64(1))]), OWNER])
             prefetch(accesses, np.uint64(2) * ((newest - ((newest - near) & low)) & ring))
             d = np.uint64(order[k])
@@ -192,7 +104,7 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
             last = newest - ((newest - np.uint64(np.uint32(state[d, OWNER]))) & low)
             at = last & ring
             if tail <= last and last < front and accesses[at, RECORD] == record:
-                accesses[at, NEXT] = np.int64(step) << _HIGH | np.int64(place)
+                accesses[at, NEXT] = np.int64(step) << HIGH | np.int64(place)
                 changed = bool(last >= previous)
                 if changed:
                     next_users[at] = users[d]
@@ -201,7 +113,7 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
                 changed = bool(tag == step and tag != 0)  # by the last step of the schedule that this one continues
                 if tag != 0 and slot >= 0:
                     queue[waiting + np.uint64(place_of[base + np.uint64(slot)])] = -1
-                    stacks[(first + height) & ring] = np.int64(slot) | np.int64(place) << _HIGH
+                    stacks[(first + height) & ring] = np.int64(slot) | np.int64(place) << HIGH
                     height += np.uint64(1)
             accesses[c, RECORD] = record
             accesses[c, NEXT] = UNKNOWN
@@ -226,6 +138,10 @@ def plan_steps(
     first: the first step's number; fill int64 [3]: entries of `moves` that are taken by rows used, ends and arrivals, advanced; moves have
     room for as many more of each as the lane has accesses in these steps; counts int64 [steps, 4]: filled with each step's rows used,
     residencies ended, arrivals, and initial ones. Returns 0, or the rows that a step needs where the slots do not suffice.
+
+    Before each step: the step's stack has the slots of exactly those rows of the step that sit in one. After it: every row of the step has a
+    slot, and every slot waits in the stack of its row's next use, or in the queue where the window knows none. Other lanes' arrays are not
+    touched, so lanes are planned at the same time.
     """
     size = parts.firsts[lane + 1] - parts.firsts[lane]
     for k in range(len(counts)):
@@ -238,30 +154,27 @@ def plan_steps(
         ended_and_initial = _arrive(rows, lane, step, waiting, window, parts, fill, moves)
         if ended_and_initial < 0:
             return int(used)  # every slot is needed by this step
-        _wait_for_next(lane, step, used, window, parts, moves.slots[fill[0] : fill[0] + used])
-        counts[k, 0], counts[k, 1], counts[k, 2], counts[k, 3] = (
-            used,
-            ended_and_initial & _LOW,
-            waiting,
-            ended_and_initial >> _HIGH,
-        )
-        fill[0] += used
-        fill[1] += ended_and_initial & _LOW
-        fill[2] += waiting
+        _wait_for_next(lane, step, used, window, parts, moves.slots[fill[ROWS_USED] : fill[ROWS_USED] + used])
+        counts[k, ROWS_USED], counts[k, ENDS] = used, ended_and_initial & LOW
+        counts[k, ARRIVALS], counts[k, INITIAL] = waiting, ended_and_initial >> HIGH
+        fill[ROWS_USED] += used
+        fill[ENDS] += ended_and_initial & LOW
+        fill[ARRIVALS] += waiting
     return 0
 
 
 @nb.njit(nogil=True, cache=True)
 def _slots_held(lane: int, this: np.uint64, used: int, window: Window, parts: Partitions, fill: np.ndarray, moves: Moves) -> int:
-    """Fill a step's rows used but for the slots of those that must arrive: these go to the arrivals, their places for slots, their records for
-    ordinals.
+    """Fill a step's rows used but for the slots of those that must arrive, which are put down as arrivals; returns how many.
 
-    Nothing branches on which of them must: it cannot be guessed by the processor. Returns how many.
+    Before: see `plan_steps`. After: the step's stack is empty, so that none of its slots can be chosen to leave; moves.slots is -1 where a row
+    must arrive, and of each arrival moves.slot has the place among the rows used, moves.ordinal the record: `_arrive` puts slot and ordinal
+    there. Nothing branches on which rows must arrive: each is written as the next arrival, and counts as one or is overwritten.
     """
     recent, next_users, members, stacks = window.recent, window.next_users, window.lane_accesses, window.stacks
     ring = np.uint64(len(recent) - 1)
     start, front = np.uint64(window.starts[this, lane]), np.uint64(window.starts[this, 0])
-    row0, arrival0 = np.uint64(fill[0]), np.uint64(fill[2])
+    row0, arrival0 = np.uint64(fill[ROWS_USED]), np.uint64(fill[ARRIVALS])
     accesses, tables = window.accesses, window.tables
     slots, early_rows, next_users_rows = moves.slots, moves.early, moves.next_users
     waiting, record_of, table_of_row = moves.slot, moves.ordinal, moves.table
@@ -270,7 +183,7 @@ def _slots_held(lane: int, this: np.uint64, used: int, window: Window, parts: Pa
     # The rows in slots that this step uses are exactly those in its stack: taken out, they cannot leave.
     for k in range(np.uint64(parts.stack_sizes[lane, this])):
         entry = stacks[(start + np.uint64(k)) & ring]
-        slots[row0 + np.uint64(entry >> _HIGH)] = np.int32(entry & _LOW)
+        slots[row0 + np.uint64(entry >> HIGH)] = np.int32(entry & LOW)
     parts.stack_sizes[lane, this] = 0
     missing = np.uint64(0)
     for k in range(np.uint64(used)):
@@ -291,12 +204,14 @@ def _arrive(
 ) -> int:
     """Give a slot to every row that `_slots_held` found without: an unused one, or that of the row whose next use is furthest.
 
-    Returns residencies ended | initial arrivals << 32, or -1 where all slots are needed.
+    Before: as `_slots_held` leaves it. After: the rows that left have in their records the boundary and the tag of their write-back; the rows that
+    arrived have their slots, and the arrivals are whole. The slots are in no stack and no queue yet. Returns residencies ended | initial
+    arrivals << 32, or -1 where all slots are needed.
     """
     records, keys, bases, direct = rows.records, rows.keys, rows.bases, rows.direct
     base, size = np.uint64(parts.firsts[lane]), parts.firsts[lane + 1] - parts.firsts[lane]
     held, tags, stored = parts.record, parts.tag, parts.stored
-    row0, end0, arrival0 = np.uint64(fill[0]), np.uint64(fill[1]), np.uint64(fill[2])
+    row0, end0, arrival0 = np.uint64(fill[ROWS_USED]), np.uint64(fill[ENDS]), np.uint64(fill[ARRIVALS])
     ahead = np.uint64(AHEAD)
     unused = parts.scalars[lane, USED]
     into_unused = np.uint64(min(size - unused, waiting))
@@ -340,12 +255,17 @@ def _arrive(
             moves.early[row0 + i] = 0
         moves.slots[row0 + i] = np.int32(slot)
     parts.scalars[lane, USED] = unused + np.int64(into_unused)
-    return int(np.int64(ends) | np.int64(initial) << _HIGH)
+    return int(np.int64(ends) | np.int64(initial) << HIGH)
 
 
 @nb.njit(nogil=True, cache=True)
 def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Window, parts: Partitions, moves: Moves) -> bool:
-    """Take so many slots from the rows whose next use is furthest, into moves.ends from end0 on; False where that many do not exist."""
+    """Take so many slots from the rows whose next use is furthest, into moves.ends from end0 on; False where that many do not exist.
+
+    Belady's choice: rows with no use known first, those that wait longest before others, then the rows of the furthest step, and so on down to
+    the step after this one; a step's own stack is empty by then. Before: no step after FURTHEST has a slot in its stack, and queue places before
+    OLDEST hold nothing. After: likewise, and the slots taken are in no stack and no queue.
+    """
     stacks, stack_sizes, held, tags, queue = window.stacks, parts.stack_sizes, parts.record, parts.tag, parts.queue
     ring, steps = np.uint64(len(stacks) - 1), len(window.starts) - 1
     base = np.uint64(parts.firsts[lane])
@@ -368,7 +288,7 @@ def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Wi
         bottom, height = np.uint64(window.starts[far & steps, lane]), np.uint64(stack_sizes[lane, far & steps])
         some = min(height, wanted - taken)
         for k in range(some):
-            slot = np.int32(stacks[(bottom + height - np.uint64(1) - np.uint64(k)) & ring] & _LOW)
+            slot = np.int32(stacks[(bottom + height - np.uint64(1) - np.uint64(k)) & ring] & LOW)
             prefetch(held, np.int64(base) + slot)
             prefetch(tags, np.int64(base) + slot)
             moves.ends[end0 + taken + np.uint64(k)] = slot
@@ -380,7 +300,11 @@ def _choose(lane: int, step: int, wanted: np.uint64, end0: np.uint64, window: Wi
 
 @nb.njit(nogil=True, cache=True)
 def _wait_for_next(lane: int, step: int, used: int, window: Window, parts: Partitions, slots: np.ndarray) -> None:
-    """Put the slots of a step's rows, int32 [used], on the stacks of their next use, or at the end of those with none known."""
+    """Put the slots of a step's rows, int32 [used], on the stacks of their next use, or at the end of those with none known.
+
+    Before: every row of the step has a slot, which is in no stack and no queue. After: each is in one, with the place among that step's accesses
+    for which it waits; a stack has room for it, since a step has a place there for each of its accesses.
+    """
     accesses, members, stacks, starts = window.accesses, window.lane_accesses, window.stacks, window.starts
     ring, steps = np.uint64(len(stacks) - 1), np.uint64(len(starts) - 1)
     start, front = np.uint64(starts[np.uint64(step) & steps, lane]), np.uint64(starts[np.uint64(step) & steps, 0])
@@ -394,10 +318,10 @@ def _wait_for_next(lane: int, step: int, used: int, window: Window, parts: Parti
         tags[base + np.uint64(slot)] = np.int32(step + 1)
         access = accesses[(front + np.uint64(members[(start + i) & ring])) & ring, NEXT]
         if access >= 0:
-            following = access >> _HIGH
+            following = access >> HIGH
             far = np.uint64(following) & steps
             height = stack_sizes[v, far]
-            stacks[(np.uint64(starts[far, v]) + np.uint64(height)) & ring] = np.int64(slot) | (access & _LOW) << _HIGH
+            stacks[(np.uint64(starts[far, v]) + np.uint64(height)) & ring] = np.int64(slot) | (access & LOW) << HIGH
             stack_sizes[v, far] = height + np.int32(1)
             furthest = max(furthest, following)
         else:
@@ -420,17 +344,17 @@ def plan_evaluation(
 
     lane_accesses int32 [rows]: the lane's distinct rows in s. Fills moves and counts int64 [4] as `plan_steps` does; changes nothing else.
     """
-    arrivals = fill[2]
+    arrivals = fill[ARRIVALS]
     for i in range(lane_accesses.size):
         d = lane_accesses[i]
         record = s.record[d]
-        row = fill[0] + i
+        row = fill[ROWS_USED] + i
         moves.early[row] = 0
         moves.next_users[row] = 0
         if record >= 0 and rows.records[record, PLACE] >= 0:
             moves.slots[row] = rows.records[record, PLACE]
         else:
-            slot = first_slot + arrivals - fill[2]
+            slot = first_slot + arrivals - fill[ARRIVALS]
             moves.slots[row] = slot
             moves.slot[arrivals] = slot
             moves.table[arrivals] = s.table[d]
@@ -438,39 +362,8 @@ def plan_evaluation(
             moves.ordinal[arrivals] = rows.records[record, ORDINAL] - 1 if record >= 0 else -1
             moves.tag[arrivals] = rows.records[record, TAG] if record >= 0 else 0
             moves.after[arrivals] = -rows.records[record, PLACE] - 2 if record >= 0 else -1
-            counts[3] += moves.tag[arrivals] == 0
+            counts[INITIAL] += moves.tag[arrivals] == 0
             arrivals += 1
-    counts[0], counts[1], counts[2] = lane_accesses.size, 0, arrivals - fill[2]
-    fill[0] += lane_accesses.size
-    fill[2] = arrivals
-
-
-@nb.njit(nogil=True, cache=True)
-def occupants(
-    rows: Rows,
-    lane: int,
-    parts: Partitions,
-    table: np.ndarray,
-    ordinal: np.ndarray,
-    row_id: np.ndarray,
-    tag: np.ndarray,
-    stored: np.ndarray,
-) -> None:
-    """Who sits in slots 0 .. USED-1 of a lane: fills table int16, ordinal int64, id int64, tag int32 and stored tag int32."""
-    base = parts.firsts[lane]
-    for slot in range(parts.scalars[lane, USED]):
-        record = parts.record[base + slot]
-        table[slot] = table_of(rows, record)
-        ordinal[slot] = rows.records[record, ORDINAL] - 1
-        row_id[slot] = rows.keys[record - rows.direct, 1] if record >= rows.direct else record - rows.bases[table[slot]]
-        tag[slot] = parts.tag[base + slot]
-        stored[slot] = parts.stored[base + slot]
-
-
-@nb.njit(nogil=True, cache=True)
-def end_residencies(rows: Rows, parts: Partitions) -> None:
-    """Enter into the row table the tags of the rows that still sit in slots."""
-    records = rows.records
-    for slot in range(parts.record.size):
-        if parts.record[slot] >= 0:
-            records[parts.record[slot], TAG] = parts.tag[slot]
+    counts[ROWS_USED], counts[ENDS], counts[ARRIVALS] = lane_accesses.size, 0, arrivals - fill[ARRIVALS]
+    fill[ROWS_USED] += lane_accesses.size
+    fill[ARRIVALS] = arrivals

@@ -11,7 +11,7 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.compiler.lane_oracle import MoveBuffer, Oracle, TooFewSlots
 from foreload.pipelines.compiler.locality import assign_samples
 from foreload.pipelines.compiler.row_table import ACCESS_BITS, DIRECT_ROWS, RowTable
-from foreload.pipelines.compiler.segments import SampleWriter, SegmentWriter, write_row_table
+from foreload.pipelines.compiler.segments import SampleFiles, SampleWriter, SegmentWriter, write_row_table
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
 from foreload.pipelines.errors import (
     DiskError,
@@ -96,68 +96,96 @@ def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]
     return Samples.concat([samples for samples, _ in parts]), np.concatenate([numbers for _, numbers in parts])
 
 
-def _serial_pass(settings: CompileSettings, folder: Path) -> SerialPass:
-    assign = assign_samples if settings.placement == "locality" else None
-    return SerialPass(settings.features, settings.lanes, RowTable(settings.features, folder, settings.direct_rows), assign)
+def resolve_slots(source: OrderedSource, settings: CompileSettings, parent: Schedule | None, work: Path) -> tuple[int, ...]:
+    """The slots of each lane: the number given, or what "min" and "all" come to, for which all data is read once, with scratch files in `work`.
 
-
-def _count_slots(source: OrderedSource, settings: CompileSettings, work: Path) -> tuple[np.ndarray, np.ndarray]:
-    """What a first pass over the data finds per lane: rows of the largest step, and rows ever trained."""
-    serial = _serial_pass(settings, work / "counting")
-    if settings.parent is not None:
-        serial.table.load(Schedule(settings.parent).rows(), serial.counts)
+    parent: the schedule that is continued, whose rows all count as trained.
+    """
+    if isinstance(settings.slots, int):
+        return (settings.slots,) * settings.lanes
+    serial = _serial_pass(settings, parent, work)
     for epoch in range(settings.epochs if source.shuffled else 1):
         for samples, _ in batches(source.training(epoch), settings.batch_size):
             serial.train(samples)
-    return serial.most, serial.counts.sum(axis=1)
+    slots = serial.most if settings.slots == "min" else serial.counts.sum(axis=1)
+    return tuple(max(int(count), 1) for count in slots)
+
+
+def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Path) -> SerialPass:
+    """A serial pass at its beginning: over an empty row table, or one with the parent's rows."""
+    assign = assign_samples if settings.placement == "locality" else None
+    serial = SerialPass(settings.features, settings.lanes, RowTable(settings.features, folder, settings.direct_rows), assign)
+    if parent is not None:
+        serial.table.load(parent.rows(), serial.counts)
+    return serial
+
+
+def _header(source: OrderedSource, settings: CompileSettings, slots: tuple[int, ...], parent: Schedule | None) -> Header:
+    header = Header(
+        version=FORMAT_VERSION,
+        features=settings.features,
+        batch_size=settings.batch_size,
+        lanes=settings.lanes,
+        slots=slots,
+        epochs=settings.epochs,
+        shuffle_seed=settings.shuffle_seed,
+        training_samples=source.training_samples,
+        evaluation_samples=source.evaluation_samples,
+        first_step=0 if parent is None else parent.header.end_step,
+        first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
+        parent=None if parent is None else parent.checksum,
+        settings=settings.settings,
+        placement=settings.placement,
+    )
+    if header.end_step >= 2**31 - 2:
+        raise ScheduleError(f"steps: must be below 2^31, are {header.end_step}: use a larger --batch-size")
+    return header
+
+
+def _check_parent(settings: CompileSettings, parent: Schedule) -> None:
+    """Raise ScheduleError unless the parent can be continued with these settings."""
+    if parent.header.lanes != settings.lanes:
+        raise ScheduleError(
+            f"--lanes: must be the parent's {parent.header.lanes}, is {settings.lanes}: lanes cannot change along --after"
+        )
+    if parent.header.features != settings.features:
+        raise ScheduleError(
+            "features: must be the parent's: prepare with the same feature file, or start a new model without --after"
+        )
+    if parent.header.placement != settings.placement:
+        raise ScheduleError(
+            f"--placement: must be the parent's, {parent.header.placement}, is {settings.placement}: leave it out with --after"
+        )
 
 
 class Compiler:
-    """Compiles one schedule into `out`, with scratch files in `work`."""
+    """Compiles one schedule into `out`.
+
+    header: of the schedule; serial: a serial pass at its beginning; slices: where the first epoch's are kept, if later ones have the same.
+    Making one reads and writes nothing; `run` does.
+    """
 
     def __init__(
-        self, source: OrderedSource, settings: CompileSettings, out: Path, work: Path, progress: Callable[[int, int], None]
+        self,
+        source: OrderedSource,
+        settings: CompileSettings,
+        header: Header,
+        serial: SerialPass,
+        slices: KeptSlices | None,
+        out: Path,
+        progress: Callable[[int, int], None],
     ) -> None:
-        self.source, self.settings, self.out, self.progress = source, settings, out, progress
-        parent = None if settings.parent is None else Schedule(settings.parent)
-        if isinstance(settings.slots, int):
-            slots = [settings.slots] * settings.lanes
-        else:
-            most, trained = _count_slots(source, settings, work)
-            slots = [max(int(n), 1) for n in (most if settings.slots == "min" else trained)]
-        self.header = Header(
-            version=FORMAT_VERSION,
-            features=settings.features,
-            batch_size=settings.batch_size,
-            lanes=settings.lanes,
-            slots=tuple(slots),
-            epochs=settings.epochs,
-            shuffle_seed=settings.shuffle_seed,
-            training_samples=source.training_samples,
-            evaluation_samples=source.evaluation_samples,
-            first_step=0 if parent is None else parent.header.end_step,
-            first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
-            parent=None if parent is None else parent.checksum,
-            settings=settings.settings,
-            placement=settings.placement,
-        )
-        if self.header.end_step >= 2**31 - 2:
-            raise ScheduleError(f"steps: must be below 2^31, are {self.header.end_step}: use a larger --batch-size")
-        self.serial = _serial_pass(settings, work / "rows")
-        if parent is not None:
-            self._check_parent(parent)
-            self.serial.table.load(parent.rows(), self.serial.counts)
-        self.oracle = Oracle(slots, self.serial.counts, self._ring(), mask_dtype(settings.lanes), self.header.first_step)
-        self.end = self.header.end_step
+        self.source, self.settings, self.header, self.out, self.progress = source, settings, header, out, progress
+        self.serial, self._slices = serial, slices
+        self.oracle = Oracle(list(header.slots), serial.counts, self._ring(), mask_dtype(header.lanes), header.first_step)
+        self.end = header.end_step
+        self.writer = SegmentWriter(out, header)
+        self.samples = SampleWriter(out, header, "samples", settings.segment_bytes)
+        self.evaluation_samples = SampleWriter(out, header, "evaluation", settings.segment_bytes)
         self._incoming = self._training_steps()
-        self._closed: deque[dict[str, Any]] = deque()  # train segments that the serial pass has completed
-        self._first_epoch: list[dict[str, Any]] = []  # what later epochs in the same order refer to
-        self._evaluation: list[dict[str, Any]] = []
-        self.writer = SegmentWriter(out, self.header)
-        self.samples = SampleWriter(out, self.header, "samples", settings.segment_bytes)
-        self.evaluation_samples = SampleWriter(out, self.header, "evaluation", settings.segment_bytes)
-        again = settings.epochs > 1 and not source.shuffled
-        self._slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
+        self._closed: deque[SampleFiles] = deque()  # segments whose samples are written, but not yet all of their moves
+        self._first_epoch: list[SampleFiles] = []  # what later epochs in the same order refer to
+        self._evaluation: list[SampleFiles] = []  # likewise, of the evaluation steps
 
     def _window(self) -> int:
         """Accesses that the window may hold, by the settings and by the bits that the row table has for their numbers (one is for excess)."""
@@ -167,20 +195,6 @@ class Compiler:
         """Accesses that the window has room for from the start, so that it does not grow as a rule."""
         all_of_them = self.source.training_samples * self.settings.epochs * len(self.settings.features.features)
         return 1 << max(min(self._window(), all_of_them) - 1, 1 << 10).bit_length()
-
-    def _check_parent(self, parent: Schedule) -> None:
-        if parent.header.lanes != self.settings.lanes:
-            raise ScheduleError(
-                f"--lanes: must be the parent's {parent.header.lanes}, is {self.settings.lanes}: lanes cannot change along --after"
-            )
-        if parent.header.features != self.settings.features:
-            raise ScheduleError(
-                "features: must be the parent's: prepare with the same feature file, or start a new model without --after"
-            )
-        if parent.header.placement != self.settings.placement:
-            raise ScheduleError(
-                f"--placement: must be the parent's, {parent.header.placement}, is {self.settings.placement}: leave it out with --after"
-            )
 
     def _training_steps(self) -> Iterator[tuple[int, int, Samples, np.ndarray]]:
         for epoch in range(self.settings.epochs):
@@ -203,17 +217,18 @@ class Compiler:
         step = self._train(epoch, place, samples)
         self.oracle.link(self.serial, step)
         last = place == self.header.steps_per_epoch - 1
+        end = self.oracle.front  # of the steps that the serial pass has gone through
         if epoch == 0 or self.source.shuffled:
             self.samples.add(samples, numbers + self.header.first_number, self.serial, step)
             if last or self.samples.bytes >= self.settings.segment_bytes:
-                part = {"epoch": epoch, "first": self.oracle.front - self.samples.events, **self.samples.close()}
-                self._closed.append(part)
-                self._first_epoch.append(part)
+                files = self.samples.close(epoch, end)
+                self._closed.append(files)
+                self._first_epoch.append(files)
         else:
             shift = epoch * self.header.steps_per_epoch
-            for part in self._first_epoch:
-                if part["first"] + shift + len(part["samples"]) == self.oracle.front:
-                    self._closed.append({**part, "epoch": epoch, "first": part["first"] + shift})
+            for files in self._first_epoch:
+                if files.end + shift == end:
+                    self._closed.append(replace(files, epoch=epoch, first=files.first + shift))
 
     def _look_ahead(self, steps: int) -> int:
         """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned."""
@@ -238,7 +253,7 @@ class Compiler:
                 while self.oracle.step < epoch_end:
                     steps = self._look_ahead(min(CHUNK_STEPS, epoch_end - self.oracle.step))
                     if self._closed:
-                        steps = min(steps, self._closed[0]["first"] + len(self._closed[0]["samples"]) - self.oracle.step)
+                        steps = min(steps, self._closed[0].end - self.oracle.step)
                     self._plan(pool, steps)
                     self.progress(self.oracle.step - self.header.first_step, self.end - self.header.first_step)
                 self._evaluate(epoch)
@@ -262,42 +277,47 @@ class Compiler:
                 f"{self.oracle.step + steps - 1}, and the largest step {most}: give --slots {most} or more, or a smaller --batch-size"
             ) from None
         self.oracle.advance(steps)
-        if self._closed and self.oracle.step == self._closed[0]["first"] + len(self._closed[0]["samples"]):
+        if self._closed and self.oracle.step == self._closed[0].end:
             self.writer.train(self._closed.popleft(), [planner.buffer.take() for planner in self.oracle.lanes])
 
     def _evaluate(self, epoch: int) -> None:
+        """Plan the evaluation steps after an epoch. The first time their samples are written, in segments that later epochs refer to."""
         rows = self.serial.table.rows
         buffers = [MoveBuffer(mask_dtype(self.header.lanes)) for _ in range(self.header.lanes)]
         evaluation_slots = [0] * len(buffers)
-        k = first = 0
+        segment = 0  # of this epoch
+        end = epoch * -(-self.header.evaluation_samples // self.settings.batch_size)  # of the evaluation steps planned
         for samples, numbers in batches(self.source.evaluation(), self.settings.batch_size):
             if not buffers[0].events:
                 self.writer.begin(self.oracle, rows)
             step = self.serial.look_up(samples)
             if epoch == 0:
                 self.evaluation_samples.add(samples, numbers, self.serial, step)
-            start = 0
-            for lane, (buffer, owned) in enumerate(zip(buffers, self.serial.owned.tolist(), strict=True)):
-                counts = buffer.room(1, owned)
-                mine = self.serial.scratch.order[start : start + owned]
-                slot = self.header.slots[lane]
-                oracle.plan_evaluation(rows, mine, self.serial.scratch, slot, buffer.fill, buffer.moves, counts[0])
-                evaluation_slots[lane] = max(evaluation_slots[lane], int(counts[0, window.ARRIVALS]))
-                start += owned
-            first += 1
+            self._plan_evaluation(buffers, evaluation_slots)
+            end += 1
             if epoch == 0 and self.evaluation_samples.bytes >= self.settings.segment_bytes:
-                self._evaluation.append(self.evaluation_samples.close())
-            if k < len(self._evaluation) and buffers[0].events == len(self._evaluation[k]["samples"]):
-                self._end_evaluation(epoch, first, k, buffers, evaluation_slots)
-                evaluation_slots, k = [0] * len(buffers), k + 1
+                self._evaluation.append(self.evaluation_samples.close(epoch, end))
+            if segment < len(self._evaluation) and buffers[0].events == len(self._evaluation[segment].samples):
+                self._end_evaluation(epoch, end, segment, buffers, evaluation_slots)
+                evaluation_slots, segment = [0] * len(buffers), segment + 1
         if buffers[0].events:
-            self._evaluation.append(self.evaluation_samples.close())
-            self._end_evaluation(epoch, first, k, buffers, evaluation_slots)
+            self._evaluation.append(self.evaluation_samples.close(epoch, end))
+            self._end_evaluation(epoch, end, segment, buffers, evaluation_slots)
 
-    def _end_evaluation(self, epoch: int, first: int, k: int, buffers: list[MoveBuffer], slots: list[int]) -> None:
-        steps = -(-self.header.evaluation_samples // self.settings.batch_size)
-        place = {"epoch": epoch, "first": epoch * steps + first - buffers[0].events}
-        self.writer.evaluate({**self._evaluation[k], **place}, [buffer.take() for buffer in buffers], slots)
+    def _plan_evaluation(self, buffers: list[MoveBuffer], evaluation_slots: list[int]) -> None:
+        """Plan the evaluation step that the serial pass has just looked up, lane by lane, each into its buffer."""
+        serial, start = self.serial, 0
+        for lane, (buffer, owned) in enumerate(zip(buffers, serial.owned.tolist(), strict=True)):
+            counts = buffer.room(1, owned)
+            own_rows = serial.scratch.order[start : start + owned]
+            first_slot = self.header.slots[lane]
+            oracle.plan_evaluation(serial.table.rows, own_rows, serial.scratch, first_slot, buffer.fill, buffer.moves, counts[0])
+            evaluation_slots[lane] = max(evaluation_slots[lane], int(counts[0, window.ARRIVALS]))
+            start += owned
+
+    def _end_evaluation(self, epoch: int, end: int, segment: int, buffers: list[MoveBuffer], slots: list[int]) -> None:
+        files = replace(self._evaluation[segment], epoch=epoch, first=end - buffers[0].events)
+        self.writer.evaluate(files, [buffer.take() for buffer in buffers], slots)
 
     def _finish(self) -> dict[str, Any]:
         window.end_residencies(self.serial.table.rows, self.oracle.parts)
@@ -348,7 +368,14 @@ def compile_schedule(
     then says so, what was published stays valid, and there is no schedule.json.
     """
     try:
-        return Compiler(source, settings, out, work, progress).run()
+        parent = None if settings.parent is None else Schedule(settings.parent)
+        if parent is not None:
+            _check_parent(settings, parent)
+        header = _header(source, settings, resolve_slots(source, settings, parent, work / "counting"), parent)
+        serial = _serial_pass(settings, parent, work / "rows")
+        again = settings.epochs > 1 and not source.shuffled
+        slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
+        return Compiler(source, settings, header, serial, slices, out, progress).run()
     except BaseException as error:
         message = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,24 @@ from foreload.pipelines.schedule.format import (
 )
 
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFiles:
+    """The samples of a segment, as written: those of consecutive steps of one epoch.
+
+    first: the first step's number, among training or evaluation steps; samples: how many each step has; files: a manifest entry for each lane.
+    """
+
+    epoch: int
+    first: int
+    samples: tuple[int, ...]
+    files: tuple[dict[str, Any], ...]
+
+    @property
+    def end(self) -> int:
+        """The number of the step that follows."""
+        return self.first + len(self.samples)
 
 
 class _Column:
@@ -104,15 +123,15 @@ class SampleWriter:
         mask_bytes = step.count * mask_dtype(self._header.lanes).itemsize
         self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + numbers.nbytes + mask_bytes
 
-    def close(self) -> dict[str, Any]:
-        """Write the files; returns {"samples": samples per event, "files": per lane}."""
+    def close(self, epoch: int, end: int) -> SampleFiles:
+        """Write the files of the steps gathered, which come before step `end` and are of one epoch."""
         files = []
         for lane, columns in enumerate(self._columns):
             lists = {name: column.lists() for name, column in columns.items()}
             files.append(write_lists(self._out / f"{self._name}-{self._files:06d}-{lane:02d}.arrow", lists))
             for column in columns.values():
                 column.clear()
-        result = {"samples": self._samples, "files": files}
+        result = SampleFiles(epoch, end - self.events, tuple(self._samples), tuple(files))
         self._files += 1
         self._samples, self.bytes = [], 0
         return result
@@ -150,22 +169,22 @@ class SegmentWriter:
         self._entry = [planner.occupants(rows, lane) for lane in lanes]
         self._ordinals = planner.parts.ordinals.tolist()
 
-    def train(self, part: dict[str, Any], moves: list[Columns]) -> None:
-        """Publish a segment of training steps; part: what SampleWriter.close returned, with epoch and first step."""
-        self._publish("train", part, moves, [0] * self._header.lanes)
+    def train(self, samples: SampleFiles, moves: list[Columns]) -> None:
+        """Publish a segment of training steps: their samples, and the lanes' moves."""
+        self._publish("train", samples, moves, [0] * self._header.lanes)
 
-    def evaluate(self, part: dict[str, Any], moves: list[Columns], evaluation_slots: list[int]) -> None:
-        """Publish a segment of evaluation steps."""
+    def evaluate(self, samples: SampleFiles, moves: list[Columns], evaluation_slots: list[int]) -> None:
+        """Publish a segment of evaluation steps; evaluation_slots: what each lane needs besides its slots."""
         self.evaluation_slots = np.maximum(self.evaluation_slots, evaluation_slots)
-        self._publish("evaluate", part, moves, evaluation_slots)
+        self._publish("evaluate", samples, moves, evaluation_slots)
 
-    def _publish(self, kind: Any, part: dict[str, Any], moves: list[Columns], evaluation_slots: list[int]) -> None:
+    def _publish(self, kind: Any, samples: SampleFiles, moves: list[Columns], evaluation_slots: list[int]) -> None:
         index = len(self.checksums)
         files = []
         counts = {"rows_used": 0, "arrivals": 0, "initial": 0, "write_backs": 0}
         for lane, columns in enumerate(moves):
             entries = {
-                "samples": part["files"][lane],
+                "samples": samples.files[lane],
                 "moves": write_lists(self._out / f"moves-{index:06d}-{lane:02d}.arrow", columns),
             }
             if self._entry is not None:
@@ -184,9 +203,9 @@ class SegmentWriter:
         segment = Segment(
             index=index,
             kind=kind,
-            epoch=part["epoch"],
-            first=part["first"],
-            samples=tuple(part["samples"]),
+            epoch=samples.epoch,
+            first=samples.first,
+            samples=samples.samples,
             files=tuple(files),
             evaluation_slots=tuple(int(n) for n in evaluation_slots),
             ordinals=None if self._ordinals is None else tuple(tuple(lane) for lane in self._ordinals),

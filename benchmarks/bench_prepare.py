@@ -17,8 +17,9 @@ from click_logs import write_criteo, write_features, write_parquet
 from comparison import Cell, Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
 from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.external_sort import PieceOrder, PieceSource
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.piece_order import PieceOrder, PieceSource
 from foreload.pipelines.samples.pieces import write_piece
 from foreload.pipelines.schedule.format import PROVENANCE
 from foreload.pipelines.sources import (
@@ -168,7 +169,7 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         write_parquet(files[name], size)
         write_criteo(texts[name], text_size)
     tell(f"made {rows:,} rows of Parquet and {text_rows:,} of text in {time.monotonic() - begun:.0f} s")
-    specs = FeatureSpec.load(contenders.features), FeatureSpec.criteo()
+    specs = load_features(contenders.features), FeatureSpec.criteo()
     by_stage = stage_table(
         {"Parquet": ("parquet", files["part"], specs[0]), "Criteo": ("criteo", texts["part"], specs[1])}, stage_rows, work
     )

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
 from foreload.pipelines.samples.dense import rows_of
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    spec = FeatureSpec.load(given.features)
+    spec = load_features(given.features)
     settings = CompileSettings(
         features=spec,
         batch_size=given.batch_size,

@@ -15,18 +15,9 @@ import pyarrow as pa
 from foreload.pipelines.beam.stages import GroupStage, Stage
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.planning.plan import Plan, piece_name
-from foreload.pipelines.samples.external_sort import (
-    PieceOrder,
-    PieceRuns,
-    PieceSource,
-    ShuffledKeys,
-    buckets,
-    gather,
-    held_out,
-    read_order,
-    shuffle_keys,
-    stable_order,
-)
+from foreload.pipelines.samples.external_sort import buckets, stable_order
+from foreload.pipelines.samples.order_keys import ShuffledKeys, shuffle_keys
+from foreload.pipelines.samples.piece_order import PieceOrder, PieceRuns, PieceSource, gather, held_out, read_order
 from foreload.pipelines.samples.pieces import read_piece, write_piece
 
 SETS = ("training", "evaluation")

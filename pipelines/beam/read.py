@@ -31,14 +31,9 @@ from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.dense import DenseStatistics
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.external_sort import (
-    PieceOrder,
-    PieceRuns,
-    first_rows,
-    held_out,
-    order_keys,
-    stable_order,
-)
+from foreload.pipelines.samples.external_sort import first_rows, stable_order
+from foreload.pipelines.samples.order_keys import order_keys
+from foreload.pipelines.samples.piece_order import PieceOrder, PieceRuns, held_out
 from foreload.pipelines.samples.pieces import Samples, write_piece
 from foreload.pipelines.samples.records import Cause
 from foreload.pipelines.samples.rejects import (

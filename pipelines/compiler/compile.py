@@ -31,8 +31,8 @@ from foreload.pipelines.errors import (
     ScheduleError,
     SlotsError,
 )
-from foreload.pipelines.samples.external_sort import OrderedSource
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.piece_order import OrderedSource
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.format import (
     FAILED,

@@ -25,6 +25,7 @@ from foreload.pipelines.base.settings import (
 )
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import MOST_SLOTS
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
@@ -228,7 +229,7 @@ def feature_spec(options: PrepareOptions, parent: FeatureSpec | None) -> Feature
     """The features asked for, vocabularies without their sizes; those of the parent schedule where none are. Raises FeatureError."""
     builtin = {"criteo": FeatureSpec.criteo, "synthetic": FeatureSpec.synthetic}.get(options.format)
     if options.features is not None:
-        spec = FeatureSpec.load(options.features)
+        spec = load_features(options.features)
     elif parent is not None and options.table_rows is None:
         spec = parent
     else:

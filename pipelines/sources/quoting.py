@@ -45,25 +45,30 @@ class Bounds:
 
 
 @nb.njit(nogil=True, cache=True)
-def _find_rows(
-    data: np.ndarray,
-    delimiter: int,
-    quoting: bool,
-    most_lines: int,
-    last: bool,
-    starts: np.ndarray,
-    lines: np.ndarray,
-    broken: np.ndarray,
-) -> tuple[int, int, int, int]:
-    """Fill starts, lines and broken; returns rows, end_line, open_line and long_line."""
-    rows = at = line = 0
-    size = len(data)
+def _special_characters(delimiter: int) -> np.ndarray:
+    """Bool [256]: the characters that the rules of quoting are about; most are not, and pass by one look."""
     special = np.zeros(256, np.bool_)
     for character in (_NEWLINE, _RETURN, _QUOTE, delimiter):
         special[character] = True
+    return special
+
+
+@nb.njit(nogil=True, cache=True)
+def _find_rows(
+    data: np.ndarray, delimiter: int, quoting: bool, most_lines: int, last: bool,
+    starts: np.ndarray, lines: np.ndarray, broken: np.ndarray,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Fill starts, lines and broken; returns rows, end_line, open_line and long_line.
+
+    One row a turn of the outer loop, one character a turn of the inner one. `begins`: a value begins with the next character, so a quote there
+    opens it.
+    """
+    rows = at = line = 0
+    size = len(data)
+    special = _special_characters(delimiter)
     while at < size:
         starts[rows], lines[rows] = at, line
-        begins = True  # a value
+        begins = True
         ended = quoted = False
         open_line = -1
         while at < size and not ended:

@@ -17,7 +17,7 @@ from foreload.pipelines import prepare
 from foreload.pipelines.beam.pipeline import Compile
 from foreload.pipelines.beam.stages import GroupStage, Stage
 from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
-from foreload.pipelines.samples.external_sort import OrderedSource
+from foreload.pipelines.samples.piece_order import OrderedSource
 from foreload.pipelines.schedule.format import MANIFEST
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import (
     KAGGLE_ROWS,
     Dense,
@@ -63,7 +64,7 @@ column = "Age"
 def load(tmp_path: Path, text: str) -> FeatureSpec:
     path = tmp_path / "features.toml"
     path.write_text(text)
-    return FeatureSpec.load(path)
+    return load_features(path)
 
 
 def test_a_feature_file_becomes_a_spec_with_own_tables_behind_the_named_ones(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_broken_rule_is_named_in_one_line(tmp_path: Path, message: str) -> Non
 
 def test_a_feature_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FeatureError, match=r"none.toml: cannot read the feature file \(No such file"):
-        FeatureSpec.load(tmp_path / "none.toml")
+        load_features(tmp_path / "none.toml")
     with pytest.raises(FeatureError, match="written by another version"):
         FeatureSpec.from_dict({"label": "x"})
 

@@ -35,6 +35,7 @@ from foreload.pipelines.errors import (
 )
 from foreload.pipelines.planning import command_line
 from foreload.pipelines.planning.disk import estimate_rows
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
@@ -456,7 +457,7 @@ def test_progress_tells_rows_read_then_steps_compiled(tmp_path: Path) -> None:
 def test_rows_are_estimated_by_the_length_of_lines(tmp_path: Path) -> None:
     file, packed = write_csv(tmp_path / "a.csv", 5000, 1), tmp_path / "b.csv.gz"
     packed.write_bytes(gzip.compress(file.read_bytes()))
-    spec = FeatureSpec.load(Case().features(tmp_path / "features.toml"))
+    spec = load_features(Case().features(tmp_path / "features.toml"))
     splits = plan_splits(Source("csv", (str(file),)), spec)
     assert abs(estimate_rows(splits) - 5000) < 250
     assert 2500 < estimate_rows(plan_splits(Source("csv", (str(packed),)), spec)) < 20_000

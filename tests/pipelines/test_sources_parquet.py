@@ -18,13 +18,13 @@ import pytest
 
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.external_sort import order_keys
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
     Table,
 )
+from foreload.pipelines.samples.order_keys import order_keys
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.sources import (
     Source,

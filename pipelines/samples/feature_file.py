@@ -1,0 +1,137 @@
+"""Reading a feature file (docs/features.md): TOML into a FeatureSpec, which checks its own rules.
+
+What is checked here is what a spec cannot hold: entries that are unknown or of another kind, and tables that stand nowhere.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Table, TextFormat
+
+
+def load_features(path: str | Path) -> FeatureSpec:
+    """Read a feature file (TOML, docs/features.md); FeatureError names the file, the entry, the rule and the value."""
+    try:
+        with open(path, "rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise FeatureError(f"{path}: cannot read the feature file ({error.strerror}); check --features") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FeatureError(f"{path}: not valid TOML ({error})") from error
+    try:
+        return parse(document)
+    except FeatureError as error:
+        raise FeatureError(f"{path}: {error}") from error
+
+
+def parse(document: Mapping[str, Any]) -> FeatureSpec:
+    """A feature file's contents as a spec. Raises FeatureError."""
+    known = {"label", "order_by", "order_type", "text", "table", "feature", "dense"}
+    _refuse_unknown(document, known, "the feature file")
+    tables = [_table(name, entry) for name, entry in _mapping(document, "table").items()]
+    places = {table.name: k for k, table in enumerate(tables)}
+    features = []
+    for entry in _entries(document, "feature"):
+        features.append(_feature(entry, tables, places))
+    dense = [_dense(entry) for entry in _entries(document, "dense")]
+    return FeatureSpec(
+        label=_text(document, "label", "the feature file"),
+        dense=tuple(dense),
+        features=tuple(features),
+        tables=tuple(tables),
+        order_by=_optional(document, "order_by", "the feature file"),
+        order_type=document.get("order_type"),
+        text=_text_format(_mapping(document, "text")),
+    )
+
+
+def _table(name: str, entry: Any) -> Table:
+    where = f"[table.{name}]"
+    if not isinstance(entry, Mapping):
+        raise FeatureError(f"{where}: must be a table of rows and dimension, not {entry!r}")
+    _refuse_unknown(entry, {"rows", "dimension"}, where)
+    return Table(name, entry.get("rows"), entry.get("dimension"))
+
+
+def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, int]) -> Feature:
+    """Reads one [[feature]]; a feature that names no table gets one of its own, appended to tables and places."""
+    name = _text(entry, "name", "[[feature]]")
+    where = f"feature {name}"
+    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", "rows", "dimension"}
+    _refuse_unknown(entry, known, where)
+    table = _optional(entry, "table", where) or name
+    if ("rows" in entry or "dimension" in entry) and (table in places or table != name):
+        raise FeatureError(f"{where}: rows and dimension of a shared table stand in one place; write them under [table.{table}]")
+    if table not in places:
+        if table != name:
+            raise FeatureError(f"{where}: table must be one of the [table.NAME] of the file, not {table!r}; add [table.{table}]")
+        places[table] = len(tables)
+        tables.append(Table(table, entry.get("rows"), entry.get("dimension")))
+    return Feature(
+        name=name,
+        table=places[table],
+        column=_optional(entry, "column", where) or name,
+        encoding=entry.get("encoding", "hash"),
+        pooling=entry.get("pooling", "single"),
+        min_count=entry.get("min_count", 1),
+        separator=entry.get("separator", "|"),
+    )
+
+
+def _dense(entry: Mapping[str, Any]) -> Dense:
+    name = _text(entry, "name", "[[dense]]")
+    _refuse_unknown(entry, {"name", "column", "transform"}, f"dense {name}")
+    return Dense(name, _optional(entry, "column", f"dense {name}") or name, entry.get("transform", "log"))
+
+
+def _text_format(entry: Mapping[str, Any]) -> TextFormat:
+    _refuse_unknown(entry, {"delimiter", "columns", "quoting", "missing", "newlines_in_values"}, "[text]")
+    for key in ("columns", "missing"):
+        value = entry.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            raise FeatureError(f"[text]: {key} must be a list of texts, not {value!r}")
+    return TextFormat(
+        delimiter=entry.get("delimiter"),
+        columns=tuple(entry.get("columns", [])),
+        quoting=entry.get("quoting", True),
+        missing=tuple(entry.get("missing", [])),
+        newlines_in_values=entry.get("newlines_in_values", False),
+    )
+
+
+def _entries(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = document.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise FeatureError(f"{key}: write each as [[{key}]], not {key} = {entries!r}")
+    return entries
+
+
+def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    entry = document.get(key, {})
+    if not isinstance(entry, Mapping):
+        raise FeatureError(f"{key}: must be a TOML table, not {entry!r}")
+    return entry
+
+
+def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str) or not value:
+        raise FeatureError(
+            f'{where}: {key} must be a text; add {key} = "..."' + ("" if value is None else f" instead of {value!r}")
+        )
+    return value
+
+
+def _optional(entry: Mapping[str, Any], key: str, where: str) -> str | None:
+    return _text(entry, key, where) if key in entry else None
+
+
+def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key in entry:
+        if key not in known:
+            raise FeatureError(f"{where}: unknown entry {key!r}; known are {', '.join(sorted(known))}")

@@ -67,12 +67,10 @@ def _close_ranks(parts: Partitions, lane: int) -> None:
 def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, window: Window, parts: Partitions) -> None:
     """Append the accesses of a training step to the ring, which has room, and tell each row's last access about this one.
 
-    step: the training step's number; count, owned and s: its distinct rows, whose owners are assigned.
-
-    Before: the ring ends with the step before; s.state has each row's record as it was before this step, so its last access, and its slot as far
-    as the oracle has come. After: a row whose last access is pending is told of by that; one that sits in a slot with no use known was taken
-    out of its lane's queue, and its slot stands in this step's stack. So every slot whose row is used in this step gets into its stack, now or
-    when the access before is planned. The row table is not changed.
+    step: the training step's number; count, owned and s: its distinct rows, whose owners are assigned; s.state: their records before this step.
+    After: a row's last access, if pending, says when and where the row is used next; a row that sat in a slot with no use known was taken out of
+    its lane's queue, and its slot stands in this step's stack. So the slots of all of this step's rows get there, now or when the access before
+    is planned. The row table is not changed.
     """
     accesses, tables, recent, next_users = window.accesses, window.tables, window.recent, window.next_users
     lane_accesses, stacks, starts = window.lane_accesses, window.stacks, window.starts
@@ -83,7 +81,9 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
     front, tail = np.uint64(window.scalars[FRONT]), np.uint64(window.scalars[TAIL])
     previous = np.uint64(starts[before, 0])  # first access of the step before
     newest = front - np.uint64(1)  # at the first access of all this is 2^64 - 1, and `last` below the tail or at least the front
-    low = np.uint64(ACCESS_MASK)
+    low = np.uint64(
+        ACCESS_MASK
+    )  # a record has but these bits of its last access's number: the newest number that ends in them is meant
     end = np.uint64(count)
     start = np.uint64(0)
     for lane in range(owned.size):
@@ -94,7 +94,6 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
         height = np.uint64(0)
         for place in range(np.uint64(owned[lane])):
             k = start + np.uint64(place)
-            # An access has but the low bits of its number in the record: the whole one is the newest that ends in them.
             near = np.uint64(state[np.uint64(order[min(k + np.uint64(AHEAD), end - np.uint64(1))]), OWNER])
             prefetch(accesses, np.uint64(2) * ((newest - ((newest - near) & low)) & ring))
             d = np.uint64(order[k])

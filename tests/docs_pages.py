@@ -5,6 +5,7 @@ A comment above a fenced block, which no rendered page shows, says what is done 
     <!-- test -->                       run it: each `$ command` of a console block with its output; a python block, with those that follow it
     <!-- test: 200000 => 2000; a => b -->  the same, with these texts replaced in commands, so that it takes seconds; its output is not compared
     <!-- test full -->                  the same, in the full suite only; `full` may precede the colon, too
+    <!-- test -->, above toml           it is a feature file that `prepare` takes
     <!-- file: clicks.toml -->          put it into the folder that the page's blocks share
 
 Output is compared line by line with every number taken for any other; a line `...` stands for any lines.
@@ -85,6 +86,21 @@ def links(page: Path) -> list[str]:
     """The targets of a page's links that are not on the web; code is left out."""
     text = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL))
     return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+
+
+def modules(page: Path) -> list[str]:
+    """What a page names in `code` that looks like a file or a module of the repository: tests/tls.py, cache/traffic, `beam/read` in internals/."""
+    own = ROOT / page.stem if page.parent.name == "internals" else ROOT
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)+(?:\.py)?)(?:\.[A-Za-z_]+)?`", text)
+    roots = [root for root in (ROOT, own) if root.is_dir()]
+    return [name for name in named if any((root / name.partition("/")[0]).is_dir() for root in roots)]
+
+
+def is_module(page: Path, name: str) -> bool:
+    """Whether there is such a file, module or folder."""
+    roots = (ROOT, ROOT / page.stem)
+    return any((root / name).exists() or (root / f"{name}.py").exists() for root in roots)
 
 
 def anchors(page: Path) -> set[str]:

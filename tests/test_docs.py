@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from command_line import Clicks, done, run_here
-from docs_pages import ROOT, Block, agree, anchors, blocks, links, pages, table_fields
+from docs_pages import ROOT, Block, agree, anchors, blocks, is_module, links, modules, pages, table_fields
+
+from foreload.pipelines.samples.features import FeatureSpec
 
 # Data of others, in the folder that FORELOAD_DATA names; blocks with them are left out without it.
 SAMPLES = ("criteo", "talkingdata")
@@ -26,6 +28,12 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_named_are_there(page: Path) -> None:
+    if page.name != "CHANGELOG.md":
+        assert [name for name in modules(page) if not is_module(page, name)] == []
 
 
 def test_every_page_is_reached_from_the_index() -> None:
@@ -84,6 +92,9 @@ def follow(page: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 Path(f"block_{block.line}.py").write_text("\n".join(python), encoding="utf-8")
                 python.clear()
                 _run(f"{shlex.quote(sys.executable)} block_{block.line}.py", block)
+        elif block.language == "toml":
+            Path("features.toml").write_text(block.text, encoding="utf-8")
+            FeatureSpec.load(Path("features.toml"))
         elif data or not any(f"{name}/" in block.text for name in SAMPLES):
             for command, shown in block.commands:
                 printed = _run(command, block)

@@ -13,7 +13,7 @@ import pytest
 from command_line import Clicks, done, run_here
 from docs_pages import ROOT, Block, agree, anchors, blocks, is_module, links, modules, pages, table_fields
 
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.feature_file import load_features
 
 # Data of others, in the folder that FORELOAD_DATA names; blocks with them are left out without it.
 SAMPLES = ("criteo", "talkingdata")
@@ -94,7 +94,7 @@ def follow(page: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 _run(f"{shlex.quote(sys.executable)} block_{block.line}.py", block)
         elif block.language == "toml":
             Path("features.toml").write_text(block.text, encoding="utf-8")
-            FeatureSpec.load(Path("features.toml"))
+            load_features(Path("features.toml"))
         elif data or not any(f"{name}/" in block.text for name in SAMPLES):
             for command, shown in block.commands:
                 printed = _run(command, block)

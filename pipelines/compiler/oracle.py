@@ -81,9 +81,7 @@ def link(rows: Rows, step: int, count: int, owned: np.ndarray, s: Scratch, windo
     front, tail = np.uint64(window.scalars[FRONT]), np.uint64(window.scalars[TAIL])
     previous = np.uint64(starts[before, 0])  # first access of the step before
     newest = front - np.uint64(1)  # at the first access of all this is 2^64 - 1, and `last` below the tail or at least the front
-    low = np.uint64(
-        ACCESS_MASK
-    )  # a record has but these bits of its last access's number: the newest number that ends in them is meant
+    low = np.uint64(ACCESS_MASK)  # what a record has of its last access's number: the newest with these bits is meant
     end = np.uint64(count)
     start = np.uint64(0)
     for lane in range(owned.size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from command_line import Clicks, done, run_here
 from docs_pages import ROOT, Block, agree, anchors, blocks, is_module, links, modules, pages, table_fields
 
+from foreload.cache.client.url import parse_url
 from foreload.pipelines.samples.feature_file import load_features
 
 # Data of others, in the folder that FORELOAD_DATA names; blocks with them are left out without it.
@@ -34,6 +36,23 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
 def test_modules_named_are_there(page: Path) -> None:
     if page.name != "CHANGELOG.md":
         assert [name for name in modules(page) if not is_module(page, name)] == []
+
+
+def test_pages_named_in_the_code_have_the_section() -> None:
+    for folder in ("pipelines", "cache", "trainer", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name, sections in re.findall(r"\((docs/[\w/]+\.md)(?:, ([^)]+))?\)", path.read_text(encoding="utf-8")):
+                text = (ROOT / name).read_text(encoding="utf-8")
+                for section in re.split(" and (?=[A-Z])", sections) if sections else ():
+                    # A heading, or what begins a paragraph.
+                    assert re.search(rf"^(#+ |[-* ]*\**){re.escape(section)}\b", text, re.MULTILINE), f"{path}: {name}, {section}"
+
+
+def test_store_urls_shown_are_such() -> None:
+    for page in pages():
+        for url in re.findall(r"\b(?:rediss?|unix)://[^\s`,)]*[^\s`,):.]", page.read_text(encoding="utf-8")):
+            if "..." not in url:
+                assert parse_url(url).plain
 
 
 def test_every_page_is_reached_from_the_index() -> None:

@@ -1,4 +1,4 @@
-"""Locality placement: which samples of a training step go to which slice (docs/definitions.md, SampleAssignment).
+"""Locality placement: which samples of a training step go to which slice (docs/definitions.md, Placement by locality).
 
 A sample goes to the lane that owns most of its rarer rows, so that fewer rows are exchanged between lanes. Rows that most slices use anyway
 say nothing about where a sample belongs and are left out. Herald (NSDI 2024) places inputs likewise, at run time; here the schedule does.

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import foreload
 from foreload.pipelines.errors import SettingError
+from foreload.trainer.cluster.processes import KEEPER, ProcessStart, StartProcess
 from foreload.trainer.errors import TrainerError
 
 GO, STOP_WANTED, ORPHANED = "go", "stop/wanted", "orphaned"
@@ -25,7 +23,7 @@ _PATIENCE = timedelta(minutes=5)
 class Keeper:
     """The keeper of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: what each must inherit."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, start: StartProcess) -> None:
         """Start it, on a free port of `host`. Raises SettingError if that is no address of this machine."""
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             try:
@@ -37,10 +35,7 @@ class Keeper:
             trainers, self.held = os.pipe()
             self._ready, ready = os.pipe()
             handed = (listening.fileno(), launchers, trainers, ready)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "foreload.trainer.cluster.keeper", host, *map(str, handed)],
-                env=os.environ | {"PYTHONPATH": program_path()}, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=handed,
-            )  # fmt: skip
+            self._process = start(ProcessStart(KEEPER, (host,), descriptors=handed))
             os.close(launchers)
             os.close(trainers)
             os.close(ready)
@@ -64,14 +59,8 @@ class Keeper:
         os.close(self._launcher_end)
         os.close(self.held)
         os.close(self._ready)
-        self._process.terminate()
+        self._process.kill()
         self._process.wait()
-
-
-def program_path() -> str:
-    """PYTHONPATH for a process of this program."""
-    root = str(Path(foreload.__file__).absolute().parent.parent)
-    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
 
 
 def main() -> int:

@@ -32,9 +32,9 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.trainer_group import Ending, TrainerGroup
-from foreload.trainer.cluster.trainer_processes import ChildProcess, StartTrainer
 from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
@@ -64,23 +64,23 @@ from foreload.trainer.run.saved_run import saved_run_at
 _MEET_PAUSE, _MEET_SAID = timedelta(seconds=1), timedelta(minutes=1)
 
 
-def train(job: TrainJob, observer: RunObserver | None = None, start_trainer: StartTrainer = ChildProcess) -> Ending | None:
+def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
     """Train as the job says, in the environment that `foreload train` sets. Returns None in a process that is only one of a scheduler's trainers.
 
-    observer: sees it, and may have put faults in. start_trainer: starts one's process.
+    observer: sees it, and may have put faults in. start_process: starts keeper and trainers.
 
     Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
     """
     numerics.check_processor()
     if not under_scheduler():
         with Interrupts() as interrupts:
-            return Launcher(job, interrupts, None, observer or RunObserver(), start_trainer).run()
+            return Launcher(job, interrupts, None, observer or RunObserver(), start_process).run()
     with Interrupts(relayed=True) as interrupts:
         store, rank, world = _scheduled_store()
         if world != job.trainers:
             job = replace(job, trainers=world)
         if not rank:
-            return Launcher(job, interrupts, store, observer or RunObserver(), start_trainer).run()
+            return Launcher(job, interrupts, store, observer or RunObserver(), start_process).run()
         urls = None if local_shards(job.store) else job.store.split(",")
         status = work(store, rank, urls, interrupts)
         if status:
@@ -128,10 +128,10 @@ class Launcher:
     """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job, else one is made here."""
 
     def __init__(
-        self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, observer: RunObserver, start_trainer: StartTrainer
+        self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, observer: RunObserver, start_process: StartProcess
     ) -> None:
         self._job = job
-        self._start_trainer = start_trainer
+        self._start_process = start_process
         self._observer = observer
         self._interrupts = interrupts
         self._rendezvous = rendezvous
@@ -218,7 +218,7 @@ class Launcher:
                 keep_schedule(run, schedule)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, self._spare_check(manifest))
                 group = TrainerGroup(
-                    self._job, self._interrupts, run, manifest, start, schedule, shards, self._observer, self._start_trainer
+                    self._job, self._interrupts, run, manifest, start, schedule, shards, self._observer, self._start_process
                 )
                 ending = group.train(self._rendezvous, self._spawned)
         except ShardsLost as error:

@@ -29,9 +29,9 @@ from foreload.trainer.cluster.keeper import (
     STOP_WANTED,
     Keeper,
 )
+from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.trainer_processes import StartedTrainer, StartTrainer, TrainerStart
 from foreload.trainer.cluster.worker import RESTED, TERM, LaunchSpec
 from foreload.trainer.errors import FingerprintError, ShardsLost, TrainerError
 from foreload.trainer.run.directory import Manifest, Run, Status
@@ -66,17 +66,17 @@ class TrainerGroup:
         schedule: Schedule,
         shards: StoreShards,
         observer: RunObserver,
-        start_trainer: StartTrainer,
+        start_process: StartProcess,
     ) -> None:
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
-        self._observer, self._start_trainer = observer, start_trainer
+        self._observer, self._start_process = observer, start_process
         self._schedule, self._shards = schedule, shards
         self._commands = 0
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
         self._lane_map = contiguous_lanes(schedule.header.lanes, job.trainers)
-        self._processes: dict[int, StartedTrainer] = {}
+        self._processes: dict[int, StartedProcess] = {}
         self._ready: dict[int, dict[str, str]] = {}
         self._ended: dict[int, dict[str, Any]] = {}
         self._errors: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ class TrainerGroup:
         with contextlib.ExitStack() as stack:
             keeper: Keeper | None = None
             if rendezvous is None:
-                keeper = Keeper(job.address)
+                keeper = Keeper(job.address, self._start_process)
                 stack.callback(keeper.close)
             stack.callback(self._end)
             # Trainers start while the keeper does.
@@ -154,8 +154,8 @@ class TrainerGroup:
         # A trainer that outlives this process holds the run on.
         held = (*held, *(() if self._run.lock is None else (self._run.lock,)))
         for trainer in spawned:
-            start = TrainerStart(trainer, address, tuple(self._shards.urls), os.getpid(), held)
-            self._processes[trainer] = self._start_trainer(start)
+            told = TrainerStart(trainer, address, tuple(self._shards.urls), os.getpid())
+            self._processes[trainer] = self._start_process(ProcessStart(WORKER, (), told.environment(), tuple(held)))
 
     def _follow(self, board: Board, report: RunReport) -> None:
         receiver = EventReceiver(board, self._job.trainers)

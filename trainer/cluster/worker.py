@@ -40,9 +40,9 @@ from foreload.trainer.cluster.board import (
 from foreload.trainer.cluster.ending import ADDED, SHARED, end_alone
 from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.cluster.keeper import GO, ORPHANED, STOP_WANTED
+from foreload.trainer.cluster.processes import TrainerStart
 from foreload.trainer.cluster.run_requests import TrainerRequests
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
-from foreload.trainer.cluster.trainer_processes import TrainerStart
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
 from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport

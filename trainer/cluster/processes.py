@@ -1,0 +1,123 @@
+"""How the launcher starts the processes of a call, its keeper and its trainers, and ends them: one function, so that another may stand in for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import foreload
+
+WORKER, KEEPER = "foreload.trainer.cluster.worker", "foreload.trainer.cluster.keeper"
+_STORES, _RENDEZVOUS, _TRAINER, _LAUNCHER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER", "FORELOAD_LAUNCHER"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStart:
+    """A process to be started. module: WORKER or KEEPER, whose `main` it runs; arguments: its command line, on which the descriptors' numbers follow.
+
+    environment: variables beyond the launcher's. descriptors: what it inherits, and keeps open for as long as it lives.
+    """
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    descriptors: tuple[int, ...] = ()
+
+
+class StartedProcess(Protocol):
+    """A process that was started, from the launcher's side."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def poll(self) -> int | None:
+        """The status that it ended with, the negative number of the signal that ended it, or None while it is at work."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when it has ended, or when the time is over."""
+
+    def kill(self) -> None:
+        """End it at once, with what it has started itself, if it has not ended."""
+
+
+StartProcess = Callable[[ProcessStart], StartedProcess]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStart:
+    """What a trainer is started with; all else it finds on the board. rendezvous: where the store of that is, "HOST:PORT".
+
+    store_urls: with passwords; None for those of the board. launcher: the process that it leaves with before training begins.
+    """
+
+    trainer: int
+    rendezvous: str
+    store_urls: tuple[str, ...] | None
+    launcher: int
+
+    def environment(self) -> dict[str, str]:
+        """The same as variables of the process's environment."""
+        return {
+            _TRAINER: str(self.trainer),
+            _RENDEZVOUS: self.rendezvous,
+            _STORES: json.dumps(self.store_urls),
+            _LAUNCHER: str(self.launcher),
+        }
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> TrainerStart:
+        """The inverse of `environment`."""
+        urls = json.loads(environment[_STORES])
+        return cls(
+            int(environment[_TRAINER]),
+            environment[_RENDEZVOUS],
+            None if urls is None else tuple(urls),
+            int(environment[_LAUNCHER]),
+        )
+
+
+class ChildProcess:
+    """A process as a child of the launcher, in a session of its own: Ctrl-C is for the launcher, which stops all after the same step."""
+
+    def __init__(self, start: ProcessStart) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", start.module, *start.arguments, *map(str, start.descriptors)],
+            env=os.environ | {"PYTHONPATH": program_path()} | start.environment,
+            stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=start.descriptors,
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """See StartedProcess."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """See StartedProcess."""
+        return self._process.poll()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """See StartedProcess."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(None if timeout is None else timeout.total_seconds())
+
+    def kill(self) -> None:
+        """See StartedProcess."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def program_path() -> str:
+    """PYTHONPATH for a process of this program."""
+    root = str(Path(foreload.__file__).absolute().parent.parent)
+    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)

@@ -34,7 +34,8 @@ def _run(main: Callable[[], int]) -> NoReturn:
         os.dup2(nowhere, 0)
         os.close(nowhere)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
         status = main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1

@@ -6,7 +6,6 @@ import argparse
 import sys
 from typing import Any
 
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import Setting, TrainJob, flag, read_job_file, settings
@@ -118,12 +117,9 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
         check_json(parsed.json)
     values = in_file | flags
     if values.get("resume"):
-        from foreload.trainer.run.directory import Run
+        from foreload.trainer.run.directory import resumed_values
 
-        if not values.get("run"):
-            raise SettingError("--run: is missing; give the run that --resume goes on with")
-        manifest = Run.open(values["run"]).manifest
-        values = manifest.job | {"schedule": manifest.stages[-1].path} | values
+        values = resumed_values(values)
     return values
 
 

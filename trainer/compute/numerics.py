@@ -57,18 +57,25 @@ _CBWR_BRANCH, _CBWR_ALL, _CBWR_STRICT = 1, -1, 0x10000
 
 def keep_memory() -> None:
     """Have the processes started from here on keep the memory that they free, unless GLIBC_TUNABLES is set already."""
-    os.environ.setdefault("GLIBC_TUNABLES", ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items()))
+    os.environ.setdefault("GLIBC_TUNABLES", _tunables())
+
+
+def _tunables() -> str:
+    return ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items())
+
+
+def environment(cpu_capability: str = "avx2", threads: int = 1) -> dict[str, str]:
+    """The variables of a CPU capability, but those that are set already, for a process under these settings; it keeps memory.
+
+    threads: of an operation, in every thread of it; torch.set_num_threads alone is heeded by MKL in the one that calls it.
+    """
+    wanted = {"GLIBC_TUNABLES": _tunables()} | ENVIRONMENTS[cpu_capability] | _CUBLAS
+    return {name: os.environ.get(name, value) for name, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}
 
 
 def set_environment(cpu_capability: str = "avx2", threads: int = 1) -> None:
-    """Set the variables of a CPU capability that are not set yet, for this process and those that it starts; those keep memory.
-
-    threads: of an operation, in every thread of these processes; torch.set_num_threads alone is heeded by MKL in the one that calls it.
-    """
-    keep_memory()
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    for name, value in (ENVIRONMENTS[cpu_capability] | _CUBLAS).items():
-        os.environ.setdefault(name, value)
+    """Put this process, and those that it starts, under `environment`."""
+    os.environ.update(environment(cpu_capability, threads))
 
 
 def check_processor() -> None:

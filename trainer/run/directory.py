@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.files import persist, write_json
+from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.job import TrainJob, settings
@@ -421,6 +422,14 @@ def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None)
         # Commands that read the run may be called elsewhere.
         saved["model_folder"] = os.path.abspath(job.model_folder)
     return saved | {"store": f"local:{local_stores}" if local_stores else ",".join(store_urls)}
+
+
+def resumed_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a call with --resume, those of the run where nothing else is said. Raises SettingError and RunError."""
+    if not values.get("run"):
+        raise SettingError("--run: is missing; give the run that --resume goes on with")
+    manifest = Run.open(values["run"]).manifest
+    return manifest.job | {"schedule": manifest.stages[-1].path} | dict(values)
 
 
 def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:

@@ -1,0 +1,102 @@
+"""What a forked process does for its caller: a function a call, each giving what the caller gets piece by piece, as JSON values and bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from foreload.pipelines.base.forking import replace_environment
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.base.socket_messages import send
+from foreload.pipelines.errors import ForeloadError
+
+Part = tuple[dict[str, Any], bytes]
+"""JSON values, and the bytes of an array that they describe."""
+
+
+def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
+    """Do what a request asks for, and tell how it ended; gives the exit status."""
+    replace_environment(request["environment"])
+    end: dict[str, Any] = {}
+    try:
+        os.chdir(request["folder"])
+        with Interrupts():
+            for values, payload in CALLS[request["call"]](request["values"], reply.close):
+                send(reply, {"part": values}, payload)
+    except ForeloadError as error:
+        end = {"code": error.code, "message": str(error)}
+    except KeyboardInterrupt:
+        pass  # the caller knows
+    except BrokenPipeError:
+        return 0  # the caller wants no more
+    except OSError as error:
+        end = {"errno": error.errno, "message": error.strerror or str(error), "filename": error.filename}
+    except Exception as error:
+        traceback.print_exc()
+        end = {"unforeseen": f"{type(error).__name__}: {error}"}
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        send(reply, end)
+    return 2 if end else 0
+
+
+def _prepare(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.pipelines.prepare import run
+
+    with contextlib.redirect_stdout(sys.stderr):
+        yield run(values["arguments"]), b""
+
+
+def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.cluster.preforked import Preforked
+    from foreload.trainer.cluster.processes import ChildProcess
+    from foreload.trainer.commands.train import train
+    from foreload.trainer.run.directory import resumed_values
+    from foreload.trainer.run.job import TrainJob, under_scheduler
+
+    job = TrainJob.of(resumed_values(values) if values.get("resume") else values)
+    if under_scheduler():
+        ending = train(job, start_process=ChildProcess)
+    else:
+        with contextlib.closing(Preforked(job.trainers + 1, leave)) as processes:
+            ending = train(job, start_process=processes)
+    yield {"run": job.run, "stopped": ending is not None and ending.stopped}, b""
+
+
+def _evaluate(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import evaluate
+
+    yield evaluate.run(values["run"], values["store"], values["schedule"]), b""
+
+
+def _export(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import export
+
+    yield export.run(values["run"], values["store"], values["out"]), b""
+
+
+def _digest(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import digest
+
+    yield digest.run(values["run"], values["store"]), b""
+
+
+def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import rows
+
+    yield rows.run(values["run"], values["store"]), b""
+
+
+CALLS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Iterator[Part]]] = {
+    "prepare": _prepare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "export": _export,
+    "digest": _digest,
+    "delete": _delete,
+}

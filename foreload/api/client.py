@@ -1,0 +1,241 @@
+"""Calls that are answered by a process forked for them: from the caller's side. Free of threads, signal handlers and changes to the environment."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreload.pipelines.base.socket_messages import Message, receive, send
+from foreload.pipelines.errors import SettingError, error_of
+from foreload.trainer.cluster.processes import program_path
+from foreload.trainer.compute.numerics import environment
+
+# Variables that are read where a process, or a library, is loaded: a fork server has those of its start.
+_READ_AT_START = (
+    "ATEN_", "CUBLAS_", "CUDA_", "FORELOAD_LOCAL_SERVER", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NUMBA_", "OMP_", "ONEDNN_",
+    "OPENBLAS_", "PYTHON", "TORCH",
+)  # fmt: skip
+# A process that forks must have one thread: neither Arrow's allocator nor NumPy's BLAS may start theirs.
+_THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
+_TAIL_BYTES = 1 << 14  # of what a call has said, for an error that nobody foresaw
+_READ_BYTES = 1 << 16
+
+_lock = threading.Lock()
+_servers: dict[Any, _Server] = {}
+_forbidden = False
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What of a job decides in which process it may run."""
+
+    cpu_capability: str = "avx2"
+    threads: int = 1
+
+
+def forbid() -> None:
+    """Refuse calls in this process and its children, in which a model's file is imported that may make calls itself."""
+    global _forbidden
+    _forbidden = True
+
+
+def result(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> dict[str, Any]:
+    """What a call gives that gives one thing; see `parts`."""
+    with contextlib.closing(parts(name, values, numerics, progress)) as found:
+        last: dict[str, Any] = [message.values for message in found][-1]
+    return last
+
+
+def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> Iterator[Message]:
+    """What a call of `foreload.api.calls` gives, piece by piece. numerics: None where torch is not needed.
+
+    Ctrl-C asks the call for a clean stop; KeyboardInterrupt is raised when it has come to rest. Raises the errors of the project.
+    """
+    if _forbidden:
+        raise SettingError(
+            f'{name}: is called while a model\'s file is imported for a training; put the calls under `if __name__ == "__main__":`'
+        )
+    with _Call(name, dict(values), numerics, progress) as call:
+        yield from call.messages()
+
+
+class _Call:
+    """A call under way. progress: what it says goes to this process's stderr, else only its end is kept, for errors that nobody foresaw."""
+
+    def __init__(self, name: str, values: dict[str, Any], numerics: Numerics | None, progress: bool) -> None:
+        self._progress, self._told, self._silent = progress, bytearray(), False
+        self._interrupted, self._finished = False, False
+        self._reply, theirs = socket.socketpair()
+        self._output, output = os.pipe()
+        if progress and _at_terminal():
+            # One line is written over there, which a pipe could not be.
+            os.dup2(2, output, inheritable=False)
+        request = {
+            "call": name,
+            "values": values,
+            "torch": numerics is not None,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+        }
+        try:
+            self._server, self._process = _start(numerics or Numerics(), request, [theirs.fileno(), output])
+        except BaseException:
+            self._reply.close()
+            os.close(self._output)
+            raise
+        finally:
+            theirs.close()
+            os.close(output)
+
+    def __enter__(self) -> _Call:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Its process has ended when this returns; left before its end, it is asked for a clean stop."""
+        if not self._finished:
+            self._stop()
+        self._reply.close()
+        while not self._wait(self._process):
+            pass
+        with _lock:
+            self._server.running -= 1
+        os.close(self._process)
+        os.close(self._output)
+        if self._interrupted and kind is None:
+            raise KeyboardInterrupt
+
+    def messages(self) -> Iterator[Message]:
+        """The pieces of the answer, up to its end. Raises the error that it ended with."""
+        while True:
+            while not self._wait(self._reply.fileno()):
+                pass
+            message = receive(self._reply)
+            if message is None or "part" not in message.values:
+                self._finished = True
+                self._raise(None if message is None else message.values)
+                return
+            if not self._interrupted:
+                yield Message(message.values["part"], message.payload, [])
+
+    def _raise(self, end: Mapping[str, Any] | None) -> None:
+        """Raise what the call ended with, unless that is nothing, or what was asked for. end: None where it could not say."""
+        if self._interrupted or end == {}:
+            return
+        if end is None or "unforeseen" in end:
+            self._wait(self._process)
+            what = "the process that did it was killed" if end is None else end["unforeseen"]
+            raise RuntimeError(f"foreload: {what}\n{self._told.decode(errors='replace')}".rstrip())
+        if "errno" in end:
+            raise OSError(end["errno"], end["message"], end["filename"])
+        # All classes of the tree must be there to be found.
+        for module in ("foreload.cache.errors", "foreload.trainer.errors"):
+            importlib.import_module(module)
+        raise error_of(end["code"], end["message"])
+
+    def _wait(self, descriptor: int) -> bool:
+        """Whether a descriptor has something to read, after a while; meanwhile what is said is passed on, and Ctrl-C handed on."""
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if not self._silent:
+                poll.register(self._output, select.POLLIN)
+            ready = {found for found, _ in poll.poll()}
+            if self._output in ready:
+                self._tell(os.read(self._output, _READ_BYTES))
+            # What was said before is passed on first.
+            return descriptor in ready and self._output not in ready
+        except KeyboardInterrupt:
+            self._interrupted = True
+            self._stop()
+            return False
+
+    def _stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGINT)
+
+    def _tell(self, text: bytes) -> None:
+        if not text:
+            self._silent = True
+        elif self._progress:
+            sys.stderr.write(text.decode(errors="replace"))
+            sys.stderr.flush()
+        else:
+            self._told = (self._told + text)[-_TAIL_BYTES:]
+
+
+def _at_terminal() -> bool:
+    """Whether what is written to this process's stderr goes to a terminal."""
+    return sys.stderr is sys.__stderr__ and os.isatty(2)
+
+
+class _Server:
+    """A fork server of this process. running: how many of its calls are under way."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        self.owner = os.getpid()
+        self.running = 0
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        variables = (
+            os.environ | environment(numerics.cpu_capability, numerics.threads) | {"PYTHONPATH": program_path()} | _THREADLESS
+        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "foreload.api.fork_server", str(theirs.fileno())],
+                env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+
+    def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        """Have a request answered; gives a descriptor of the process that does. Raises OSError where the server is no more."""
+        with self._lock:
+            send(self._control, request, descriptors=descriptors)
+            answer = receive(self._control)
+        if answer is None:
+            raise BrokenPipeError("the fork server has ended")
+        self.running += 1
+        (process,) = answer.descriptors
+        return process
+
+    def close(self) -> None:
+        """End it; what still runs is stopped first."""
+        self._control.close()
+        self._process.wait()
+
+
+def _start(numerics: Numerics, request: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[_Server, int]:
+    """Start a call in the fork server for these numerics, which is started if it is not there."""
+    read_at_start = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}
+    key = numerics, tuple(sorted(read_at_start.items()))
+    with _lock:
+        for other, server in list(_servers.items()):
+            if server.owner != os.getpid():
+                del _servers[other]  # of the process that this one was forked from
+            elif other != key and not server.running:
+                _servers.pop(other).close()
+        if key in _servers:
+            with contextlib.suppress(OSError):
+                return _servers[key], _servers[key].start(request, descriptors)
+            _servers.pop(key).close()
+        server = _servers[key] = _Server(numerics)
+        return server, server.start(request, descriptors)
+
+
+def _close_all() -> None:
+    for server in _servers.values():
+        if server.owner == os.getpid():
+            server.close()
+
+
+atexit.register(_close_all)

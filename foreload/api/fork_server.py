@@ -1,0 +1,109 @@
+"""The fork server: a process that imports what training needs once, under a job's numerics, and forks one process for each call.
+
+Started by `foreload.api.client` as `python -m foreload.api.fork_server DESCRIPTOR`, of a socket on which requests come. It ends with its owner: when
+that closes the socket, or dies, whatever still runs here is asked for a clean stop, waited for, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+
+from foreload.api import client
+from foreload.pipelines.base.forking import fork
+from foreload.pipelines.base.socket_messages import Message, receive, send
+
+# None of them starts a thread, which the numerics' variables and those of `client` see to.
+_PRELOADED = (
+    "foreload.trainer.cluster.launcher",
+    "foreload.trainer.cluster.preforked",
+    "foreload.trainer.cluster.keeper",
+    "foreload.trainer.cluster.worker",
+    "foreload.trainer.commands.train",
+    "foreload.trainer.commands.evaluate",
+    "foreload.trainer.models.dlrm",
+    "torch.utils.tensorboard",
+)
+
+
+class ForkServer:
+    """The process, from the inside."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: set[int] = set()
+        self._preloaded = False
+
+    def run(self) -> None:
+        """Serve until the owner has gone and every child has ended."""
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        while (request := receive(self._control)) is not None:
+            self._start(request)
+            self._reap()
+        for pid in list(self._children):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        while self._children:
+            signal.pause() if not self._reap() else None
+
+    def _start(self, request: Message) -> None:
+        reply, output = request.descriptors
+        # What importing may tell is told to the first who asks.
+        os.dup2(output, 2)
+        if request.values["torch"] and not self._preloaded:
+            self._preloaded = True
+            _preload()
+        pid = fork(lambda: self._serve(request))
+        handle = os.pidfd_open(pid)
+        self._children.add(pid)
+        with contextlib.suppress(OSError):  # an owner that has gone is noticed by `receive`
+            send(self._control, {"pid": pid}, descriptors=[handle])
+        for descriptor in (reply, output, handle):
+            os.close(descriptor)
+
+    def _serve(self, request: Message) -> int:
+        """In the child."""
+        self._control.close()
+        reply, output = request.descriptors
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        from foreload.api.calls import answer
+
+        return answer(socket.socket(fileno=reply), request.values)
+
+    def _reap(self) -> bool:
+        """Take note of children that have ended; whether any had."""
+        ended = {pid for pid in self._children if os.waitpid(pid, os.WNOHANG)[0]}
+        self._children -= ended
+        return bool(ended)
+
+
+def _preload() -> None:
+    for name in _PRELOADED:
+        # What cannot be imported is for the call to tell that needs it.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    # Children that collect garbage need not copy what is here.
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> int:
+    """The process; see above."""
+    client.forbid()
+    # Ctrl-C is for the owner, which hands it on.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        control.set_inheritable(False)
+        ForkServer(control).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,29 @@
 """Trains recommendation models exactly, with embedding tables larger than memory, and keeps training when machines die."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from foreload.pipelines.errors import ForeloadError
 
-__all__ = ["ForeloadError"]
+if TYPE_CHECKING:
+    from foreload.api.handles import Run as Run
+    from foreload.api.handles import Schedule as Schedule
+    from foreload.api.handles import open_run as open_run
+    from foreload.api.handles import prepare as prepare
+    from foreload.api.handles import train as train
+
+_IN_HANDLES = ("Run", "Schedule", "open_run", "prepare", "train")
+__all__ = ["ForeloadError", "Run", "Schedule", "open_run", "prepare", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """What the door offers is imported when it is asked for."""
+    if name not in _IN_HANDLES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("foreload.api.handles"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -47,7 +47,7 @@ from foreload.pipelines.schedule.format import (
 )
 from foreload.pipelines.schedule.reader import Schedule
 
-__all__ = ["main", "parser", "run"]
+__all__ = ["main", "parser", "prepare", "run"]
 
 if TYPE_CHECKING:
     from foreload.pipelines.beam.stages import Wrap
@@ -58,8 +58,12 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
 
     arguments: the command line, without the program's name. wrap: applied to every DoFn of the pipeline (tests disturb them).
     """
+    return prepare(*read(sys.argv[1:] if arguments is None else arguments), wrap)
+
+
+def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage: stage) -> dict[str, Any]:
+    """The same from options and Beam's flags."""
     started = time.monotonic()
-    options, flags = read(sys.argv[1:] if arguments is None else arguments)
     with quiet_import():
         from foreload.pipelines.beam import (
             run as beam_run,  # takes seconds, so that mistakes above are told first, and the help page is quick

@@ -46,10 +46,15 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
 
 
 def _prepare(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
-    from foreload.pipelines.prepare import run
+    from foreload.pipelines.base.settings import read_job_file
+    from foreload.pipelines.planning.options import PrepareOptions
+    from foreload.pipelines.prepare import prepare
 
+    given: dict[str, Any] = values["settings"]
+    if (file := given.pop("job", None)) is not None:
+        given = read_job_file(file, "prepare", PrepareOptions) | given
     with contextlib.redirect_stdout(sys.stderr):
-        yield run(values["arguments"]), b""
+        yield prepare(PrepareOptions.of(given), values["beam_flags"]), b""
 
 
 def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
@@ -57,8 +62,12 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.cluster.processes import ChildProcess
     from foreload.trainer.commands.train import train
     from foreload.trainer.run.directory import resumed_values
-    from foreload.trainer.run.job import TrainJob, under_scheduler
+    from foreload.trainer.run.job import TrainJob, read_job_file, under_scheduler
 
+    if (file := values.pop("job", None)) is not None:
+        in_file = read_job_file(file)
+        in_file.pop("json", None)
+        values = in_file | values
     job = TrainJob.of(resumed_values(values) if values.get("resume") else values)
     if under_scheduler():
         ending = train(job, start_process=ChildProcess)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ def result(name: str, values: Mapping[str, Any], numerics: Numerics | None, prog
     return last
 
 
-def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> Iterator[Message]:
+def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> Generator[Message]:
     """What a call of `foreload.api.calls` gives, piece by piece. numerics: None where torch is not needed.
 
     Ctrl-C asks the call for a clean stop; KeyboardInterrupt is raised when it has come to rest. Raises the errors of the project.
@@ -115,7 +115,7 @@ class _Call:
         if self._interrupted and kind is None:
             raise KeyboardInterrupt
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Generator[Message]:
         """The pieces of the answer, up to its end. Raises the error that it ended with."""
         while True:
             while not self._wait(self._reply.fileno()):
@@ -232,10 +232,13 @@ def _start(numerics: Numerics, request: Mapping[str, Any], descriptors: Sequence
         return server, server.start(request, descriptors)
 
 
-def _close_all() -> None:
-    for server in _servers.values():
-        if server.owner == os.getpid():
-            server.close()
+def close_all() -> None:
+    """End this process's fork servers: what still runs in them is stopped first. The next call starts one anew."""
+    with _lock:
+        for server in _servers.values():
+            if server.owner == os.getpid():
+                server.close()
+        _servers.clear()
 
 
-atexit.register(_close_all)
+atexit.register(close_all)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -163,6 +163,8 @@ class PrepareOptions:
                     f"--out: must not be the schedule that --after continues, {stated['out']}; choose another folder"
                 )
             stated = _inherited(Schedule(after)) | stated
+        elif "features" in stated:  # else only criteo's columns are known, whose files may end in anything
+            stated = _by_ending(stated.get("sources", ())) | stated
         options = cls(**to_fields(cls, stated))
         _check_together(options, given)
         return options
@@ -182,6 +184,13 @@ class PrepareOptions:
         values = {name: getattr(self, name) for name in self.__slots__}
         values |= {"slots": self.lane_size.slots, "memory_bytes": self.lane_size.memory_bytes}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _by_ending(sources: str | Sequence[str]) -> dict[str, Any]:
+    """The format that the names of all sources say, if they do."""
+    paths = [sources] if isinstance(sources, str) else sources
+    endings = {re.sub(r"\.(gz|zst)$", "", path.lower()).rpartition(".")[2] for path in paths}
+    return {"format": endings.pop()} if len(endings) == 1 and endings <= {"csv", "parquet"} else {}
 
 
 def _inherited(parent: Schedule) -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""What calls give: values, each a dataclass that is made of what the command of the same name writes with --json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """From JSON values by the fields' names; what has no field is left out."""
+        given = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareSummary(_Result):
+    """What `prepare` tells. slots, minimum_slots: per lane; bytes: of the files; data: of each set, counts of its labels, missing and unknown values.
+
+    tables: {"name", "rows"} of each, rows that are ever trained; malformed: {"column", "value", "rule", "records"} of each cause.
+    """
+
+    schedule: str
+    checksum: str
+    training_samples: int
+    evaluation_samples: int
+    rejected: int
+    epochs: int
+    training_steps: int
+    lanes: int
+    slots: tuple[int, ...]
+    minimum_slots: tuple[int, ...]
+    rows_used: int
+    arrivals: int
+    initial: int
+    fetched: int
+    cache_hit_rate: float
+    lookahead: Mapping[str, Any]
+    bytes: int
+    seconds: float
+    malformed: tuple[Mapping[str, Any], ...] = ()
+    tables: tuple[Mapping[str, Any], ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSummary(_Result):
+    """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to tell."""
+
+    state: str
+    steps: int
+    samples: int
+    last_step: int
+    samples_per_second: float | None
+    log_loss: float | None
+    auc: float | None
+    normalized_entropy: float | None
+    rows_used: int
+    rows_arrived: int
+    rows_fetched: int
+    rows_written_back: int
+    rows_flushed: int
+    bytes_sent: int
+    cache_hit_rate: float | None
+    wait_fraction: float | None
+    ms_step: float | None
+    ms_compute: float | None
+    ms_exchange: float | None
+    ms_waiting: float | None
+    seconds: float
+    trainers: int
+    store_traffic: Mapping[str, float] = field(default_factory=dict)
+    mixed_numerics: tuple[Mapping[str, Any], ...] = ()
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics(_Result):
+    """One training step, a line of metrics.jsonl. loss: mean over its samples; ms: milliseconds of the trainer that took longest."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float | None
+    rows_used: int
+    rows_arrived: int
+    rows_fetched: int
+    rows_written_back: int
+    bytes_sent: int
+    ms: float
+    ms_compute: float
+    ms_exchange: float
+    ms_waiting: float
+    kind: str = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationMetrics(_Result):
+    """One evaluation pass, a line of metrics.jsonl; step: the training step that it follows."""
+
+    step: int
+    epoch: int
+    samples: int
+    log_loss: float | None
+    auc: float | None
+    normalized_entropy: float | None
+    kind: str = "evaluation"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(_Result):
+    """A run's model measured on the evaluation steps of a schedule; step: the training step that the model is of."""
+
+    schedule: str
+    step: int
+    samples: int
+    log_loss: float
+    auc: float
+    normalized_entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Export(_Result):
+    """What was written: export.json of the folder. model: its name and options; dense, dense_optimizer_state: files; tables: one file each."""
+
+    step: int
+    seed: int
+    model: Mapping[str, Any]
+    dense: str
+    dense_optimizer_state: str
+    tables: tuple[Mapping[str, Any], ...]
+    encoding: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion(_Result):
+    """What was deleted. shards: {"url", "deleted", "why"} each, why: where one could not be reached; kept: files in the folder that are not its."""
+
+    run: str
+    namespace: str
+    shards: tuple[Mapping[str, Any], ...]
+    local_stores: int | None
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a table, in the order in which they were asked for.
+
+    ids: int64 [n]; vectors: float32 [n, columns]; trained: bool [n], false where the vector is the row's initial value, for it was never trained;
+    step: the training step that they are of.
+    """
+
+    table: str
+    ids: np.ndarray
+    vectors: np.ndarray
+    trained: np.ndarray
+    step: int

@@ -1,0 +1,73 @@
+"""The settings by the names of the command line, for those who check types; what they mean, `foreload prepare --help` and `train --help` say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+Path = str | os.PathLike[str]
+
+
+class PrepareSettings(TypedDict, total=False):
+    """Those of `foreload prepare`."""
+
+    format: Literal["criteo", "csv", "tsv", "parquet", "synthetic"]
+    features: Path
+    out: Path
+    rows: int
+    seed: int
+    values: int
+    table_rows: int
+    max_rejects: int
+    eval_source: Path | Sequence[Path]
+    eval_fraction: float
+    batch_size: int
+    lanes: int
+    epochs: int
+    shuffle_seed: int
+    placement: Literal["locality", "order"]
+    after: Path
+    slots: int | str
+    memory: int | str
+    row_bytes: int
+    overwrite: bool
+    segment_bytes: int | str
+    json: Path
+    job: Path
+
+
+class TrainSettings(TypedDict, total=False):
+    """Those of `foreload train`."""
+
+    run: Path
+    store: str
+    trainers: int
+    model_folder: Path
+    dim: int
+    row_optimizer: str
+    lr: float
+    dense_optimizer: str
+    dense_lr: float
+    seed: int
+    model_options: Mapping[str, Any]
+    dense_options: Mapping[str, Any]
+    tables: Mapping[str, Mapping[str, Any]]
+    threads: int
+    cpu_capability: Literal["avx2", "avx512"]
+    device: Literal["cpu", "cuda"]
+    memory: int | str
+    namespace: str
+    parity: str
+    spare: str
+    no_restart: bool
+    store_timeout: float
+    peer_timeout: float
+    address: str
+    follow: bool
+    resume: bool
+    accept_numerics: bool
+    overwrite: bool
+    allow_nan: bool
+    digest: bool
+    job: Path

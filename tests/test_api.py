@@ -1,0 +1,275 @@
+"""The door for programs: what `import foreload` offers, and what it leaves alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import ROOT, reached, write_features, write_log
+
+import foreload
+from foreload.api import client
+from foreload.api.settings import PrepareSettings, TrainSettings
+from foreload.pipelines.base.settings import settings_of
+from foreload.pipelines.errors import PipelineError, SettingError
+from foreload.pipelines.planning.options import PrepareOptions
+from foreload.trainer.errors import ModelError, RunError
+from foreload.trainer.run.job import settings
+
+ROWS, HELD_OUT = 3000, 300
+
+OWN_MODEL = """
+import torch
+from beside import halved
+
+class Net(torch.nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.out = torch.nn.Linear(spec.dense_width + spec.width, 1)
+
+    def forward(self, dense, embeddings):
+        return halved(self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with clicks.csv and clicks.toml."""
+    home = tmp_path_factory.mktemp("door")
+    write_log(home / "clicks.csv", ROWS)
+    write_features(home / "clicks.toml")
+    return home
+
+
+@pytest.fixture(scope="module")
+def schedule(folder: Path) -> foreload.Schedule:
+    return foreload.prepare(
+        folder / "clicks.csv", features=folder / "clicks.toml", out=folder / "clicks", batch_size=64, lanes=2, epochs=2,
+        eval_fraction=HELD_OUT / ROWS,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, schedule: foreload.Schedule) -> foreload.Run:
+    return foreload.train(schedule, run=folder / "runs" / "one", store="local:3", dim=4, lr=0.05)
+
+
+def processes() -> list[psutil.Process]:
+    """The fork servers of this process and all that they have started."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            if "foreload.api.fork_server" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def test_importing_it_changes_nothing() -> None:
+    program = (
+        "import os, sys; before = dict(os.environ); import foreload; dir(foreload); foreload.train; "
+        "assert dict(os.environ) == before; print(*sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MKL", "OMP", "ATEN", "GLIBC"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "apache_beam", "numba", "numpy", "pyarrow", "redis"} & set(done.stdout.split())
+    assert done.stderr == ""
+
+
+def test_settings_have_the_command_lines_names() -> None:
+    assert set(TrainSettings.__annotations__) == set(settings()) - {"schedule", "model"} | {"job"}
+    assert set(PrepareSettings.__annotations__) == settings_of(PrepareOptions).keys() - {"sources"} | {"job"}
+
+
+def test_prepare_gives_a_schedule_that_stands_for_its_path(schedule: foreload.Schedule, folder: Path) -> None:
+    assert os.fspath(schedule) == str(folder / "clicks")
+    assert schedule.summary is not None
+    assert schedule.summary.evaluation_samples == HELD_OUT
+    assert schedule.summary.lanes == 2
+
+
+def test_training_prints_nothing_and_leaves_no_trace(
+    run: foreload.Run, schedule: foreload.Schedule, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, handlers = dict(os.environ), signal.getsignal(signal.SIGINT)
+    other = foreload.train(schedule, run=folder / "runs" / "other", store="local:1", dim=4)
+    assert capfd.readouterr() == ("", "")
+    assert dict(os.environ) == before
+    assert signal.getsignal(signal.SIGINT) is handlers
+    # A fork server waits for the next call; of this one nothing is left.
+    assert len(processes()) == 1
+    other.delete()
+    assert not other.path.exists()
+
+
+def test_progress_is_told_where_it_is_wanted(
+    schedule: foreload.Schedule, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = foreload.train(schedule, run=folder / "runs" / "told", store="local:1", dim=4, progress=True)
+    out, err = capsys.readouterr()
+    assert not out
+    assert "epoch 2: log loss" in err
+    assert told.state == "ended"
+
+
+def test_a_run_tells_what_its_files_do(run: foreload.Run) -> None:
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert run.auc == summary["auc"]
+    assert run.log_loss == summary["log_loss"]
+    assert run.summary.steps == summary["steps"]
+    metrics = run.metrics()
+    assert [line.kind for line in metrics].count("evaluation") == 2
+    assert len(metrics) == summary["steps"] + 2
+    found = run.evaluate()
+    assert (found.auc, found.samples) == (run.auc, HELD_OUT)
+    assert len(run.digest()) == 64
+    again = foreload.open_run(run)
+    assert again.summary == run.summary
+
+
+@pytest.mark.full
+def test_what_is_trained_is_what_the_command_line_trains(run: foreload.Run, schedule: foreload.Schedule, folder: Path) -> None:
+    from command_line import done
+
+    there = folder / "runs" / "command-line"
+    done("train", schedule.path, "--run", there, "--store", "local:3", "--dim", 4, "--lr", 0.05, "--digest")
+    assert foreload.open_run(there).summary.digest == run.digest()
+
+
+def test_errors_are_those_of_the_project(schedule: foreload.Schedule, folder: Path) -> None:
+    with pytest.raises(RunError, match="no run"):
+        foreload.open_run(folder)
+    with pytest.raises(SettingError, match="--lr: must be at least 0"):
+        foreload.train(schedule, run=folder / "no", store="local:1", lr=-1.0)
+    with pytest.raises(SettingError, match="no setting is called 'learning_rate'"):
+        foreload.train(schedule, run=folder / "no", store="local:1", learning_rate=1.0)  # type: ignore[call-arg]
+    with pytest.raises(SettingError, match="knows no 'batch'"):
+        foreload.prepare("clicks.csv", batch=3)  # type: ignore[call-arg]
+    with pytest.raises(PipelineError, match="is not a folder"):
+        foreload.train(folder / "nowhere", run=folder / "no", store="local:1")
+    assert not (folder / "no").exists()
+
+
+def test_a_class_of_ones_own_is_trained_by_its_file(
+    schedule: foreload.Schedule, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net_of_the_door.py").write_text(OWN_MODEL)
+    (tmp_path / "beside.py").write_text("def halved(x):\n    return x / 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from net_of_the_door import Net  # type: ignore[import-not-found]
+
+    mine = foreload.train(schedule, run=tmp_path / "mine", store="local:1", dim=4, model=Net)
+    named = foreload.train(
+        schedule, run=tmp_path / "named", store="local:1", dim=4, model="net_of_the_door.py:Net", model_folder=tmp_path
+    )
+    assert mine.digest() == named.digest()
+
+    class Local(Net):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ModelError, match=r"must be found in its module by its name.*write it into a file of its own"):
+        foreload.train(schedule, run=tmp_path / "no", store="local:1", model=Local)
+
+
+@pytest.fixture(scope="module")
+def long_schedule(folder: Path) -> foreload.Schedule:
+    """One that takes long enough to be interrupted."""
+    return foreload.prepare(
+        folder / "clicks.csv", features=folder / "clicks.toml", out=folder / "long", batch_size=8, lanes=1, epochs=30
+    )
+
+
+def test_ctrl_c_stops_cleanly_and_the_run_goes_on(long_schedule: foreload.Schedule, tmp_path: Path) -> None:
+    there, asked = tmp_path / "stopped", reached(tmp_path / "stopped", 3)
+
+    def interrupt() -> None:
+        while not asked():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        foreload.train(long_schedule, run=there, store="local:1", dim=2)
+    thread.join()
+    stopped = foreload.open_run(there)
+    assert stopped.state == "stopped"
+    assert stopped.summary.last_step >= 3
+    assert len(stopped.digest()) == 64
+
+
+@pytest.fixture
+def owner(long_schedule: foreload.Schedule, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that trains a run in tmp_path."""
+    program = f"import foreload; foreload.train({str(long_schedule.path)!r}, run='run', store='local:1', dim=2)"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.full
+def test_a_caller_that_is_killed_leaves_a_run_that_stopped_and_no_process(owner: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    asked = reached(tmp_path / "run", 3)
+    while not asked():
+        assert owner.poll() is None
+        time.sleep(0.01)
+    left = psutil.Process(owner.pid).children(recursive=True)
+    assert left
+    owner.kill()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive
+    assert foreload.Run(tmp_path / "run").state == "stopped"
+
+
+@pytest.mark.full
+def test_calls_within_a_models_file_are_refused(schedule: foreload.Schedule, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        OWN_MODEL.replace("from beside import halved", "halved = abs")
+        + f"\nimport foreload\nforeload.train({str(schedule.path)!r}, run='script', store='local:1', dim=2, model=Net)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert 'put the calls under `if __name__ == "__main__":`' in done.stderr
+
+
+@pytest.mark.full
+def test_a_fork_server_that_was_killed_is_replaced(run: foreload.Run) -> None:
+    for process in processes():
+        process.kill()
+        process.wait()
+    assert run.evaluate().samples == HELD_OUT
+
+
+def test_a_call_in_a_thread(run: foreload.Run) -> None:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(run.evaluate().samples))
+    thread.start()
+    thread.join()
+    assert found == [HELD_OUT]
+
+
+def test_no_fork_server_is_left_at_the_end(run: foreload.Run) -> None:
+    run.evaluate()
+    left = processes()
+    assert left
+    client.close_all()
+    assert not [process for process in left if process.is_running()]

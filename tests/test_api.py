@@ -175,7 +175,7 @@ def test_a_class_of_ones_own_is_trained_by_its_file(
     )
     assert mine.digest() == named.digest()
 
-    class Local(Net):  # type: ignore[misc]
+    class Local(Net):
         pass
 
     with pytest.raises(ModelError, match=r"must be found in its module by its name.*write it into a file of its own"):

@@ -25,8 +25,9 @@ from foreload.cache.client.store import (
     Store,
     Write,
 )
-from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.rows.fields import fields
 from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import decode_rows, encode_rows
 from foreload.pipelines.base.memory import zeros_in_huge_pages

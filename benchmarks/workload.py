@@ -34,10 +34,10 @@ from foreload.cache.client.store import (
     Store,
     Write,
 )
-from foreload.cache.parity.placement import Placement, fields
-from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim, lane_key
+from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout, encode_rows
 from foreload.pipelines.schedule.format import Event

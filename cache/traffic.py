@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
@@ -23,32 +23,31 @@ from types import TracebackType
 import numpy as np
 
 from foreload.cache.errors import CacheError, RowsLost
+from foreload.cache.protocol.background import Background
 from foreload.cache.protocol.batch_log import BatchLog
-from foreload.cache.protocol.batches import WriteBackBatch
-from foreload.cache.protocol.failover import Failover
+from foreload.cache.protocol.failover import Failover, counted
 from foreload.cache.protocol.lanes import (
     Boundary,
     Fetch,
     LanePlan,
+    Lanes,
     LaneTraffic,
-)
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.ownership import UNFENCED, Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import (
-    LaneWrites,
     PlannedFetch,
-    Rounds,
-    RoundStats,
 )
+from foreload.cache.protocol.monitor import Answer, Monitor
+from foreload.cache.protocol.ownership import UNFENCED, Ownership
+from foreload.cache.protocol.parity_rounds import ParityRounds
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds import PlainRounds, Rounds, RoundStats
 from foreload.cache.protocol.server_probe import ShardChange
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Inspection
-from foreload.cache.repair.shard_repair import ShardRepair
+from foreload.cache.repair.rebuild import Rebuild
 from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
 
 NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)
+MEND_POLL = timedelta(milliseconds=50)
 
 
 @dataclass(slots=True)
@@ -82,8 +81,8 @@ class Traffic:
     waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. check_tags=False leaves
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
-    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost, "inspected"
-    after `inspection` did something. on_shard is told what becomes of store shards, by the thread or one beside it.
+    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shard is
+    told what becomes of store shards, by the thread or one beside it.
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -91,7 +90,6 @@ class Traffic:
     def __init__(
         self,
         stored: StoredRows,
-        plans: Sequence[LanePlan],
         seed: int,
         *,
         lead_events: int = 8,
@@ -104,30 +102,77 @@ class Traffic:
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
-        if stored.placement.r and log is None:
-            raise CacheError("traffic: needs a log of its batches where there is parity")
         self._stored = stored
         self._seed = seed
         self._lead_events = lead_events
         self._staging_rows = staging_rows
         self._on_action = on_action or (lambda action: None)
         self._on_shard = on_shard or (lambda change: None)
-        self._lanes = {plan.lane: LaneTraffic(plan, stored) for plan in plans}
         self._counters = Counters()
         self._monitor = Monitor()
-        self._failover: Failover | None = None
-        if stored.placement.r:
-            self._failover = Failover(stored, ownership, self._monitor.wake, self._changed)
-        lanes = list(self._lanes.values())
-        self._rounds = Rounds(stored, [state.writes for state in lanes], self._failover, log, check_tags, self._on_action)
-        self._shard_repair: ShardRepair | None = None
-        if self._failover is not None:
-            self._shard_repair = ShardRepair(stored, self._failover, self._rounds, lanes, self._monitor, self._on_action)
-        self.inspection = Inspection(stored, self._rounds, lanes, self._monitor)
+        self._lanes = Lanes(self._monitor)
+        self._background = Background(self._monitor)
+        self._rounds = self._rounds_for(log, ownership, check_tags)
+        self.inspection = Inspection(stored, self._rounds, self._lanes, self._background, self._monitor)
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
 
+    def _rounds_for(self, log: BatchLog | None, ownership: Ownership, check_tags: bool) -> Rounds:
+        """The rounds of these rows, with what goes with their kind."""
+        stored, lanes = self._stored, self._lanes
+        self._rebuild: Rebuild | None = None
+        if not stored.placement.r:
+            return PlainRounds(stored, lanes, check_tags, self._on_action, self._note)
+        if log is None:
+            raise CacheError("traffic: needs a log of its batches where there is parity")
+        failover = Failover(stored, ownership, self._monitor, self._changed)
+        rounds = ParityRounds(stored, lanes, check_tags, self._on_action, self._note, failover, log)
+        self._rebuild = Rebuild(stored, failover, rounds, lanes, self._on_action, self._note_rebuilt)
+        self._background.add(self._rebuild)
+        return rounds
+
     # The trainer's side.
+
+    def add_lane(self, plan: LanePlan) -> None:
+        """Serve a lane from the next round on. Whoever calls has taken it over, if lanes are taken over at all.
+
+        Raises CacheError for a lane that is served already, and as all calls do.
+        """
+        state = LaneTraffic(plan, self._stored, self._rounds.needs_base)
+        with self._monitor:
+            self._monitor.wait_until(lambda: True)  # raises where the thread is over
+            self._lanes.add(state)
+            self._monitor.signal()
+
+    def release_lane(self, lane: int) -> int:
+        """Serve a lane no more, once every row handed over is acknowledged; returns the number of its last write-back batch.
+
+        What was staged for it and not taken is gone. Another owner may take it over from then on.
+        """
+        with self._monitor:
+            state = self._lanes[lane]
+            self._monitor.wait_until(lambda: not state.boundaries)
+
+        def release() -> int:
+            with self._monitor:
+                self._lanes.remove(lane)
+            self._stored.shards.forget(lane)
+            return state.last_batch
+
+        return self.between_rounds(release)
+
+    def between_rounds(self, work: Callable[[], Answer]) -> Answer:
+        """Have the thread do something while no batch of any lane is under way, and return what it returns.
+
+        This is for whatever needs the store, or changes `stored.shards`, beside lanes that are served: taking over a lane, reading its rows.
+        What it raises ends the traffic.
+        """
+
+        def alone() -> Answer:
+            self._rounds.flush_pending()
+            return work()
+
+        return self._monitor.ask(alone)
 
     def take(self, lane: int, event_index: int) -> Staged:
         """All arrivals of the lane's next event, waiting for them where need be. Events are taken in the order of the plan."""
@@ -180,24 +225,28 @@ class Traffic:
     def flush(self) -> None:
         """Wait until every row handed over is acknowledged."""
         with self._monitor:
-            self._monitor.wait_until(lambda: not any(state.boundaries for state in self._lanes.values()))
+            self._monitor.wait_until(lambda: not any(state.boundaries for state in self._lanes.all))
 
     def replace(self, shard: int, url: str) -> None:
-        """Use another server in place of a store shard's from now on; its rows are rebuilt there. Without parity nothing happens."""
-        if self._shard_repair is not None:
-            self._shard_repair.replace(shard, url)
+        """Use another server in place of a store shard's from now on; its rows are rebuilt there. Raises CacheError without parity."""
+        self._rounds.replace(shard, url)
 
     def repair_shards(self, patience: timedelta) -> list[int]:
         """Wait until every shard is whole again, as fast as can be, but no longer than `patience`; returns those that are lost.
 
         Without parity there is nothing to wait for, but a shard that has not what it acknowledged is an error.
         """
+        if self._rebuild is not None:
+            self._rebuild.throttled = False
         self.inspection.probe()
-        return self._shard_repair.finish(patience) if self._shard_repair is not None else []
+        deadline = time.monotonic() + patience.total_seconds()
+        with self._monitor:
+            self._monitor.wait_until(lambda: self._rounds.settled or time.monotonic() >= deadline, MEND_POLL)
+        return self.shards.lost
 
     def probe(self) -> None:
         """Notice now what store shards died since the last round; without parity nothing happens."""
-        if self._shard_repair is not None:
+        if self._stored.placement.r:
             self.inspection.probe()
 
     @property
@@ -213,7 +262,7 @@ class Traffic:
     def counters(self) -> Counters:
         """A copy of the counters."""
         with self._monitor:
-            return replace(self._counters, rows_rebuilt=self._shard_repair.rows_rebuilt if self._shard_repair is not None else 0)
+            return replace(self._counters)
 
     def close(self) -> None:
         """Flush, then stop the thread."""
@@ -229,8 +278,7 @@ class Traffic:
             self._monitor.stopping = True
             self._monitor.signal()
         self._thread.join()
-        if self._failover is not None:
-            self._failover.close()
+        self._rounds.close()
 
     def __enter__(self) -> Traffic:
         return self
@@ -267,8 +315,6 @@ class Traffic:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         seen = 0
         try:
-            if self._failover is not None:
-                self._failover.begin()
             while True:
                 with self._monitor:
                     while self._monitor.signals == seen:
@@ -280,63 +326,44 @@ class Traffic:
                 if self._monitor.stopping:
                     return
         except RowsLost as error:
-            self._monitor.fail(self._shard_repair.described(error) if self._shard_repair is not None else error)
+            self._monitor.fail(counted(error, self._stored, [state.writes.stripes for state in self._lanes.all]))
         except BaseException as error:
             self._monitor.fail(error)
 
     def _patience(self) -> float | None:
         """Seconds after which the thread looks again by itself."""
-        waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.values()) else []
-        for due in (self._shard_repair.patience() if self._shard_repair is not None else None, self.inspection.patience()):
-            if due is not None:
-                waits.append(due)
-        return min(waits, default=None)
+        waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.all) else []
+        due = self._background.delay()
+        return min(waits if due is None else [*waits, due], default=None)
 
     def _round(self) -> bool:
-        """One round with the store; False if there was nothing to exchange."""
-        mended = self._shard_repair is not None and self._shard_repair.work(self._flush_pending)
-        if self.inspection.work(self._flush_pending):
-            self._on_action("inspected")
-            mended = True
-        fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]] = []
-        cut: list[tuple[LaneWrites, WriteBackBatch]] = []
-        for state in self._lanes.values():
+        """One round with the store, and what is to be done before it; False if there was nothing to do."""
+        worked = self._rounds.see_to_shards()
+        worked |= self._monitor.run_posted()
+        worked |= self._background.work(self._rounds.flush_pending)
+        fetches: list[PlannedFetch] = []
+        for state in self._lanes.all:
             self._pull(state)
             self._stage(state)
-            fetches += [(state, fetch, state.planned(fetch)) for fetch in self._due(state)]
-            batch = self._rounds.cut(state.writes)
-            if batch is not None:
-                cut.append((state.writes, batch))
-        sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
-        if not sent and not fetches and not cut:
-            return mended
-        stats = self._rounds.read_phase([planned for *_, planned in fetches], cut, sent)
-        with self._monitor:
-            self._note(fetches, stats)
-            self._monitor.notify_all()
-        if fetches:
-            self._on_action("rows staged")
-        if cut:
-            stats = self._rounds.parity_phase(cut)
-            with self._monitor:
-                self._note([], stats)
-        return True
-
-    def _flush_pending(self) -> bool:
-        """Send the rows of all batches under way, so that what is then read or written meets none half written; whether there were any."""
-        sent = [state.writes for state in self._lanes.values() if state.writes.pending is not None]
-        if sent:
-            stats = self._rounds.read_phase([], [], sent)
-            with self._monitor:
-                self._note([], stats)
-                self._monitor.notify_all()
-        return bool(sent)
+            fetches += [state.planned(fetch) for fetch in self._due(state)]
+        return self._rounds.run(fetches) or worked
 
     def _changed(self, change: ShardChange) -> None:
         self._on_shard(change)
         self._monitor.wake()
 
-    def _note(self, fetches: list[tuple[LaneTraffic, Fetch, PlannedFetch]], stats: RoundStats) -> None:
+    def _note_rebuilt(self, rows: int) -> None:
+        with self._monitor:
+            self._counters.rows_rebuilt += rows
+            self._monitor.notify_all()
+
+    def _note(self, stats: RoundStats) -> None:
+        """Count an exchange of a round in, and tell whoever waits for what it brought."""
+        with self._monitor:
+            self._count(stats)
+            self._monitor.notify_all()
+
+    def _count(self, stats: RoundStats) -> None:
         counters = self._counters
         counters.rounds += 1
         counters.batches += len(stats.written)
@@ -345,7 +372,7 @@ class Traffic:
         counters.rows_decoded += stats.rows_decoded
         counters.bytes_fetched += stats.bytes_read
         counters.bytes_written += stats.bytes_written
-        for _, fetch, _ in fetches:
+        for fetch in stats.fetched:
             fetch.event.ready[fetch.places] = True
             counters.rows_fetched += len(fetch.places)
         for writes, batch in stats.written:

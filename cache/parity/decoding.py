@@ -12,9 +12,8 @@ from foreload.cache.client.store import Read
 from foreload.cache.errors import RowsLost
 from foreload.cache.parity.erasure import accumulate
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes, stripe_hash
-
-_TABLE_SHIFT = np.uint64(48)
+from foreload.cache.parity.stripes import LaneStripes, stripe_hash
+from foreload.cache.rows.fields import PARITY_BIT, fields, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def _sources(prefix, table, stripe, place, members, k, pattern, known, factors, 
     """What to read for the rows at `place` of stripes: by shard (bounds), the field, the place among those wanted and the factor of each."""
     groups = np.uint64(members.shape[0])
     n = place.size
-    shards_of, fields = np.empty(n * k, np.int64), np.empty(n * k, np.uint64)
+    shards_of, names = np.empty(n * k, np.int64), np.empty(n * k, np.uint64)
     targets, scales = np.empty(n * k, np.int64), np.empty(n * k, np.uint8)
     count, shards = 0, 0
     for i in range(n):
@@ -62,18 +61,17 @@ def _sources(prefix, table, stripe, place, members, k, pattern, known, factors, 
             exists |= flags[starts[table[i]] + j] == 1
         if not exists:
             continue
-        name = np.uint64(table[i]) << _TABLE_SHIFT
         for q in range(k):
             source = known[own, q]
             if source >= k:
-                field = name | np.uint64(stripe[i]) | PARITY_BIT
+                field = pack(table[i], stripe[i]) | PARITY_BIT
             elif flags[starts[table[i]] + begin + source]:
-                field = name | np.uint64(begin + source)
+                field = pack(table[i], begin + source)
             else:
                 continue  # never written: zeros
             shards_of[count] = members[group, source]
             shards = max(shards, shards_of[count] + 1)
-            fields[count] = field
+            names[count] = field
             targets[count] = i
             scales[count] = factors[own, place[i], q]
             count += 1
@@ -91,7 +89,7 @@ def _sources(prefix, table, stripe, place, members, k, pattern, known, factors, 
     for i in range(count):
         at = nexts[shards_of[i]]
         nexts[shards_of[i]] += 1
-        sorted_fields[at] = fields[i]
+        sorted_fields[at] = names[i]
         sorted_targets[at] = targets[i]
         sorted_scales[at] = scales[i]
     return bounds, sorted_fields, sorted_targets, sorted_scales
@@ -127,13 +125,13 @@ def plan_decoding(
     each store shard. A row that was never written, and the parity of a stripe without rows, decodes to zeros.
     """
     written = stripes.written
-    bounds, fields, targets, factors = _sources(
+    bounds, names, targets, factors = _sources(
         stripes.prefix, *wanted, stripes.members, stripes.k, survivors.pattern, survivors.known, survivors.factors,
         written.flags, written.starts, written.room,
     )  # fmt: skip
-    rows = np.empty((len(fields), row_bytes), np.uint8)
+    rows = np.empty((len(names), row_bytes), np.uint8)
     reads = [
-        Read(shard, keys[shard], fields[first:last], rows[first:last], any_length=True)
+        Read(shard, keys[shard], names[first:last], rows[first:last], any_length=True)
         for shard, (first, last) in enumerate(pairwise(bounds.tolist()))
         if last > first
     ]
@@ -192,10 +190,9 @@ class ShardRows:
 
     def fields(self, table: int, k: int) -> np.ndarray:
         """Their fields: uint64 [n]."""
-        name = np.uint64(table) << _TABLE_SHIFT
         member = self.place < k
-        numbers = np.where(member, self.stripe * k + self.place, self.stripe).astype(np.uint64)
-        return np.where(member, numbers | name, numbers | name | PARITY_BIT)
+        packed = fields(table, np.where(member, self.stripe * k + self.place, self.stripe))
+        return np.where(member, packed, packed | PARITY_BIT)
 
 
 def rows_on_shard(stripes: LaneStripes, table: int, first: int, shard: int, most: int) -> ShardRows:

@@ -18,15 +18,6 @@ from foreload.pipelines.base.hashing import key
 
 GROUPS = 4096
 FORMAT = 1
-_TABLE_SHIFT = np.uint64(48)
-
-
-def fields(table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
-    """The hash fields of rows: uint64 [n] = table << 48 | ordinal, sent as 8 bytes, big-endian.
-
-    table: integers [n], 0 .. 2^15 - 1; ordinal: int64 [n], 0 .. 2^48 - 1.
-    """
-    return (table.astype(np.uint64) << _TABLE_SHIFT) | ordinal.astype(np.uint64)
 
 
 @nb.njit(nogil=True, cache=True)

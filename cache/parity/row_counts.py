@@ -9,9 +9,8 @@ import numba as nb
 import numpy as np
 
 from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes, stripe_hash
+from foreload.cache.rows.fields import pack
 from foreload.cache.rows.layout import RowLayout
-
-_TABLE_SHIFT = np.uint64(48)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def _count(prefix, table, count, members, k, cursors, flags, rows, parity_rows):
     groups = np.uint64(members.shape[0])
     for stripe in range((count + k - 1) // k):
         group = np.int64(stripe_hash(prefix, table, stripe) % groups)
-        name = (np.uint64(table) << _TABLE_SHIFT) | np.uint64(stripe)
+        name = pack(table, stripe)
         exists = False
         for place in range(k):
             ordinal = stripe * k + place

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 import numba as nb
 import numpy as np
 
+from foreload.cache.rows.fields import PARITY_BIT, pack
 from foreload.pipelines.base.hashing import key, mix
 
-PARITY_BIT = np.uint64(1 << 63)  # of the field of a parity row: the table's top bit
 ALL_STRIPES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the cursor of a store shard that has them all
-_TABLE_SHIFT = np.uint64(48)
 _FIRST_ROOM = 1024  # ordinals of a table
 
 
@@ -123,7 +122,7 @@ def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # typ
         stripe = ordinal[i] // k
         hashed = stripe_hash(prefix, table[i], stripe)
         group = np.int64(hashed % groups)
-        name = (np.uint64(table[i]) << _TABLE_SHIFT) | np.uint64(stripe)
+        name = pack(table[i], stripe)
         at = np.int64(hashed >> np.uint64(20)) & (size - 1)
         while heads[at] >= 0 and keys[heads[at]] != name:
             at = (at + 1) & (size - 1)
@@ -150,7 +149,7 @@ def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # typ
     for i in range(n):
         position[i] = next_rows[shard_of[i]]
         next_rows[shard_of[i]] += 1
-        names[position[i]] = (np.uint64(table[i]) << _TABLE_SHIFT) | np.uint64(ordinal[i])
+        names[position[i]] = pack(table[i], ordinal[i])
         updates[position[i]] = others[stripe_of[i]] > 0
     # Parity rows by shard, those to be read first in each.
     entry_starts = np.zeros(2 * shards + 1, np.int64)

@@ -33,7 +33,7 @@ class WriteBackBatch:
     """One numbered write-back batch: rows of one shape, at most 2,048 rows and 2,048 parity rows a store shard.
 
     table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
-    what it replaces (zeros where nothing was stored; None where there is no parity). parity: uint8 [entries, row_bytes], to be filled with the
+    what it replaces (zeros where nothing was stored; None where no base is kept). parity: uint8 [entries, row_bytes], to be filled with the
     parity rows that are updated before `update`. rows_of: boundary -> rows of it in this batch. fresh: what of it the store has not yet.
     """
 
@@ -82,12 +82,12 @@ class WriteBackStaging:
     """Write-back staging of one lane: ended rows in one queue a shape, from which batches are cut.
 
     number: of the last batch cut. A batch has one shape, so that it is one atomic command a store shard; rows of several boundaries share
-    a batch where the store is slower than the trainer. code: None where there is no parity.
+    a batch where the store is slower than the trainer. with_base: whether a batch has what it replaces, too.
     """
 
     shapes: RowShapes
     stripes: LaneStripes
-    code: Code | None
+    with_base: bool
     number: int = 0
     _queues: dict[int, deque[_Chunk]] = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class WriteBackStaging:
         fresh = self.stripes.fresh(placed, stored, len(cursors))
         row_bytes = self.shapes.row_bytes(shape)
         new = np.empty((len(table), row_bytes), np.uint8)
-        old = np.empty_like(new) if self.code is not None else None
+        old = np.empty_like(new) if self.with_base else None
         first = 0
         for _, ended, places in pieces:
             at = placed.position[first : first + len(places)]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
+
 from foreload.cache.client.store import (
     NO_ROWS,
     Read,
@@ -27,9 +29,11 @@ from foreload.cache.errors import (
     StoreSilent,
     StoreUnavailable,
 )
-from foreload.cache.parity.stripes import ALL_STRIPES
+from foreload.cache.parity.decoding import lost_rows
+from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
 from foreload.cache.protocol.fence import Found, fence_all
 from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.server_probe import ServerProbe, ShardChange
@@ -43,22 +47,25 @@ Markers = Callable[[int], Sequence[Marker]]
 class Failover:
     """What the owner of lanes does about store shards that fail. One thread uses it, the one that changes `stored.shards`.
 
-    wake: called when a server is there again, by the thread that looks for servers. on_change is told what becomes of a shard, by either.
+    monitor: of that thread, which is woken when a server is there again. on_change is told what becomes of a shard, by that thread or the one that
+    looks for servers.
     """
 
     def __init__(
-        self, stored: StoredRows, ownership: Ownership, wake: Callable[[], None], on_change: Callable[[ShardChange], None]
+        self, stored: StoredRows, ownership: Ownership, monitor: Monitor, on_change: Callable[[ShardChange], None]
     ) -> None:
-        self._stored, self._ownership, self._on_change = stored, ownership, on_change
+        self._stored, self._ownership, self._monitor, self._on_change = stored, ownership, monitor, on_change
         self._table = stored.shards
+        self._seen_to: set[int] = set()  # lost shards whose server is looked for
+        self._replaced: list[tuple[int, str]] = []  # belongs to whoever holds the monitor
         self._kept: set[int] = set()  # lost, though their servers have their rows
         self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
-        self._probe = ServerProbe(stored, ownership, wake, on_change)
+        self._probe = ServerProbe(stored, ownership, monitor.wake, on_change)
 
-    def begin(self) -> None:
-        """Go on without the shards that were found lost at the start."""
-        for shard, why in sorted(self._table.lost.items()):
-            self.lose(shard, why)
+    def lose_found(self) -> None:
+        """Go on without the shards that were found lost by who took lanes over. Raises as `lose` does."""
+        for shard in sorted(self._table.lost.keys() - self._seen_to):
+            self.lose(shard, self._table.lost[shard])
 
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
         """Do what the live shards are asked, each item with its lane; what is left undone belongs to shards that are lost afterwards.
@@ -133,6 +140,7 @@ class Failover:
         whole = table.complete(shard)
         self._stored.store.give_up(shard, why)
         table.lose(shard, why)
+        self._seen_to.add(shard)
         times = self._refused[shard] = self._refused.get(shard, 0) + 1 if refused else 0
         self._probe.want(shard, table.urls[shard], min(REFUSED * 2**times, LONGEST_REFUSED) if refused else timedelta())
         self._on_change(ShardChange(shard, "lost", table.urls[shard].plain, why))
@@ -153,12 +161,31 @@ class Failover:
             ) from error
 
     def replace(self, shard: int, url: str) -> None:
-        """Use another server in place of a shard's from now on."""
-        other = parse_url(url)
-        if shard not in self._table.lost:
-            self.lose(shard, f"store {other}: takes the shard over")
-        self._table.move(shard, other)
-        self._probe.want(shard, other)
+        """Use another server in place of a shard's from now on; any thread may say so."""
+        with self._monitor:
+            self._replaced.append((shard, url))
+            self._monitor.signal()
+
+    @property
+    def settled(self) -> bool:
+        """Whether all shards are whole, and none is to have another server; any thread that holds the monitor may ask."""
+        return not self._replaced and self._table.snapshot.whole
+
+    def move_replaced(self) -> None:
+        """Use the servers that were named since; one for a shard that is not lost waits until all are whole."""
+        with self._monitor:
+            ready = [change for change in self._replaced if change[0] in self._table.lost]
+            if not ready and self._replaced and self._table.whole:
+                ready = self._replaced[:1]
+        for shard, url in ready:
+            other = parse_url(url)
+            if shard not in self._table.lost:
+                self.lose(shard, f"store {other}: takes the shard over")
+            self._table.move(shard, other)
+            self._probe.want(shard, other)
+        if ready:
+            with self._monitor:
+                self._replaced = [change for change in self._replaced if change not in ready]
 
     def _reconnect(
         self, shard: int, error: StoreError, markers: Markers, writes: Sequence[tuple[int, Write]]
@@ -238,6 +265,7 @@ class Failover:
                 self._probe.want(shard, self._table.urls[shard], REFUSED)
                 continue
             self._table.bring_back(shard)
+            self._seen_to.discard(shard)
             self._on_change(ShardChange(shard, "rebuilding", self._table.urls[shard].plain))
 
     def rebuilt(self, lane: int, shard: int) -> None:
@@ -255,3 +283,13 @@ class Failover:
 def _done(write: Write, found: Found) -> bool:
     """Whether a write that was under way, with a marker, was done by a server whose marker is found."""
     return found.marked and write.marker is not None and Marker.parse(write.marker) == found.marker
+
+
+def counted(error: RowsLost, stored: StoredRows, lanes: Sequence[LaneStripes]) -> RowsLost:
+    """The same error with the rows of these lanes, by table, that are gone."""
+    gone = stored.placement.mask(error.shards)
+    counts: np.ndarray = np.zeros(len(stored.layouts), np.int64)
+    for stripes in lanes:
+        counts += lost_rows(stripes, len(counts), gone)
+    rows = {layout.name: int(count) for layout, count in zip(stored.layouts, counts, strict=True)}
+    return RowsLost(error.shards, error.covered, rows)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from foreload.cache.errors import CacheError
 from foreload.cache.parity.row_counts import count_rows
-from foreload.cache.protocol.batches import WriteBackStaging
-from foreload.cache.protocol.reading import Expected, StoredRows
-from foreload.cache.protocol.rounds import LaneWrites, PlannedFetch
+from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.protocol.batches import WriteBackBatch, WriteBackStaging
+from foreload.cache.protocol.monitor import Monitor
+from foreload.cache.protocol.reading import Expected, Request, StoredRows
 from foreload.cache.rows.staging import EndedRows, EventStaging
 from foreload.pipelines.schedule.format import Arrivals
 
@@ -45,6 +47,19 @@ class Boundary:
 
 
 @dataclass(slots=True)
+class LaneWrites:
+    """Where one lane's writes stand. last_batch: the number of the last batch that is released; pending: one whose parity, if there is any, is
+    acknowledged, and whose rows are not. held: int64 [shards], how many rows and parity rows a shard has that lacks none."""
+
+    lane: int
+    stripes: LaneStripes
+    staging: WriteBackStaging
+    last_batch: int
+    held: np.ndarray
+    pending: WriteBackBatch | None = None
+
+
+@dataclass(slots=True)
 class Fetch:
     """Arrivals of an event, at places int64 [n], that nothing was asked for yet."""
 
@@ -52,19 +67,32 @@ class Fetch:
     places: np.ndarray
 
 
-class LaneTraffic:
-    """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor."""
+@dataclass(slots=True)
+class PlannedFetch:
+    """A fetch that is due: what is expected of its rows, which go to its places (int64 [n]) in the event's staging, and its reads."""
 
-    def __init__(self, plan: LanePlan, stored: StoredRows) -> None:
+    writes: LaneWrites
+    expected: Expected
+    event: EventStaging
+    places: np.ndarray
+    requests: list[Request] = field(default_factory=list)
+
+
+class LaneTraffic:
+    """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor.
+
+    with_base: whether the base of each row is written into a batch, beside its new value.
+    """
+
+    def __init__(self, plan: LanePlan, stored: StoredRows, with_base: bool) -> None:
         self.lane = plan.lane
-        stored.shards.of(plan.lane)  # known from here on
         self.plan = plan.plan
         self.next: tuple[int, Arrivals] | None = None
         self.unknown = False  # the plan's next event is not known yet
         self.fetches: list[Fetch] = []
         written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
         stripes = stored.placement.stripes(plan.lane, written)
-        staging = WriteBackStaging(stored.shapes, stripes, stored.placement.code, plan.last_batch)
+        staging = WriteBackStaging(stored.shapes, stripes, with_base, plan.last_batch)
         held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
         self.writes = LaneWrites(plan.lane, stripes, staging, plan.last_batch, held)
 
@@ -95,4 +123,39 @@ class LaneTraffic:
         """What is expected of a fetch, and where its rows go."""
         arrivals, places = fetch.event.arrivals, fetch.places
         arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
-        return PlannedFetch(self.writes, Expected(self.lane, *arrays), fetch.event.rows, places)
+        return PlannedFetch(self.writes, Expected(self.lane, *arrays), fetch.event, places)
+
+
+class Lanes:
+    """The lanes that a traffic serves, the one list of them that all its parts share. Whoever adds or removes one holds the monitor."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._states: dict[int, LaneTraffic] = {}
+
+    def add(self, state: LaneTraffic) -> None:
+        """Serve a lane. Raises CacheError for one that is served."""
+        if state.lane in self._states:
+            raise CacheError(f"lane {state.lane}: is served already")
+        self._states[state.lane] = state
+
+    def remove(self, lane: int) -> None:
+        """Serve a lane no more."""
+        del self._states[lane]
+
+    def __getitem__(self, lane: int) -> LaneTraffic:
+        state = self._states.get(lane)
+        if state is None:
+            raise CacheError(f"lane {lane}: is not served here")
+        return state
+
+    def serves(self, writes: LaneWrites) -> bool:
+        """Whether these are of a lane that is served."""
+        state = self._states.get(writes.lane)
+        return state is not None and state.writes is writes
+
+    @property
+    def all(self) -> list[LaneTraffic]:
+        """All of them, as they are now."""
+        with self._monitor:
+            return list(self._states.values())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 from foreload.cache.errors import CacheError
+
+Answer = TypeVar("Answer")
 
 
 class Monitor(threading.Condition):
@@ -20,6 +24,7 @@ class Monitor(threading.Condition):
         self.failure: BaseException | None = None
         self.stopping = False
         self.signals = 1  # raised by whatever may give the thread something to do
+        self._posted: deque[Callable[[], None]] = deque()
 
     def signal(self) -> None:
         """Wake the thread, and whoever waits."""
@@ -47,3 +52,35 @@ class Monitor(threading.Condition):
             if satisfied():
                 return
             self.wait(poll.total_seconds() if poll is not None else None)
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have the thread do something between two rounds, without this held; what it raises is the thread's failure."""
+        with self:
+            self._posted.append(work)
+            self.signal()
+
+    def ask(self, work: Callable[[], Answer]) -> Answer:
+        """The same, and wait for what it returns. Raises as `wait_until` does."""
+        answers: list[Answer] = []
+
+        def answer() -> None:
+            found = work()
+            with self:
+                answers.append(found)
+                self.notify_all()
+
+        self.post(answer)
+        with self:
+            self.wait_until(lambda: bool(answers))
+        return answers[0]
+
+    def run_posted(self) -> bool:
+        """The thread's side: do what was posted; False if there was nothing."""
+        some = False
+        while True:
+            with self:
+                if not self._posted:
+                    return some
+                work = self._posted.popleft()
+            work()
+            some = True

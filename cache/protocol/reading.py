@@ -16,12 +16,13 @@ from foreload.cache.client.store import (
 )
 from foreload.cache.errors import RowError, StoreError
 from foreload.cache.parity.decoding import Decoding, plan_alone, plan_decoding
-from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import count_rows
-from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.protocol.shard_table import ShardTable
+from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
 from foreload.cache.rows.layout import RowLayout, decode_rows
 from foreload.cache.rows.staging import Rows, RowShapes, put_rows
 
@@ -319,9 +320,10 @@ def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Deco
 def missing_value(stored: StoredRows, lane: int, read: Read) -> RowError:
     """The error for a row or parity row that a shard with the right marker lacks."""
     assert read.missing is not None
-    name = int(read.fields[int(np.flatnonzero(read.missing)[0])])
-    table, number = stored.layouts[name >> 48 & 0x7FFF].name, name & ((1 << 48) - 1)
-    what = f"the parity of stripe {number}" if name & int(PARITY_BIT) else f"the row with ordinal {number}"
+    first = read.fields[read.missing][:1]
+    (place,), (number,) = unpack(first)
+    table = stored.layouts[place].name
+    what = f"the parity of stripe {number}" if first[0] & PARITY_BIT else f"the row with ordinal {number}"
     return RowError(
         f"table {table}: {what} (lane {lane}) is missing on store {stored.shards.urls[read.shard]}: the store lost writes; restore its data and "
         "--resume, or start again with --overwrite"

@@ -13,8 +13,7 @@ from foreload.cache.protocol.fence import fence
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.ownership import Ownership, lose
 from foreload.cache.protocol.reading import StoredRows
-
-_ORDINAL_BITS, _ORDINAL = np.uint64(48), np.uint64((1 << 48) - 1)
+from foreload.cache.rows.fields import unpack
 
 
 def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) -> int:
@@ -56,7 +55,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     if not len(batch.fields):
         return batch.number
     stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
-    table, ordinal = (batch.fields >> _ORDINAL_BITS).astype(np.int16), (batch.fields & _ORDINAL).astype(np.int64)
+    table, ordinal = unpack(batch.fields)
     everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
     placed = stripes.arrange(table, ordinal, everywhere)
     _finish_parity(stored, lane, batch, placed, {s: m for s, m in found.items() if m.parity < batch.number})

@@ -16,6 +16,18 @@ from foreload.cache.errors import RowsLost
 from foreload.cache.parity.decoding import Survivors
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import ALL_STRIPES
+from foreload.cache.rows.fields import NUMBER_BITS
+
+
+def cursor_at(table: int, stripe: int) -> int:
+    """The cursor of a shard that is live for all stripes before this one."""
+    return table << NUMBER_BITS | stripe
+
+
+def cursor_place(cursor: int) -> tuple[int, int]:
+    """The table and the stripe at which a cursor stands."""
+    return cursor >> NUMBER_BITS, cursor & ((1 << NUMBER_BITS) - 1)
+
 
 OK, REBUILDING, LOST = "ok", "rebuilding", "lost"
 
@@ -179,6 +191,11 @@ class ShardTable:
         return True
 
     # What it changes.
+
+    def forget(self, lane: int) -> None:
+        """A lane is no longer this one's."""
+        self._lanes.pop(lane, None)
+        self._publish()
 
     def lose(self, shard: int, why: str) -> None:
         """Go on without a shard from now on: no lane has anything there."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foreload.cache.client.store import NO_ROWS, Read
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.row_counts import RowCounts, count_rows
-from foreload.cache.protocol.lanes import LaneTraffic
+from foreload.cache.protocol.background import Background
+from foreload.cache.protocol.lanes import Lanes
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import Rounds
@@ -37,36 +37,27 @@ class Lag:
 class Inspection:
     """Of the lanes of one traffic."""
 
-    def __init__(
-        self,
-        stored: StoredRows,
-        rounds: Rounds,
-        lanes: Sequence[LaneTraffic],
-        monitor: Monitor,
-    ) -> None:
-        self._stored, self._rounds, self._lanes, self._monitor = stored, rounds, list(lanes), monitor
+    def __init__(self, stored: StoredRows, rounds: Rounds, lanes: Lanes, background: Background, monitor: Monitor) -> None:
+        self._stored, self._rounds, self._lanes, self._monitor = stored, rounds, lanes, monitor
+        self._background = background
         self._scrub: LiveScrub | None = None
-        self._counting = False
         self._row_counts: RowCounts | None = None
-        self._probing = False
 
     def probe(self) -> None:
         """Ask every shard for its markers, so that one that died since the last round, or lost them, is noticed now."""
-        with self._monitor:
-            self._probing = True
-            self._monitor.signal()
-            self._monitor.wait_until(lambda: not self._probing)
+        self._monitor.ask(self._probe)
 
     def begin_scrub(self, known: ExpectedRows) -> None:
         """Check every stripe of the lanes from now on, beside the training. Raises CacheError without parity, and while one is under way."""
         if not self._stored.placement.r:
             raise CacheError("scrub: there is no parity to check rows against")
         with self._monitor:
-            if self._scrub is not None and not self._scrub.done:
-                raise CacheError("scrub: one is under way already; wait for its end")
-            writes = [state.writes for state in self._lanes]
-            self._scrub = LiveScrub(self._stored, self._rounds, writes, known)
-            self._monitor.signal()
+            if self._scrub is not None:
+                if self._scrub.wanted:
+                    raise CacheError("scrub: one is under way already; wait for its end")
+                self._background.remove(self._scrub)
+            self._scrub = LiveScrub(self._stored, self._rounds, self._lanes, self._monitor, known)
+            self._background.add(self._scrub)
 
     def scrubbed(self, finish: bool = False) -> Scrubbed | None:
         """How far the last scrub is; None if there was none. finish: wait for its end, at full speed."""
@@ -77,17 +68,16 @@ class Inspection:
             if finish:
                 scrub.throttled = False
                 self._monitor.signal()
-                self._monitor.wait_until(lambda: scrub.done)
+                self._monitor.wait_until(lambda: not scrub.wanted)
             found = Findings()
             found.add(scrub.findings)
-            return Scrubbed(scrub.stripes, found, scrub.done)
+            return Scrubbed(scrub.stripes, found, not scrub.wanted)
 
     def begin_row_counts(self) -> None:
         """Have what the shards hold of the lanes counted."""
         with self._monitor:
-            self._counting = True
             self._row_counts = None
-            self._monitor.signal()
+        self._monitor.post(self._count)
 
     def row_counts(self) -> RowCounts | None:
         """What was counted; None until it is."""
@@ -97,49 +87,22 @@ class Inspection:
     def lag(self) -> Lag:
         """What the store still lacks."""
         with self._monitor:
-            batches = sum(state.writes.staging.number - state.last_batch for state in self._lanes)
-            boundaries = sum(len(state.boundaries) for state in self._lanes)
-            return Lag(batches, boundaries, sum(state.unwritten_rows for state in self._lanes))
+            batches = sum(state.writes.staging.number - state.last_batch for state in self._lanes.all)
+            boundaries = sum(len(state.boundaries) for state in self._lanes.all)
+            return Lag(batches, boundaries, sum(state.unwritten_rows for state in self._lanes.all))
 
     # The traffic's thread.
 
-    def patience(self) -> float | None:
-        """Seconds after which the next chunk of a scrub is due; None if there is none."""
-        with self._monitor:
-            if self._scrub is None or self._scrub.done:
-                return None
-            return self._scrub.wait().total_seconds()
-
-    def work(self, flush_pending: Callable[[], object]) -> bool:
-        """Do what was asked for, a chunk of it; False if there was nothing. flush_pending: sends the rows of all batches under way."""
-        with self._monitor:
-            counting, scrub, probing = self._counting, self._scrub, self._probing
-        if probing:
-            self._probe()
-        if counting:
-            self._count()
-        if scrub is None or scrub.done or scrub.wait():
-            return counting
-        flush_pending()
-        found = scrub.chunk()
-        with self._monitor:
-            scrub.findings.add(found)
-            self._monitor.notify_all()
-        return True
-
     def _probe(self) -> None:
-        lanes = [state.lane for state in self._lanes]
+        lanes = [state.lane for state in self._lanes.all]
         reads = [(lane, Read(shard, key, *NO_ROWS)) for lane in lanes for shard, key in enumerate(self._stored.keys(lane))]
-        self._rounds.exchange_alone(reads, [])
-        with self._monitor:
-            self._probing = False
-            self._monitor.notify_all()
+        self._rounds.exchange(reads, [])
 
     def _count(self) -> None:
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
         found = RowCounts.none(tables, shards)
-        for state in self._lanes:
+        for state in self._lanes.all:
             found += count_rows(state.writes.stripes, tables, shards, self._stored.shards.of(state.lane).cursors)
         with self._monitor:
-            self._row_counts, self._counting = found, False
+            self._row_counts = found
             self._monitor.notify_all()

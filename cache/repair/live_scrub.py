@@ -6,17 +6,16 @@ would not agree with these.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import Protocol
 
 import numpy as np
 
+from foreload.cache.protocol.background import Task
+from foreload.cache.protocol.lanes import Lanes, LaneWrites
+from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import LaneWrites, Rounds
-from foreload.cache.repair.rebuild import SHARE
+from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.repair.scrub import (
     MUST,
     NEVER,
@@ -35,34 +34,42 @@ class ExpectedRows(Protocol):
         """Ids int64 [count] and latest tags int32 [count] of the rows from ordinal `first` on, zeros beyond the last."""
 
 
-class LiveScrub:
-    """Scrubs all stripes of an owner's lanes once. throttled: no more than a quarter of the time goes into it.
+class LiveScrub(Task):
+    """Scrubs all stripes of an owner's lanes once.
 
-    stripes: how many there were at the beginning; findings: so far. Rows on shards that are lost or being rebuilt are left out.
+    stripes: how many there were at the beginning; findings: so far, with the monitor held. Rows on shards that are lost or being rebuilt are left
+    out, and those of lanes that are released meanwhile.
     """
 
-    def __init__(self, stored: StoredRows, rounds: Rounds, lanes: Sequence[LaneWrites], known: ExpectedRows) -> None:
+    def __init__(self, stored: StoredRows, rounds: Rounds, lanes: Lanes, monitor: Monitor, known: ExpectedRows) -> None:
+        super().__init__()
         self._stored, self._shards, self._rounds, self._known = stored, stored.shards, rounds, known
-        self._left = deque((writes, table) for writes in lanes for table in range(len(stored.layouts)))
+        self._lanes, self._monitor = lanes, monitor
+        states = lanes.all
+        self._left = deque((state.writes, table) for state in states for table in range(len(stored.layouts)))
         self._first = 0
-        self._not_before = 0.0
-        self.throttled = True
         self.findings = Findings()
-        self.stripes = sum(int((-(-writes.stripes.written.counts // writes.stripes.k)).sum()) for writes in lanes)
+        counts = [state.writes.stripes.written.counts for state in states]
+        self.stripes = sum(int((-(-count // stored.placement.k)).sum()) for count in counts)
 
     @property
-    def done(self) -> bool:
-        """Whether all stripes were checked."""
-        return not self._left
+    def wanted(self) -> bool:
+        """Whether there are stripes left to be checked."""
+        return bool(self._left)
 
-    def wait(self) -> timedelta:
-        """How long the next chunk is to wait, if training is to come first."""
-        return timedelta(seconds=max(self._not_before - time.monotonic(), 0.0) if self.throttled else 0.0)
+    def chunk(self) -> None:
+        """Check the next stripes, and repair them. Raises RowsLost, StoreError."""
+        found = self._chunk()
+        with self._monitor:
+            self.findings.add(found)
+            self._monitor.notify_all()
 
-    def chunk(self) -> Findings:
-        """Check the next stripes, and repair them; no batch of any lane is under way. Raises RowsLost, StoreError."""
-        begun = time.monotonic()
+    def _chunk(self) -> Findings:
         writes, table = self._left[0]
+        if not self._lanes.serves(writes):
+            self._left.popleft()
+            self._first = 0
+            return Findings()
         written, k = writes.stripes.written, writes.stripes.k
         count = min(CHUNK_STRIPES, -(-int(written.counts[table]) // k) - self._first)
         if count <= 0:
@@ -70,14 +77,12 @@ class LiveScrub:
             self._first = 0
             return Findings()
         chunk = self._plan(writes, table, count)
-        self._rounds.exchange_alone([(writes.lane, read) for read in chunk.reads], [])
+        self._rounds.exchange([(writes.lane, read) for read in chunk.reads], [])
         if not all(self._shards.readable(writes.lane, read.shard) for read in chunk.reads):
             return Findings()  # one more is lost; the next attempt goes without it
         found, repairs = chunk.judge()
-        self._rounds.exchange_alone([], [(writes.lane, write) for write in repairs])
+        self._rounds.exchange([], [(writes.lane, write) for write in repairs])
         self._first += count
-        now = time.monotonic()
-        self._not_before = now + (now - begun) * (1 / SHARE - 1)
         return found
 
     def _plan(self, writes: LaneWrites, table: int, count: int) -> StripeChunk:

@@ -6,63 +6,75 @@ counts as lost. So a chunk is read and written while no batch is under way, and 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable
 
 import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS
 from foreload.cache.parity.decoding import plan_decoding, rows_on_shard
+from foreload.cache.protocol.background import Task
 from foreload.cache.protocol.failover import Failover
+from foreload.cache.protocol.lanes import Lanes, LaneWrites
 from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import LaneWrites, Rounds
-
-SHARE = 0.25  # of the traffic thread's time, at most: training comes first
-_TABLE_SHIFT = np.uint64(48)
+from foreload.cache.protocol.shard_table import cursor_at, cursor_place
 
 
-class Rebuild:
-    """Rebuilds the shards that are not readable, one chunk at a time. throttled: no more than a quarter of the time goes into it."""
+class Rebuild(Task):
+    """Rebuilds the shards that are not readable, one chunk at a time. on_action: the traffic's; on_rows: called with how many rows a chunk had."""
 
-    def __init__(self, stored: StoredRows, failover: Failover, rounds: Rounds, lanes: Sequence[LaneWrites]) -> None:
+    def __init__(
+        self,
+        stored: StoredRows,
+        failover: Failover,
+        rounds: ParityRounds,
+        lanes: Lanes,
+        on_action: Callable[[str], None],
+        on_rows: Callable[[int], None],
+    ) -> None:
+        super().__init__()
         self._stored, self._shards, self._failover, self._rounds, self._lanes = stored, stored.shards, failover, rounds, lanes
-        self.throttled = True
-        self._not_before = 0.0
+        self._on_action, self._on_rows = on_action, on_rows
 
-    def wanted(self) -> tuple[LaneWrites, int] | None:
+    @property
+    def wanted(self) -> bool:
+        """Whether a shard is there that does not have all rows of a lane."""
+        return self._next() is not None
+
+    def chunk(self) -> None:
+        """Rebuild the next rows. Raises RowsLost, RowError, StoreError."""
+        following = self._next()
+        if following is not None:
+            self._on_rows(self._chunk(*following))
+            self._on_action("rows rebuilt")
+
+    def _next(self) -> tuple[LaneWrites, int] | None:
         """The lane and shard that are to be rebuilt next."""
-        for writes in self._lanes:
+        if self._shards.whole:
+            return None
+        for state in self._lanes.all:
             for shard in range(self._stored.placement.shard_count):
-                if self._shards.rebuilding(writes.lane, shard):
-                    return writes, shard
+                if self._shards.rebuilding(state.lane, shard):
+                    return state.writes, shard
         return None
 
     def _share(self, shard: int) -> float:
         """How much of a shard is rebuilt, as a share of the stripes."""
         passed = total = 0
-        for writes in self._lanes:
+        for writes in (state.writes for state in self._lanes.all):
             stripes = -(-writes.stripes.written.counts // writes.stripes.k)
             cursor = int(self._shards.of(writes.lane).cursors[shard])
-            table, stripe = cursor >> 48, cursor & ((1 << 48) - 1)
+            table, stripe = cursor_place(cursor)
             total += int(stripes.sum())
             passed += int(stripes[:table].sum()) + (min(stripe, int(stripes[table])) if table < len(stripes) else 0)
         return passed / total if total else 1.0
 
-    def wait(self) -> timedelta:
-        """How long the next chunk is to wait, if training is to come first."""
-        return timedelta(seconds=max(self._not_before - time.monotonic(), 0.0) if self.throttled else 0.0)
-
-    def chunk(self, writes: LaneWrites, shard: int) -> int:
-        """Rebuild the next rows, at most 2,048, of a lane on a shard; returns how many. No batch of the lane is under way.
-
-        Raises RowsLost, RowError, StoreError.
-        """
-        begun = time.monotonic()
+    def _chunk(self, writes: LaneWrites, shard: int) -> int:
+        """Rebuild the next rows, at most 2,048, of a lane on a shard; returns how many."""
         lane, stripes = writes.lane, writes.stripes
         cursor = int(self._shards.of(lane).cursors[shard])
-        table, first = cursor >> 48, cursor & ((1 << 48) - 1)
+        table, first = cursor_place(cursor)
         if table == len(self._stored.layouts):
             self._finish(writes, shard)
             return 0
@@ -73,7 +85,7 @@ class Rebuild:
             keys = self._stored.keys(lane)
             plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, keys)
             reads = [(lane, read) for read in plan.reads]
-            self._rounds.exchange_alone(reads, [])
+            self._rounds.exchange(reads, [])
             if not all(self._shards.readable(lane, read.shard) for _, read in reads) or shard in self._shards.lost:
                 return 0  # one more is lost; the next attempt decodes from others
             if self._rounds.lacking(reads):
@@ -81,20 +93,18 @@ class Rebuild:
             marker = Marker(writes.last_batch, writes.last_batch, rebuilding=True)
             names = found.fields(table, stripes.k)
             write = self._stored.write(lane, shard, names, plan.decode(), marker, len(names))
-            self._rounds.exchange_alone([], [(lane, write)])
+            self._rounds.exchange([], [(lane, write)])
             if shard in self._shards.lost:
                 return 0
         more = found.end * stripes.k < stripes.written.counts[table]
         following = (table, found.end) if more else (table + 1, 0)
-        self._shards.advance(lane, shard, (np.uint64(following[0]) << _TABLE_SHIFT) | np.uint64(following[1]))
+        self._shards.advance(lane, shard, cursor_at(*following))
         self._shards.note_rebuilt(shard, self._share(shard))
-        now = time.monotonic()
-        self._not_before = now + (now - begun) * (1 / SHARE - 1)
         return len(found.place)
 
     def _finish(self, writes: LaneWrites, shard: int) -> None:
         lane = writes.lane
         last = self._stored.write(lane, shard, *NO_ROWS, Marker(writes.last_batch, writes.last_batch), 0)
-        self._rounds.exchange_alone([], [(lane, last)])
+        self._rounds.exchange([], [(lane, last)])
         if shard not in self._shards.lost:
             self._failover.rebuilt(lane, shard)

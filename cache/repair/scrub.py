@@ -15,15 +15,15 @@ import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, Read, Write
 from foreload.cache.parity.locate_errors import Verdict, locate_errors
-from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import StoredRows, check_answer, check_marker
+from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 
 CHUNK_STRIPES = 8192
 NAMED = 1000  # findings that are kept one by one
 NEVER, MAY, MUST = 0, 1, 2  # whether a row stands in the store: never written, unknown, written
-_TABLE_SHIFT = np.uint64(48)
 _FINE, _MISSING, _WRONG, _APART = range(4)
 _WHAT = {_MISSING: "is missing", _WRONG: "has another id or tag", _APART: "is not what the rest of its stripe says"}
 
@@ -243,20 +243,19 @@ class StripeChunk:
         writes = []
         for shard in np.unique(self.shards[restored]).tolist():
             own = restored & (self.shards == shard)
-            fields, values, lacked = names[own], rows[own], missing[own]
-            for start in range(0, len(fields), COMMAND_ROWS):
+            of_rows, values, lacked = names[own], rows[own], missing[own]
+            for start in range(0, len(of_rows), COMMAND_ROWS):
                 part = slice(start, start + COMMAND_ROWS)
                 new = range(int(lacked[part].sum()) + 1)
                 # No marker: one that the shard has lost meanwhile must not come back.
-                writes.append(Write(int(shard), self.stored.key(self.lane, shard), fields[part], values[part], None, new))
+                writes.append(Write(int(shard), self.stored.key(self.lane, shard), of_rows[part], values[part], None, new))
         return writes
 
 
 def _fields(table: int, stripe: np.ndarray, k: int, width: int) -> np.ndarray:
     """The fields of all rows and parity rows of stripes: uint64 [n, k + r]."""
-    name = np.uint64(table) << _TABLE_SHIFT
-    members = (stripe[:, None] * k + np.arange(k)).astype(np.uint64) | name
-    parity = np.repeat(stripe.astype(np.uint64)[:, None] | name | PARITY_BIT, width - k, axis=1)
+    members = fields(table, stripe[:, None] * k + np.arange(k))
+    parity = np.repeat(fields(table, stripe)[:, None] | PARITY_BIT, width - k, axis=1)
     return np.concatenate([members, parity], axis=1)
 
 

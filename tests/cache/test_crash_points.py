@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, make_program, train_slots
+from serving import serving
 from test_parity import plan
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError, Fenced, StoreError
 from foreload.cache.parity.placement import GROUPS, Placement
-from foreload.cache.parity.stripes import PARITY_BIT, LaneStripes
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
@@ -34,6 +35,7 @@ from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.cache.protocol.recovery import recover
 from foreload.cache.repair.scrub import MUST, TableRows, scrub_table
+from foreload.cache.rows.fields import PARITY_BIT
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.base.hashing import key
@@ -102,7 +104,7 @@ def train(store: Store, folder: Path, k: int, r: int, on_action: Callable[[str],
     stored = StoredRows(store, Placement.spread(store.shards, k, r), LAYOUTS, "t")
     programs = {lane: make_program(lane + 50, 30, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in LANES}
     plans = [LanePlan(lane, plan(program)) for lane, program in programs.items()]
-    with Traffic(
+    with serving(
         stored, plans, SEED, lead_events=3, log=Journal(folder), ownership=Ownership(0, IDENTITY), on_action=on_action
     ) as traffic:
         train_in_turn(traffic, programs)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, LaneProgram, make_program
+from serving import serving
 from test_lost_shard import kill
 from test_parity import plan, run_lane
 
@@ -17,14 +18,15 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, RowError, RowsLost
-from foreload.cache.parity.placement import Placement, fields
-from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.repair.scrub import Findings
+from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
@@ -87,7 +89,7 @@ class Scrubbing:
             self.stored = stored
             plans = [LanePlan(lane, plan(program)) for lane, program in self.program.lanes.items()]
             owner = Ownership(0, {"run": "x"})
-            with Traffic(stored, plans, SEED, lead_events=3, log=FileLog(logs), ownership=owner, on_action=self) as traffic:
+            with serving(stored, plans, SEED, lead_events=3, log=FileLog(logs), ownership=owner, on_action=self) as traffic:
                 self.traffic = traffic
                 for lane, program in self.program.lanes.items():
                     run_lane(traffic, lane, program)
@@ -141,7 +143,7 @@ def undisturbed(four: LocalStores, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def unthrottled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scrubbing takes all of the thread's time, so that how many chunks come before the end does not depend on the clock."""
-    monkeypatch.setattr("foreload.cache.repair.live_scrub.SHARE", 1.0)
+    monkeypatch.setattr("foreload.cache.protocol.background.SHARE", 1.0)
 
 
 @pytest.mark.usefixtures("unthrottled")
@@ -161,7 +163,7 @@ def test_batches_on_their_way_are_never_taken_for_damage(
 def test_a_scrub_that_does_not_wait_for_these_batches_is_caught(
     four: LocalStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Traffic, "_flush_pending", lambda self: False)
+    monkeypatch.setattr(ParityRounds, "flush_pending", lambda self: False)
     scrubbing = Scrubbing("parity acknowledged", 3, again=True)
     # What a repair brought before its time is new to the store no more when it is written.
     with contextlib.suppress(RowError, RowsLost):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import redis
 from lane_program import LAYOUTS, SEED, make_program
+from serving import serving
 from test_parity import plan, run_lane
 from test_traffic import arriving, ending
 from tls import KINDS, TlsServer, tls_server_or_skip
@@ -42,6 +43,7 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
@@ -118,7 +120,7 @@ def run(
     with Store(stores.urls, timedelta(seconds=timeout)) as store:
         claim(store, "t", {"run": "x"}, "new")
         stored = StoredRows(store, Placement.spread(len(stores.urls), k, r), LAYOUTS, "t")
-        with Traffic(
+        with serving(
             stored,
             [LanePlan(lane, plan(program)) for lane, program in programs.items()],
             SEED,
@@ -302,7 +304,7 @@ def test_a_row_that_is_missing_on_one_shard_too_many_is_decoded_alone_if_its_str
         gone = int(np.flatnonzero((at[np.arange(count), np.arange(count) % 2] == 1) & (with_first != covered))[0])
         name = (1 << 48 | gone).to_bytes(8, "big")
         plan = LanePlan(0, iter([(0, arriving()), (1, wanted)]))
-        traffic = Traffic(stored, [plan], SEED, log=FileLog(tmp_path / "logs"))
+        traffic = serving(stored, [plan], SEED, log=FileLog(tmp_path / "logs"))
         traffic.take(0, 0)
         traffic.write_back(0, 4, protected)
         traffic.flush()
@@ -539,7 +541,7 @@ def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(
     program = make_program(1, 10, SLOTS, SLOTS, EVALUATION_SLOTS)
     with Store(stores.urls, timedelta(seconds=5)) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path / "logs")) as traffic:
+        with serving(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path / "logs")) as traffic:
             run_lane(traffic, 0, program)
             assert traffic.repair_shards(timedelta()) == []
             kill(stores, 1)()
@@ -562,7 +564,7 @@ def test_a_stale_shard_is_lost_and_the_marker_that_it_must_have_is_named(
 ) -> None:
     with Store(stores.urls, timedelta(seconds=5)) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        failover = Failover(stored, Ownership(), lambda: None, lambda change: None)
+        failover = Failover(stored, Ownership(), Monitor(), lambda change: None)
         try:
             if rebuilding:
                 stored.shards.advance(0, 1, 0)

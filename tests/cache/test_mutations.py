@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, LaneProgram, make_program
+from serving import serving
 from test_lost_shard import IDENTITY, PATIENCE, Disturber, empty, kill, restart, run
 from test_parity import EVALUATION_SLOTS, SLOTS, Recording, check_stripes, plan, run_lane
 from test_traffic import ending
@@ -30,10 +31,9 @@ from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.protocol.shard_table import ShardTable
-from foreload.cache.traffic import Traffic
 
 Check = Callable[[LocalStores, Path], None]
 
@@ -51,7 +51,7 @@ def trained(stores: LocalStores, folder: Path) -> Iterator[tuple[Recording, Stor
     program = make_program(7, 15, SLOTS, SLOTS, EVALUATION_SLOTS)
     with Recording(stores.urls) as store, closing(FileLog(folder)) as log:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
+        with serving(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
             run_lane(traffic, 0, program)
         yield store, stored, program
 
@@ -92,7 +92,7 @@ def an_emptied_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
     with Store(stores.urls) as store:
         claim(store, "t", {"run": "x"}, "overwrite")
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(folder), ownership=IDENTITY) as traffic:
+        with serving(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(folder), ownership=IDENTITY) as traffic:
             traffic.write_back(0, 1, first)
             traffic.flush()
             before = [store.command(shard, "HLEN", stored.key(0, shard)) for shard in range(3)]
@@ -105,17 +105,17 @@ def an_emptied_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
 
 def parity_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """The parity rows of a batch leave together with its rows."""
-    exchange = Rounds._exchange
+    exchange = ParityRounds.exchange
     held: list[tuple[int, Write]] = []
 
-    def late(self: Rounds, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
+    def late(self: ParityRounds, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
         if self._phase:
             held.extend(out)
             return
         some, held[:] = list(held), []
         exchange(self, reads, [*some, *out])
 
-    patch.setattr(Rounds, "_exchange", late)
+    patch.setattr(ParityRounds, "exchange", late)
 
 
 def the_difference_is_added_twice(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED
+from serving import serving
 from test_traffic import ending
 
 from foreload.cache.client.local import LocalStores
@@ -43,7 +44,7 @@ def owner(store: Store, k: int, r: int, log: Path, batches: int = 0) -> tuple[St
     stored.stripes = lambda lane: stored.placement.stripes(lane, written)
     take_over(stored, UNFENCED, {0: batches})
     plan = LanePlan(0, iter([]), batches, written=written)
-    return stored, Traffic(stored, [plan], SEED, log=FileLog(log))
+    return stored, serving(stored, [plan], SEED, log=FileLog(log))
 
 
 def found(stored: StoredRows, store: Store, batches: int, tag: int) -> np.ndarray:
@@ -101,7 +102,7 @@ def test_a_run_written_before_there_was_a_fence_goes_on(
     servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
 ) -> None:
     stored, first = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t"), rows(5, 1.0)
-    with Traffic(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path / "first")) as traffic:
+    with serving(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path / "first")) as traffic:
         traffic.write_back(0, 1, first)
     assert [store.command(shard, "TYPE", lane_key("t", 0, 0)) for shard in range(3)] == ["hash"] * 3
     stored.stripes = lambda lane: stored.placement.stripes(lane, np.array([0, COUNT, 0, 0]))

@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, make_program, train_slots, values
+from serving import serving
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError, StoreError
-from foreload.cache.parity.placement import Placement, fields
-from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Arrivals
@@ -162,7 +163,7 @@ def test_every_stripe_agrees_with_its_members_and_only_what_must_move_moves(
         stored = StoredRows(store, Placement.spread(5, k, r), LAYOUTS, "t")
         plans = [LanePlan(lane, plan(program)) for lane, program in programs.items()]
         log = FileLog(tmp_path)
-        with Traffic(stored, plans, SEED, lead_events=lead_events, log=log) as traffic:
+        with serving(stored, plans, SEED, lead_events=lead_events, log=log) as traffic:
             truths = {lane: run_lane(traffic, lane, program) for lane, program in programs.items()}
         counters = traffic.counters()
         reads = sum(len(read.fields) for some, _ in store.exchanges for read in some)
@@ -196,7 +197,7 @@ def test_phases_of_a_batch_leave_in_order_under_its_markers(five: LocalStores, c
     actions: list[str] = []
     with Recording(five.urls) as store:
         stored = StoredRows(store, Placement.spread(5, 2, 1), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path), on_action=actions.append) as traffic:
+        with serving(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path), on_action=actions.append) as traffic:
             run_lane(traffic, 0, program)
         batches = traffic.last_batch(0)
     markers = []
@@ -220,7 +221,7 @@ def test_a_batch_has_at_most_2048_rows_and_parity_rows_a_shard(five: LocalStores
     protected = replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
     with Recording(five.urls) as store:
         stored = StoredRows(store, Placement.spread(5, 1, 2), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
+        with serving(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
             traffic.write_back(0, 1, protected)
             traffic.flush()
     sizes = [len(write.fields) for _, writes in store.exchanges for write in writes]
@@ -230,7 +231,7 @@ def test_a_batch_has_at_most_2048_rows_and_parity_rows_a_shard(five: LocalStores
 
 def test_parity_needs_a_log(client: Store) -> None:
     with pytest.raises(CacheError, match="needs a log"):
-        Traffic(StoredRows(client, Placement.spread(5, 2, 1), LAYOUTS, "t"), [], SEED)
+        serving(StoredRows(client, Placement.spread(5, 2, 1), LAYOUTS, "t"), [], SEED)
 
 
 def test_the_log_gives_back_the_last_batch_that_was_held_whole(tmp_path: Path) -> None:

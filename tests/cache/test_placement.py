@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.placement import GROUPS, Placement, fields
+from foreload.cache.parity.placement import GROUPS, Placement
+from foreload.cache.rows.fields import fields
 from foreload.pipelines.base.hashing import key
 
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, make_program
+from serving import serving
 from test_parity import contents, plan, run_lane
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.stripes import PARITY_BIT
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.recovery import recover
-from foreload.cache.traffic import Traffic
+from foreload.cache.rows.fields import PARITY_BIT
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 OWNER = Ownership()
@@ -70,7 +70,7 @@ def train_until_dead(store: Store, logs: Path, k: int, r: int, on_action: object
     """Train a lane until its writer dies; returns where its rows are, and the number of the last batch that it saw released."""
     program = make_program(5, 30, SLOTS, SLOTS, EVALUATION_SLOTS)
     stored = StoredRows(store, Placement.spread(store.shards, k, r), LAYOUTS, "t")
-    traffic = Traffic(stored, [LanePlan(0, plan(program))], SEED, lead_events=3, log=FileLog(logs), on_action=on_action)  # type: ignore[arg-type]
+    traffic = serving(stored, [LanePlan(0, plan(program))], SEED, lead_events=3, log=FileLog(logs), on_action=on_action)
     with pytest.raises(Died):
         run_lane(traffic, 0, program)
     traffic.abort()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, make_program
+from serving import serving
 from test_parity import contents, plan, run_lane
 
 from foreload.cache.client.local import LocalStores
@@ -20,7 +21,6 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 
@@ -33,7 +33,7 @@ def test_rows_and_parity_rows_are_those_that_the_servers_hold(
     with Store(servers.urls, timedelta(seconds=10)) as client:
         stored = StoredRows(client, Placement.spread(3, k, r), LAYOUTS, "t")
         log = FileLog(tmp_path) if r else None
-        with Traffic(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
+        with serving(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
             run_lane(traffic, 0, program)
     counts = np.zeros(len(LAYOUTS), np.int64)
     for table, _ in program.tags:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, make_program
+from serving import serving
 from test_parity import contents, plan, run_lane
 from test_traffic import ending
 
@@ -17,8 +18,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store, Write
 from foreload.cache.errors import StoreError
-from foreload.cache.parity.placement import Placement, fields
-from foreload.cache.parity.stripes import PARITY_BIT
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.reading import StoredRows
@@ -29,7 +29,7 @@ from foreload.cache.repair.scrub import (
     TableRows,
     scrub_table,
 )
-from foreload.cache.traffic import Traffic
+from foreload.cache.rows.fields import PARITY_BIT, fields
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 LANE, TABLE, STRIPE = 3, 0, 2
@@ -105,7 +105,7 @@ def rest(request: pytest.FixtureRequest, five: LocalStores, tmp_path: Path) -> I
         for shard in range(shards):
             store.command(shard, "FLUSHALL")
         stored = StoredRows(store, Placement.spread(shards, k, r), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(LANE, plan(program))], SEED, log=FileLog(tmp_path)) as traffic:
+        with serving(stored, [LanePlan(LANE, plan(program))], SEED, log=FileLog(tmp_path)) as traffic:
             run_lane(traffic, LANE, program)
         known = []
         for table in range(len(LAYOUTS)):
@@ -286,7 +286,7 @@ def test_many_stripes_are_read_and_repaired_in_commands_of_2048(five: LocalStore
         for shard in range(3):
             store.command(shard, "FLUSHALL")
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        with Traffic(stored, [LanePlan(LANE, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
+        with serving(stored, [LanePlan(LANE, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
             traffic.write_back(LANE, 1, protected)
             traffic.flush()
         known = TableRows(1, np.full(count, MUST, np.uint8), ended.id, ended.tag, np.ones(count, bool))

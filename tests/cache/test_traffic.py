@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hold_proxy import HoldingProxy
 from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, initial, make_program, train_slots, values
+from serving import serving
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -23,9 +24,10 @@ from foreload.cache.errors import (
     StoreError,
     StoreUnavailable,
 )
-from foreload.cache.parity.placement import Placement, fields
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.rows.fields import fields
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
@@ -135,7 +137,7 @@ def test_every_row_used_and_stored_is_the_true_one(
     with Store(servers.urls[:shards], timedelta(seconds=10)) as client:
         stored = stored_rows(client)
         plans = [LanePlan(lane, plan(program)) for lane, program in programs.items()]
-        with Traffic(stored, plans, SEED, lead_events=lead_events, staging_rows=staging_rows) as traffic:
+        with serving(stored, plans, SEED, lead_events=lead_events, staging_rows=staging_rows) as traffic:
             truths = {lane: run_lane(traffic, lane, program, slots=slots) for lane, program in programs.items()}
         counters = traffic.counters()
         for lane, program in programs.items():
@@ -161,7 +163,7 @@ def test_lanes_in_threads_of_their_own_do_not_disturb_each_other(store: Store) -
         except BaseException as failure:
             failures.append(failure)
 
-    with Traffic(stored_rows(store), [LanePlan(lane, plan(program)) for lane, program in programs.items()], SEED) as traffic:
+    with serving(stored_rows(store), [LanePlan(lane, plan(program)) for lane, program in programs.items()], SEED) as traffic:
         threads = [threading.Thread(target=work, args=(lane,)) for lane in programs]
         for thread in threads:
             thread.start()
@@ -176,7 +178,7 @@ def test_batches_are_numbered_and_marked_on_every_shard_and_hold_2048_rows_a_sha
     stored = stored_rows(recording)
     narrow, wide = ending(13_000, 1), ending(500, 1, table=0)
     both = EndedRows(*(np.concatenate([getattr(narrow, name), getattr(wide, name)]) for name in EndedRows.__slots__[:7]))
-    with Traffic(stored, [LanePlan(5, iter([]), last_batch=6)], SEED) as traffic:
+    with serving(stored, [LanePlan(5, iter([]), last_batch=6)], SEED) as traffic:
         traffic.write_back(5, 1, both)
         traffic.flush()
         traffic.write_back(5, 2, ending(0, 1))
@@ -195,7 +197,7 @@ def test_batches_are_numbered_and_marked_on_every_shard_and_hold_2048_rows_a_sha
 
 def test_no_exchange_reads_a_row_that_it_writes_or_that_was_not_written_before(recording: RecordingStore) -> None:
     program = make_program(77, 40, SLOTS, SLOTS, EVALUATION_SLOTS)
-    with Traffic(stored_rows(recording), [LanePlan(0, plan(program))], SEED) as traffic:
+    with serving(stored_rows(recording), [LanePlan(0, plan(program))], SEED) as traffic:
         run_lane(traffic, 0, program)
     versions: dict[int, int] = {}
     reads = [{int(name) for read in reads for name in read.fields} for reads, _ in recording.exchanges]
@@ -211,7 +213,7 @@ def test_no_exchange_reads_a_row_that_it_writes_or_that_was_not_written_before(r
 def test_no_fetch_leaves_before_the_acknowledgement_of_its_rows_write_back(servers: LocalStores, store: Store) -> None:
     late = arriving((1, 0, 1000, 5, 4), (1, 1, 1001, 5, 4))
     with HoldingProxy(str(servers.urls[0])) as proxy, Store([proxy.url], timedelta(seconds=20)) as client:
-        with Traffic(stored_rows(client), [LanePlan(0, iter([(0, arriving()), (1, late)]))], SEED) as traffic:
+        with serving(stored_rows(client), [LanePlan(0, iter([(0, arriving()), (1, late)]))], SEED) as traffic:
             traffic.take(0, 0)
             proxy.hold()
             traffic.write_back(0, 4, ending(2, 5, value=2.5))
@@ -237,11 +239,11 @@ def test_no_fetch_leaves_before_the_acknowledgement_of_its_rows_write_back(serve
 
 
 def test_fetches_of_later_events_pass_a_stalled_one(store: Store) -> None:
-    with Traffic(stored_rows(store), [LanePlan(0, iter([]))], SEED) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, iter([]))], SEED) as traffic:
         traffic.write_back(0, 1, ending(3, 1))
         traffic.flush()
     later = [(0, arriving()), (1, arriving((1, 0, 1000, 1, 9), (1, 1, 1001, 1, 1))), (2, arriving((1, 2, 1002, 1, 1)))]
-    with Traffic(stored_rows(store), [LanePlan(0, iter(later), traffic.last_batch(0), released_boundary=1)], SEED) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, iter(later), traffic.last_batch(0), released_boundary=1)], SEED) as traffic:
         assert traffic.rows_ready(0, 2, np.array([True])).weights[0, 0] == 1
         assert traffic.rows_ready(0, 1, np.array([1])).weights[1, 0] == 1
         traffic.take(0, 0)
@@ -268,7 +270,7 @@ def test_staging_is_bounded_in_events_and_rows(store: Store) -> None:
             assert changed.wait_for(lambda: asked[-1:] == [index], 20), asked
 
     # One more is asked of the plan than is staged; its size must be known.
-    with Traffic(stored_rows(store), [LanePlan(0, numbers())], SEED, lead_events=4) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, numbers())], SEED, lead_events=4) as traffic:
         await_asked(4)
         traffic.take(0, 0)
         traffic.take(0, 1)
@@ -279,7 +281,7 @@ def test_staging_is_bounded_in_events_and_rows(store: Store) -> None:
         traffic.flush()
         assert traffic.counters().rows_initial == 5 * 13
     asked.clear()
-    with Traffic(stored_rows(store), [LanePlan(0, numbers())], SEED, staging_rows=11) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, numbers())], SEED, staging_rows=11) as traffic:
         await_asked(2)
         for index in range(40):
             assert np.array_equal(traffic.take(0, index).weights[3], initial((1, 3))[:WIDTH])
@@ -291,7 +293,7 @@ def test_a_write_back_waits_for_room(servers: LocalStores, store: Store) -> None
     with (
         HoldingProxy(str(servers.urls[0])) as proxy,
         Store([proxy.url], timedelta(seconds=20)) as client,
-        Traffic(stored_rows(client), [LanePlan(0, iter([]))], SEED, staging_rows=10) as traffic,
+        serving(stored_rows(client), [LanePlan(0, iter([]))], SEED, staging_rows=10) as traffic,
     ):
         proxy.hold()
         traffic.write_back(0, 1, ending(30, 1))  # alone, it may be larger
@@ -308,7 +310,7 @@ def test_a_write_back_waits_for_room(servers: LocalStores, store: Store) -> None
 def test_rows_as_the_store_has_them_are_not_written_and_those_beyond_the_schedule_are_counted_apart(store: Store) -> None:
     unchanged = ending(4, 3)
     unchanged.stored_tag[:] = [3, 2, 3, 0]
-    with Traffic(stored_rows(store), [LanePlan(0, iter([]))], SEED) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, iter([]))], SEED) as traffic:
         traffic.write_back(0, 3, ending(2, 2))
         traffic.write_back(0, 4, unchanged, at_stop=True)
         with pytest.raises(CacheError, match="boundary 4 must follow 4"):
@@ -322,7 +324,7 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
     half = next(index for index, event in enumerate(program.events) if event.step == 15)
     first = LaneProgram(program.events[:half])
     stored, partition, truth = stored_rows(store), partition_for(), Truth()
-    with Traffic(stored, [LanePlan(0, plan(first))], SEED) as traffic:
+    with serving(stored, [LanePlan(0, plan(first))], SEED) as traffic:
         for index, event in enumerate(first.events):
             if event.step is not None:
                 traffic.write_back(0, event.step, partition.end(event.ends))
@@ -341,7 +343,7 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
     occupants = Arrivals(slots, ended.table, ended.ordinal, ended.id, ended.tag, np.full(len(slots), -1, np.int32))
     resumed.admit(occupants, rows)
     plans = [LanePlan(0, iter(rest), traffic.last_batch(0), released_boundary=15)]
-    with Traffic(stored, plans, SEED) as traffic:
+    with serving(stored, plans, SEED) as traffic:
         for index, event in enumerate(program.events[half:], start=half):
             if event.step is not None:
                 # The rows that end at the boundary of the stop are in the store already.
@@ -358,7 +360,7 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
 def train_and_compare(recording: RecordingStore, program: LaneProgram, check_tags: bool) -> bool:
     """Whether, after training through a program, every stored row is the true one."""
     stored = stored_rows(recording)
-    with Traffic(stored, [LanePlan(0, plan(program))], SEED, check_tags=check_tags) as traffic:
+    with serving(stored, [LanePlan(0, plan(program))], SEED, check_tags=check_tags) as traffic:
         truth = run_lane(traffic, 0, program, check=check_tags)
     rows, names = expected(0, program)
     found = read_rows(stored, rows, check_tags=check_tags)
@@ -388,7 +390,7 @@ def test_with_the_tag_check_off_a_dropped_write_back_changes_the_result(recordin
 def write_one(store: Store, tag: int, id: int = 1000, number: int = 1) -> None:
     row = ending(1, tag)
     row.id[0] = id
-    with Traffic(stored_rows(store), [LanePlan(0, iter([]), last_batch=number - 1)], SEED) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, iter([]), last_batch=number - 1)], SEED) as traffic:
         traffic.write_back(0, 1, row)
 
 
@@ -404,11 +406,11 @@ def test_a_row_with_another_tag_or_id_is_refused_and_taken_only_without_the_chec
 ) -> None:
     write_one(store, tag, id)
     wanted = arriving((1, 0, 1000, 5, -1))
-    with pytest.raises(RowError) as caught, Traffic(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED) as traffic:
+    with pytest.raises(RowError) as caught, serving(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED) as traffic:
         traffic.take(0, 0)
     assert str(caught.value).startswith(message)
     assert f"tag must be 5, found {tag}" in str(caught.value)
-    with Traffic(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED, check_tags=False) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED, check_tags=False) as traffic:
         assert traffic.take(0, 0).weights[0, 0] == 1
 
 
@@ -418,7 +420,7 @@ def test_a_missing_row_is_refused_and_never_zeros(store: Store, check_tags: bool
     wanted = arriving((1, 0, 1000, 5, -1), (1, 1, 1001, 5, -1))
     plans = [LanePlan(0, iter([(0, wanted)]), 1)]
     message = r"row id 1001 \(lane 0, ordinal 1\) is missing on store .*tag must be 5, found none"
-    with pytest.raises(RowError, match=message), Traffic(stored_rows(store), plans, SEED, check_tags=check_tags) as traffic:
+    with pytest.raises(RowError, match=message), serving(stored_rows(store), plans, SEED, check_tags=check_tags) as traffic:
         traffic.take(0, 0)
 
 
@@ -428,7 +430,7 @@ def test_a_stale_or_foreign_shard_is_noticed_by_its_marker(store: Store) -> None
     for batches in (2, 4, 0):
         message = f"stale shard: its last write-back batch of lane 0 is 3, must be {batches}"
         plans = [LanePlan(0, iter([(0, wanted)]), batches)]
-        with pytest.raises(StoreError, match=message), Traffic(stored_rows(store), plans, SEED) as traffic:
+        with pytest.raises(StoreError, match=message), serving(stored_rows(store), plans, SEED) as traffic:
             traffic.take(0, 0)
     rows = Expected(0, wanted.table, wanted.ordinal, wanted.id, wanted.tag)
     with pytest.raises(StoreError, match="stale shard"):
@@ -440,7 +442,7 @@ def test_a_stale_or_foreign_shard_is_noticed_by_its_marker(store: Store) -> None
 def test_a_shard_that_was_emptied_is_noticed_by_the_next_write(store: Store, read: bool) -> None:
     """Without parity; also where no marker is read with it."""
     coming = [(0, arriving()), (1, arriving((1, 0, 1000, 5, 1)) if read else arriving())]
-    traffic = Traffic(stored_rows(store), [LanePlan(0, iter(coming))], SEED)
+    traffic = serving(stored_rows(store), [LanePlan(0, iter(coming))], SEED)
     traffic.take(0, 0)
     traffic.write_back(0, 0, ending(60, 5))
     traffic.flush()
@@ -452,7 +454,7 @@ def test_a_shard_that_was_emptied_is_noticed_by_the_next_write(store: Store, rea
 
 
 def test_a_shard_that_was_emptied_after_the_last_write_is_noticed_at_the_end(store: Store) -> None:
-    traffic = Traffic(stored_rows(store), [LanePlan(0, iter([]))], SEED)
+    traffic = serving(stored_rows(store), [LanePlan(0, iter([]))], SEED)
     traffic.write_back(0, 0, ending(60, 5))
     traffic.flush()
     assert traffic.repair_shards(timedelta()) == []
@@ -474,7 +476,7 @@ def test_the_batch_that_leaves_with_a_read_is_not_the_one_that_its_shard_must_ha
 
     plans = [LanePlan(0, iter([(0, arriving((1, 0, 1000, 5, 1)))]), last_batch=3)]
     message = "stale shard: its last write-back batch of lane 0 is 0, must be 4"
-    traffic = Traffic(stored, plans, SEED, on_action=forget)
+    traffic = serving(stored, plans, SEED, on_action=forget)
     traffic.write_back(0, 1, ending(1, 5))
     traffic.write_back(0, 2, ending(1, 6, stored=5))
     handed.set()
@@ -495,7 +497,7 @@ def test_reading_up_to_a_tag_takes_any_version_until_then(store: Store) -> None:
 
 
 def test_a_failure_of_the_thread_reaches_every_call(store: Store) -> None:
-    traffic = Traffic(stored_rows(store), [LanePlan(0, iter([(0, arriving((1, 0, 1000, 5, -1)))]))], SEED)
+    traffic = serving(stored_rows(store), [LanePlan(0, iter([(0, arriving((1, 0, 1000, 5, -1)))]))], SEED)
     calls = [
         lambda: traffic.take(0, 0),
         lambda: traffic.rows_ready(0, 0, np.array([0])),
@@ -513,7 +515,7 @@ def test_a_failure_of_the_thread_reaches_every_call(store: Store) -> None:
 def test_a_store_that_dies_stops_every_call(tmp_path: Path) -> None:
     coming = iter([(0, arriving()), (1, arriving((1, 0, 1000, 1, 1)))])
     with LocalStores(1, tmp_path) as servers, Store(servers.urls, timedelta(seconds=10)) as client:
-        traffic = Traffic(stored_rows(client), [LanePlan(0, coming)], SEED)
+        traffic = serving(stored_rows(client), [LanePlan(0, coming)], SEED)
         traffic.take(0, 0)
         os.kill(servers.pids[0] or 0, signal.SIGKILL)
         traffic.write_back(0, 1, ending(1, 1))
@@ -523,7 +525,7 @@ def test_a_store_that_dies_stops_every_call(tmp_path: Path) -> None:
 
 
 def test_aborting_frees_who_waits(store: Store) -> None:
-    traffic = Traffic(stored_rows(store), [LanePlan(0, iter([(0, arriving((1, 0, 1000, 1, 9)))]))], SEED)
+    traffic = serving(stored_rows(store), [LanePlan(0, iter([(0, arriving((1, 0, 1000, 1, 9)))]))], SEED)
     caught: list[BaseException] = []
 
     def wait() -> None:
@@ -548,7 +550,7 @@ def test_an_error_of_the_plan_is_raised_where_its_event_is_taken(store: Store) -
         yield 1, arriving()
         raise ValueError("segment 2 is damaged")
 
-    with Traffic(stored_rows(store), [LanePlan(0, failing())], SEED) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, failing())], SEED) as traffic:
         traffic.take(0, 0)
         traffic.take(0, 1)
         traffic.write_back(0, 1, ending(3, 1))
@@ -560,7 +562,7 @@ def test_an_error_of_the_plan_is_raised_where_its_event_is_taken(store: Store) -
 def test_actions_are_named_in_the_order_of_a_round(store: Store) -> None:
     actions: list[str] = []
     coming = iter([(0, arriving()), (1, arriving((1, 0, 1000, 5, 4)))])
-    with Traffic(stored_rows(store), [LanePlan(0, coming)], SEED, on_action=actions.append) as traffic:
+    with serving(stored_rows(store), [LanePlan(0, coming)], SEED, on_action=actions.append) as traffic:
         traffic.take(0, 0)
         traffic.write_back(0, 4, ending(1, 5))
         traffic.take(0, 1)
@@ -568,7 +570,7 @@ def test_actions_are_named_in_the_order_of_a_round(store: Store) -> None:
 
 
 def test_closing_twice_and_calls_after_closing(store: Store) -> None:
-    traffic = Traffic(stored_rows(store), [LanePlan(0, iter([(0, arriving())]))], SEED)
+    traffic = serving(stored_rows(store), [LanePlan(0, iter([(0, arriving())]))], SEED)
     traffic.close()
     traffic.close()
     with pytest.raises(CacheError, match="is closed"):

@@ -87,9 +87,9 @@ def run(
     def break_it(rank: int, trainer: Trainer) -> None:
         traffics.append(trainer.parts.traffic)
         if rank == 0 and later:
-            repair_task = trainer.parts.traffic._shard_repair
-            assert repair_task is not None
-            repair_task._on_action = lambda action: on_action(trainer.parts.traffic, action)
+            rebuild = trainer.parts.traffic._rebuild
+            assert rebuild is not None
+            rebuild._on_action = lambda action: on_action(trainer.parts.traffic, action)
 
     def on_action(traffic: Traffic, action: str) -> None:
         rebuilt = traffic.shards.not_whole.values()

@@ -185,7 +185,6 @@ def assemble(
         _enter(partition, position, lane, stored)
     traffic = Traffic(
         stored,
-        [_lane_plan(schedule, position, lane, start, protected=placement.r > 0) for lane in hosted],
         job.seed,
         staging_rows=staging_rows(max(schedule.slots)),
         check_tags=check_tags,
@@ -193,6 +192,8 @@ def assemble(
         ownership=ownership,
         on_shard=on_shard,
     )
+    for lane in hosted:
+        traffic.add_lane(_lane_plan(schedule, position, lane, start, protected=placement.r > 0))
     kernels = kernels_for(job.device)
     part = TrainerParts(
         schedule=schedule,

@@ -1,0 +1,74 @@
+"""Work beside the training, in the traffic's thread: in chunks, each between two rounds while no batch is under way, and never in its way."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from foreload.cache.protocol.monitor import Monitor
+
+SHARE = 0.25  # of the traffic thread's time, at most, that goes into a task: training comes first
+
+
+class Task(ABC):
+    """One piece of such work. throttled: no more than a quarter of the time goes into it; any thread may change that."""
+
+    def __init__(self) -> None:
+        self.throttled = True
+        self._not_before = 0.0  # time.monotonic()
+
+    @property
+    @abstractmethod
+    def wanted(self) -> bool:
+        """Whether there is a chunk to be done."""
+
+    @abstractmethod
+    def chunk(self) -> None:
+        """Do the next one; no batch is under way. Raises CacheError, which ends the traffic."""
+
+    def delay(self) -> float | None:
+        """Seconds until the next chunk is due, so that training comes first; None if there is none."""
+        if not self.wanted:
+            return None
+        return max(self._not_before - time.monotonic(), 0.0) if self.throttled else 0.0
+
+    def work(self) -> None:
+        """Do a chunk, and put the next one off for as long as the share of the time asks."""
+        begun = time.monotonic()
+        self.chunk()
+        now = time.monotonic()
+        self._not_before = now + (now - begun) * (1 / SHARE - 1)
+
+
+class Background:
+    """The tasks of one traffic: any thread adds one, the traffic's thread works on them."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._tasks: list[Task] = []
+
+    def add(self, task: Task) -> None:
+        """Work on this, too, from now on."""
+        with self._monitor:
+            self._tasks.append(task)
+            self._monitor.signal()
+
+    def remove(self, task: Task) -> None:
+        """Work on it no more."""
+        with self._monitor:
+            self._tasks.remove(task)
+
+    def delay(self) -> float | None:
+        """Seconds until the next chunk of any task is due; None if there is none."""
+        with self._monitor:
+            return min((due for due in (task.delay() for task in self._tasks) if due is not None), default=None)
+
+    def work(self, flush_pending: Callable[[], object]) -> bool:
+        """Do a chunk of every task that is due; False if none was. flush_pending: sends the rows of all batches under way."""
+        with self._monitor:
+            due = [task for task in self._tasks if task.delay() == 0.0]
+        for task in due:
+            flush_pending()
+            task.work()
+        return bool(due)

@@ -1,0 +1,303 @@
+"""Rounds with parity: the phases in which a batch becomes part of the store (docs/internals/cache.md, Parity; docs/protocol.md).
+
+Read phase: the parity rows of the stripes that the batch touches, and the fetches. Parity phase: the new parity rows, once all is read, the rows
+of the batch before are acknowledged, and the batch is in the log. Data phase: the rows, in one exchange with the next read phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from foreload.cache.client.store import Read, Write
+from foreload.cache.errors import RowError
+from foreload.cache.parity.decoding import Decoding, plan_alone, plan_decoding
+from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
+from foreload.cache.protocol.batches import WriteBackBatch
+from foreload.cache.protocol.failover import Failover
+from foreload.cache.protocol.lanes import Lanes, LaneWrites, PlannedFetch
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.reading import (
+    Request,
+    StoredRows,
+    WrongRows,
+    accept,
+    decode_wrong,
+    missing_value,
+    plan_reads,
+)
+from foreload.cache.protocol.rounds import Rounds, RoundStats
+from foreload.cache.rows.fields import unpack
+
+
+class ParityRounds(Rounds):
+    """With parity: a shard that fails is lost, and what it has is decoded from the others.
+
+    failover: of the same rows; log: where the batch under way is held.
+    """
+
+    needs_base = True
+
+    def __init__(
+        self,
+        stored: StoredRows,
+        lanes: Lanes,
+        check_tags: bool,
+        on_action: Callable[[str], None],
+        on_stats: Callable[[RoundStats], None],
+        failover: Failover,
+        log: BatchLog,
+    ) -> None:
+        super().__init__(stored, lanes, check_tags, on_action, on_stats)
+        assert stored.placement.code is not None
+        self._code, self._failover, self._log = stored.placement.code, failover, log
+        self._shard_count = stored.placement.shard_count
+        self._phase: dict[int, list[Marker]] = {}  # the markers of the lanes whose batch is in its parity phase
+
+    def run(self, fetches: Sequence[PlannedFetch]) -> bool:
+        """Data phase of the batches before and read phase of the next, in one exchange; then the parity phase of these."""
+        lanes = self._lanes.all
+        cut: list[tuple[LaneWrites, WriteBackBatch]] = []
+        for state in lanes:
+            batch = state.writes.staging.cut(self._shards.of(state.lane).cursors)
+            if batch is not None:
+                cut.append((state.writes, batch))
+        sent = [state.writes for state in lanes if state.writes.pending is not None]
+        if not sent and not fetches and not cut:
+            return False
+        self._on_stats(self._read_phase(fetches, cut, sent))
+        if fetches:
+            self._on_action("rows staged")
+        if cut:
+            self._on_stats(self._parity_phase(cut))
+        return True
+
+    def flush_pending(self) -> bool:
+        """The data phase of all batches, as an exchange of its own."""
+        sent = [state.writes for state in self._lanes.all if state.writes.pending is not None]
+        if sent:
+            self._on_stats(self._read_phase([], [], sent))
+        return bool(sent)
+
+    def see_to_shards(self) -> bool:
+        """While not all shards are whole: data goes out by itself, and servers that are there again, or named instead, are taken back."""
+        self._failover.lose_found()
+        self._failover.move_replaced()
+        if self._shards.whole:
+            return False
+        flushed = self.flush_pending()
+        self._failover.take_back({state.lane: state.writes.last_batch for state in self._lanes.all})
+        return flushed
+
+    @property
+    def settled(self) -> bool:
+        """Whether every shard is whole, and none is to have another server."""
+        return self._failover.settled
+
+    def replace(self, shard: int, url: str) -> None:
+        """Use another server in place of a shard's from now on."""
+        self._failover.replace(shard, url)
+
+    def close(self) -> None:
+        """Look for lost shards no more."""
+        self._failover.close()
+
+    def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
+        """Do what the live shards are asked; what is left undone belongs to shards that are lost afterwards."""
+        self._failover.exchange(reads, writes, self._markers)
+
+    def _read_phase(
+        self, fetches: Sequence[PlannedFetch], cut: Sequence[tuple[LaneWrites, WriteBackBatch]], sent: Sequence[LaneWrites]
+    ) -> RoundStats:
+        """Read phase of these fetches and batches, with the data phase of what is pending in `sent`.
+
+        A shard that lacks a row, or has another in its place, is lost; where more are than parity covers, the row alone is decoded, and repaired.
+        """
+        for fetch in fetches:
+            fetch.requests = plan_reads(self._stored, fetch.expected)
+        reads = [(fetch.writes.lane, request.read) for fetch in fetches for request in fetch.requests]
+        parity = [(writes.lane, read) for writes, batch in cut for read in self._parity_reads(writes, batch)]
+        out = [write for writes in sent for write in self._data_writes(writes)]
+        if out:
+            self._on_action("data leaves")
+        if reads:
+            self._on_action("fetch leaves")
+        if parity:
+            self._on_action("parity rows asked for")
+        self.exchange([*((lane, read) for lane, read in reads if self._shards.readable(lane, read.shard)), *parity], out)
+        if out:
+            self._on_action("data acknowledged")
+        stats = RoundStats(fetched=fetches)
+        # Before anything is decoded: a shard that comes back without these rows now is not the one that acknowledged them.
+        self._released(sent, stats)
+        for lane, read in parity:
+            if (
+                read.missing is not None
+                and self._live(read.shard)
+                and not self._distrusted(read.shard, missing_value(self._stored, lane, read))
+            ):
+                self._decode_parity(lane, read)
+        stats.rows_decoded = self._take_rows(fetches)
+        stats.bytes_read += sum(request.read.rows.nbytes for fetch in fetches for request in fetch.requests)
+        for _, read in parity:
+            stats.parity_rows_read += len(read.fields)
+            stats.bytes_read += read.rows.nbytes
+        if parity:
+            self._on_action("parity rows read")
+        return stats
+
+    def _parity_phase(self, cut: Sequence[tuple[LaneWrites, WriteBackBatch]]) -> RoundStats:
+        """Compute and log the parity rows of batches, then send them: every live shard gets the marker, also where it has none of them."""
+        out: list[tuple[int, Write]] = []
+        for writes, batch in cut:
+            assert batch.old is not None
+            batch.update(self._code)
+            with_parity = writes.held + batch.fresh.all_parity_rows
+            held = np.stack([writes.held, with_parity, with_parity + batch.fresh.all_rows], axis=1)
+            self._log.hold(writes.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, held))
+            writes.held = held[:, 2]
+            self._on_action("batch logged")
+            self._phase[writes.lane] = [Marker(batch.number - 1, batch.number - 1), Marker(batch.number, batch.number - 1)]
+            for shard in range(self._shard_count):
+                marker = Marker(batch.number, batch.number - 1, self._shards.rebuilding(writes.lane, shard))
+                fresh = int(batch.fresh.parity_rows[shard])
+                out.append((writes.lane, self._stored.write(writes.lane, shard, *batch.parity_part(shard), marker, fresh)))
+        self._on_action("parity leaves")
+        self.exchange([], out)
+        self._on_action("parity acknowledged")
+        self._phase.clear()
+        for writes, batch in cut:
+            writes.stripes.written.note(batch.table, batch.ordinal)
+            writes.pending = batch
+        live = [write for _, write in out if self._live(write.shard)]
+        return RoundStats(
+            parity_rows_written=sum(len(write.fields) for write in live), bytes_written=sum(write.rows.nbytes for write in live)
+        )
+
+    def _markers(self, lane: int) -> list[Marker]:
+        """What the marker of a lane may be now on a store shard that has all of it."""
+        if lane in self._phase:
+            return self._phase[lane]
+        writes = self._lanes[lane].writes
+        if writes.pending is None:
+            return [Marker(writes.last_batch, writes.last_batch)]
+        # The reads go first, but a server may do them last.
+        number = writes.pending.number
+        return [Marker(number, writes.last_batch), Marker(number, number)]
+
+    def _live(self, shard: int) -> bool:
+        return shard not in self._shards.lost
+
+    def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
+        parts = ((shard, *batch.updated_parity(shard)) for shard in range(self._shard_count))
+        return [
+            Read(shard, self._stored.key(writes.lane, shard), fields, rows, any_length=True)
+            for shard, fields, rows in parts
+            if len(fields)
+        ]
+
+    def _distrusted(self, shard: int, error: RowError) -> bool:
+        """Whether a live shard, which lacks a row, can be lost, and so is."""
+        if not self._shards.covers(shard):
+            return False
+        self._failover.lose(shard, str(error))
+        return True
+
+    def _take_rows(self, fetches: Sequence[PlannedFetch]) -> int:
+        """Check the rows that came, and put them where they go; returns how many were decoded."""
+        left = [(fetch, request) for fetch in fetches for request in fetch.requests]
+        decoded = 0
+        while left:
+            decoded += self._decode_lost(left)
+            wanting: list[tuple[PlannedFetch, Request]] = []
+            for fetch, request in left:
+                lane, shard = fetch.writes.lane, request.read.shard
+                try:
+                    accept(self._stored, fetch.expected, request, fetch.event.rows, fetch.places, self._check_tags)
+                except RowError as error:
+                    if request.decoded:
+                        raise
+                    # Another read may have shown it already.
+                    if self._shards.readable(lane, shard) and not self._distrusted(shard, error):
+                        decoded += self._decode_alone(fetch, request, error)
+                    wanting.append((fetch, request))
+            left = wanting
+        return decoded
+
+    def _decode_alone(self, fetch: PlannedFetch, request: Request, error: RowError) -> int:
+        """Decode the wrong rows of a read, and repair them, where more shards would be lost than parity covers. Raises the error if it must."""
+        writes, read = fetch.writes, request.read
+        lost = self._unreadable(writes.lane, read.shard)
+        found = decode_wrong(self._stored, writes.stripes, fetch.expected, request, error, lost)
+        self._read_alone(writes.lane, found.reads, error)
+        self.exchange([], [(writes.lane, write) for write in found.put(self._stored, writes.lane, read)])
+        request.decoded = True
+        return len(found.places)
+
+    def _decode_parity(self, lane: int, read: Read) -> None:
+        """The same for parity rows that are missing, and are to be updated."""
+        error = missing_value(self._stored, lane, read)
+        assert read.missing is not None
+        places, stripes = np.flatnonzero(read.missing), self._lanes[lane].writes.stripes
+        table, stripe = unpack(read.fields[places])
+        place = np.empty(len(places), np.int64)
+        for one in np.unique(table).tolist():
+            own = table == one
+            place[own] = (stripes.shards(one, stripe[own]) == read.shard).argmax(axis=1)
+        lost = self._unreadable(lane, read.shard)
+        decoding = plan_alone(
+            stripes, self._stored.placement, lost, (table, stripe, place), read.rows.shape[1], self._stored.keys(lane)
+        )
+        if decoding is None:
+            raise error
+        found = WrongRows(places, decoding)
+        self._read_alone(lane, found.reads, error)
+        self.exchange([], [(lane, write) for write in found.put(self._stored, lane, read)])
+
+    def _unreadable(self, lane: int, shard: int) -> np.ndarray:
+        return self._shards.of(lane).unreadable | self._stored.placement.mask([shard])
+
+    def _read_alone(self, lane: int, reads: Sequence[Read], error: RowError) -> None:
+        self.exchange([(lane, read) for read in reads], [])
+        if not all(self._shards.readable(lane, read.shard) and read.missing is None for read in reads):
+            raise error
+
+    def _decode_lost(self, left: Sequence[tuple[PlannedFetch, Request]]) -> int:
+        """Fill the reads of shards that cannot be read from what is left of their stripes; returns how many rows that were."""
+        if self._shards.whole:
+            return 0
+        k = self._stored.placement.k
+        while True:
+            work: list[tuple[PlannedFetch, Request, Decoding]] = []
+            for fetch, request in left:
+                lane, stripes = fetch.writes.lane, fetch.writes.stripes
+                if request.decoded or self._shards.readable(lane, request.read.shard):
+                    continue
+                ordinal = fetch.expected.ordinal[request.places]
+                wanted = fetch.expected.table[request.places], ordinal // k, ordinal % k
+                row_bytes = request.read.rows.shape[1]
+                plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, self._stored.keys(lane))
+                work.append((fetch, request, plan))
+            reads = [(fetch.writes.lane, read) for fetch, _, plan in work for read in plan.reads]
+            self.exchange(reads, [])
+            if all(self._shards.readable(lane, read.shard) for lane, read in reads) and not self.lacking(reads):
+                break
+        for _, request, plan in work:
+            request.read.rows[:] = plan.decode()
+            request.read.missing = None
+            request.decoded = True
+        if work:
+            self._on_action("rows decoded")
+        return sum(len(request.places) for _, request, _ in work)
+
+    def lacking(self, reads: Sequence[tuple[int, Read]]) -> bool:
+        """Whether a live shard lacks a row that it must have; it is lost then. Raises RowError where parity does not cover that."""
+        found = False
+        for lane, read in reads:
+            if read.missing is not None and self._live(read.shard):
+                error = missing_value(self._stored, lane, read)
+                if not self._distrusted(read.shard, error):
+                    raise error
+                found = True
+        return found

@@ -1,0 +1,18 @@
+"""A traffic with its lanes, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.traffic import Traffic
+
+
+def serving(stored: StoredRows, plans: Sequence[LanePlan], seed: int, **options: Any) -> Traffic:
+    """The traffic of these lanes; options: as Traffic has them."""
+    traffic = Traffic(stored, seed, **options)
+    for plan in plans:
+        traffic.add_lane(plan)
+    return traffic

@@ -1,0 +1,96 @@
+"""Lanes that come and go while another one is served, on real servers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lane_program import LAYOUTS, SEED, LaneProgram, Truth, make_program
+from test_parity import EVALUATION_SLOTS, SLOTS, plan, run_lane
+from test_traffic import arriving, expected
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.ownership import UNFENCED, take_over
+from foreload.cache.protocol.reading import StoredRows, read_rows
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.schedule.format import Arrivals
+
+STAYS, LANES = 0, 3
+CODES = pytest.mark.parametrize(("k", "r"), [(1, 0), (2, 1)], ids=["without parity", "2+1"])
+
+
+def in_two_parts(program: LaneProgram, proceed: threading.Event) -> Iterator[tuple[int, Arrivals] | None]:
+    """A lane's plan, of which the second half is not known before it may proceed."""
+    for index, arrivals in plan(program):
+        while index >= len(program.events) // 2 and not proceed.is_set():
+            yield None
+        yield index, arrivals
+
+
+def written(program: LaneProgram) -> np.ndarray:
+    """How many ordinals each table has once the program is through."""
+    tables = [table for table, _ in program.ordinals]
+    return np.bincount(tables, minlength=len(LAYOUTS))
+
+
+def as_read(stored: StoredRows, store: Store, batches: int, lane: int, program: LaneProgram, truth: Truth) -> None:
+    """Check what one who does not own the lane finds."""
+    reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
+    reader.shards.of(lane).epochs = [int(read_epochs(store, shard, "t", LANES)[lane]) for shard in range(store.shards)]
+    rows, names = expected(lane, program)
+    found = read_rows(reader, rows, batches)
+    assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truth.of(names))
+
+
+@CODES
+def test_lanes_come_and_go_while_another_is_served(servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int) -> None:
+    programs = {lane: make_program(lane, 20, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in range(LANES)}
+    stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
+    counts = {lane: np.zeros(len(LAYOUTS), np.int64) for lane in range(LANES)}
+    stored.stripes = lambda lane: stored.placement.stripes(lane, counts[lane])
+    proceed, truths = threading.Event(), dict[int, Truth]()
+    batches = [0] * LANES
+    take_over(stored, UNFENCED, {STAYS: 0})
+    with Store(servers.urls, timedelta(seconds=10)) as other, Traffic(stored, SEED, log=FileLog(tmp_path)) as traffic:
+        traffic.add_lane(LanePlan(STAYS, in_two_parts(programs[STAYS], proceed)))
+        with pytest.raises(CacheError, match="lane 0: is served already"):
+            traffic.add_lane(LanePlan(STAYS, iter([])))
+        thread = threading.Thread(target=lambda: truths.update({STAYS: run_lane(traffic, STAYS, programs[STAYS])}))
+        thread.start()
+        for lane in (1, 2):
+            program = programs[lane]
+            traffic.between_rounds(lambda lane=lane: take_over(stored, UNFENCED, {lane: 0}))  # type: ignore[misc]
+            traffic.add_lane(LanePlan(lane, plan(program)))
+            truth = run_lane(traffic, lane, program)
+            batches[lane] = traffic.release_lane(lane)
+            counts[lane] = written(program)
+            with pytest.raises(CacheError, match=f"lane {lane}: is not served here"):
+                traffic.take(lane, 0)
+            as_read(stored, other, batches[lane], lane, program, truth)
+
+            # It comes back, as it would at another trainer, with the rows that it left in the store.
+            rows, names = expected(lane, program)
+            back = [
+                (*row, int(rows.tag[place]), -1) for place, row in enumerate(zip(rows.table, rows.ordinal, rows.id, strict=True))
+            ]
+            traffic.between_rounds(lambda lane=lane: take_over(stored, UNFENCED, {lane: batches[lane]}))  # type: ignore[misc]
+            traffic.add_lane(LanePlan(lane, iter([(0, arriving(*back))]), batches[lane], written=counts[lane]))
+            staged = traffic.take(lane, 0)
+            assert np.array_equal(np.concatenate([staged.weights, staged.state], axis=1), truth.of(names))
+            assert traffic.release_lane(lane) == batches[lane]
+            assert thread.is_alive()
+        proceed.set()
+        thread.join()
+        batches[STAYS] = traffic.release_lane(STAYS)
+        counts[STAYS] = written(programs[STAYS])
+        as_read(stored, other, batches[STAYS], STAYS, programs[STAYS], truths[STAYS])

@@ -5,6 +5,7 @@ python benchmarks/bench_growth.py [--quick] [--out DIR] [--pairs N]
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -65,11 +68,17 @@ def run(contender: Ranks) -> dict[str, float]:
     return {"ms": 1000 * statistics.median(answer["seconds"]), "waiting_ms": 1000 * waiting}
 
 
-def main() -> None:
-    """Measure and save."""
-    # The machine's speed may change within a second, so interleaved runs are short and many.
-    given = arguments(__doc__, pairs=(30, 6))
-    epoch = given.pairs * (STEPS + DISCARDED)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """By size: what prepare took and counted, and the runs."""
+
+    prepare_seconds: dict[str, float]
+    counts: dict[str, dict[str, int]]
+    runs: dict[str, list[Mapping[str, float]]]
+
+
+def measure(given: argparse.Namespace, epoch: int) -> Measured:
+    """Prepare for every size, and train the contenders in interleaved runs. epoch: the steps of one."""
     seconds: dict[str, float] = {}
     schedules: dict[str, Schedule] = {}
     with ExitStack() as stack:
@@ -89,35 +98,32 @@ def main() -> None:
         for name, contender in contenders.items():
             tell(f"tables of {name} rows: training the first epoch")
             contender.run(1, epoch - 1)
-        measured = alternate(
+        runs = alternate(
             {name: partial(run, contender) for name, contender in contenders.items()}, given.pairs, given.budget.until(0.95)
         )
-        counts = {name: schedule.manifest["counts"] for name, schedule in schedules.items()}
-    ms = {name: [of_turn["ms"] for of_turn in of] for name, of in measured.items()}
-    base = ms["10^5"]
-    ratios: dict[str, Ratio] = {name: ratio(of, base) for name, of in ms.items()}
+        return Measured(seconds, {name: schedule.manifest["counts"] for name, schedule in schedules.items()}, runs)
+
+
+def main() -> None:
+    """Measure and save."""
+    # The machine's speed may change within a second, so interleaved runs are short and many.
+    given = arguments(__doc__, pairs=(30, 6))
+    epoch = given.pairs * (STEPS + DISCARDED)
+    measured = measure(given, epoch)
+    ms = {name: [result["ms"] for result in results] for name, results in measured.runs.items()}
+    ratios: dict[str, Ratio] = {name: ratio(of, ms["10^5"]) for name, of in ms.items()}
     worst = max(ratios.values(), key=lambda of_size: abs(of_size.median - 1))
     claim = Claim(
-        "step time as tables grow from 10^5 to 10^8 rows",
-        "itself at 10^5",
-        "flat within 5 %",
-        worst,
-        least=0.95,
-        most=1.05,
+        "step time as tables grow from 10^5 to 10^8 rows", "itself at 10^5", "flat within 5 %", worst, least=0.95, most=1.05,
         note="the size that is furthest from 1",
-    )
+    )  # fmt: skip
     rows: list[list[Cell]] = [
         [
-            name,
-            str(spread(of)),
-            str(ratios[name]),
-            statistics.median(of_turn["waiting_ms"] for of_turn in measured[name]),
-            counts[name]["rows_used"],
-            counts[name]["arrivals"],
-            seconds[name],
+            name, str(spread(of)), str(ratios[name]), statistics.median(result["waiting_ms"] for result in measured.runs[name]),
+            measured.counts[name]["rows_used"], measured.counts[name]["arrivals"], measured.prepare_seconds[name],
         ]
         for name, of in ms.items()
-    ]
+    ]  # fmt: skip
     columns = [
         "rows of a table",
         "ms a step (spread)",
@@ -143,7 +149,7 @@ def main() -> None:
         "Trainers of all sizes live throughout, each with a store of its own, and train in turn.",
     ]
     settings = {
-        "pairs": len(base),
+        "pairs": len(ms["10^5"]),
         "steps of a run": STEPS,
         "untimed steps before": DISCARDED,
         "samples of an epoch": epoch * BATCH,

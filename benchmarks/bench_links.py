@@ -208,31 +208,46 @@ def main() -> None:
         link.close()
 
 
+_LINK_NOTE = (
+    "The servers' and the trainers' network namespaces are joined by a veth pair; a token bucket filter (tc tbf) holds each direction to the rate. "
+    "There is no other delay. What is used of a direction is counted on the link, TCP's and IP's headers included."
+)
+
+
+def _start(
+    stack: ExitStack, work: Workload, link: Link, pace: Pace, schedules: Mapping[int, Schedule]
+) -> tuple[dict[int, Through], dict[str, Contender]]:
+    """The contenders, until the stack ends: by slots those whose servers are at the far end, each with a schedule, and those in memory."""
+    throughs: dict[int, Through] = {}
+
+    def start(spec: ContenderSpec) -> Contender:
+        contender = Contender(spec)
+        stack.callback(contender.close)
+        return contender
+
+    for slots, schedule in schedules.items():
+        with link.far():
+            servers = stack.enter_context(work.stores()).urls
+        spec = ContenderSpec("foreload", str(schedule.path), "small", urls=listen(servers, PORT + SHARDS * len(throughs)))
+        throughs[slots] = Through(link, start(spec), pace, schedule)
+    few = schedules[SLOTS]
+    memory = {name: start(ContenderSpec(name, str(few.path), "small", str(work.ids(few)))) for name in TABLES_IN_MEMORY}
+    return throughs, memory
+
+
 def measure(given: argparse.Namespace, link: Link) -> None:
     """Both claims, and throughput against link speed."""
     work = Workload(given.out / "work", QUICK if given.quick else FULL)
     pace, rates = (QUICK_PACE, QUICK_RATES) if given.quick else (FULL_PACE, RATES)
     # All interleaved runs are of one schedule.
-    turns_in_it = (work.size.steps - pace.warm_up) // (pace.discarded + pace.steps)
-    pairs = min(given.pairs, turns_in_it - len(rates))
+    runs_in_it = (work.size.steps - pace.warm_up) // (pace.discarded + pace.steps)
+    pairs = min(given.pairs, runs_in_it - len(rates))
     few = work.second()
     percent = int(work.bases[-1]) // 100
     many = work.second(percent)
     names = {SLOTS: f"{SLOTS:,} slots", percent: f"{percent:,} slots (1 % of the rows)"}
     with ExitStack() as stack:
-        throughs: dict[int, Through] = {}
-
-        def start(spec: ContenderSpec) -> Contender:
-            contender = Contender(spec)
-            stack.callback(contender.close)
-            return contender
-
-        for slots, schedule in ((SLOTS, few), (percent, many)):
-            with link.far():
-                servers = stack.enter_context(work.stores()).urls
-            spec = ContenderSpec("foreload", str(schedule.path), "small", urls=listen(servers, PORT + SHARDS * len(throughs)))
-            throughs[slots] = Through(link, start(spec), pace, schedule)
-        memory = {name: start(ContenderSpec(name, str(few.path), "small", str(work.ids(few)))) for name in TABLES_IN_MEMORY}
+        throughs, memory = _start(stack, work, link, pace, {SLOTS: few, percent: many})
         link.limit(1000)
         for contender in memory.values():
             contender.run(1, QUICK_PACE.warm_up)
@@ -262,28 +277,20 @@ def measure(given: argparse.Namespace, link: Link) -> None:
         Claim(f"samples/s through {name}", against, f">= {bar}", ratio(milliseconds[better], milliseconds[name]), least=bar)
         for name, bar in ((fast, 0.95), (slow, 0.9))
     ]
-    save(
-        Results(
-            "links",
-            "Slow links to the store",
-            claims,
-            [_compared(milliseconds), _swept(names, sweeps)],
-            [_plot(names, sweeps, spread(milliseconds[better]).median)],
-            settings={"pairs": len(milliseconds[better]), "steps": pace.steps, "discarded": pace.discarded, "burst_kb": BURST_KB},
-            notes=[
-                describe(work),
-                "The servers' and the trainers' network namespaces are joined by a veth pair; a token bucket filter (tc tbf) holds each "
-                "direction to the rate. There is no other delay. What is used of a direction is counted on the link, TCP's and IP's "
-                "headers included. "
-                + "; ".join(
-                    f"{names[slots]}: {of['arrivals']:,.0f} arrivals a step, {of['fetched_share']:.1%} of them fetched"
-                    for slots, of in seen.items()
-                )
-                + ".",
-            ],
-        ),
-        given.out,
+    arrivals = "; ".join(
+        f"{names[slots]}: {of['arrivals']:,.0f} arrivals a step, {of['fetched_share']:.1%} of them fetched"
+        for slots, of in seen.items()
     )
+    results = Results(
+        "links",
+        "Slow links to the store",
+        claims,
+        [_compared(milliseconds), _swept(names, sweeps)],
+        [_plot(names, sweeps, spread(milliseconds[better]).median)],
+        settings={"pairs": len(milliseconds[better]), "steps": pace.steps, "discarded": pace.discarded, "burst_kb": BURST_KB},
+        notes=[describe(work), f"{_LINK_NOTE} {arrivals}."],
+    )
+    save(results, given.out)
 
 
 def _compared(milliseconds: dict[str, list[float]]) -> Table:

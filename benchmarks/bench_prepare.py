@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from click_logs import write_criteo, write_features, write_parquet
@@ -158,17 +158,67 @@ def main() -> None:
     save(results, given.out)
 
 
+def _table(start: Mapping[str, float], measured: Sequence[tuple[str, int, Sequence[float]]]) -> Table:
+    """Every contender's speed. start: seconds that the process takes on one batch; measured: name, rows and seconds of each run."""
+    lines: list[list[Cell]] = []
+    for name, count, taken in measured:
+        whole = spread([float(value) for value in taken])
+        first = start[name.removesuffix(", 2 workers").removesuffix(", 2 threads")]
+        lines.append([name, count, whole.median, first, count / whole.median, count / (whole.median - first)])
+    columns = ["contender", "rows", "seconds", "of them process start", "rows/s", "rows/s without the start"]
+    return Table("prepare beside others", columns, lines, "Process start: the same command on one batch.")
+
+
+def _claims(measured: Mapping[str, list[float]], text: Mapping[str, list[float]]) -> list[Claim]:
+    """The claims on seconds from Parquet, and from text."""
+    return [
+        Claim(
+            "prepare from Parquet, rows/s",
+            "a script by hand: PyArrow, NumPy, the same kernels, no Beam",
+            ">= 0.7",
+            ratio(measured["by hand"], measured["prepare"]),
+            least=0.7,
+        ),
+        Claim(
+            "prepare with two workers, rows/s",
+            "one worker",
+            ">= 1.15",
+            ratio(measured["prepare"], measured["prepare, 2 workers"]),
+            least=1.15,
+        ),
+        Claim(
+            "prepare from Criteo TSV, rows/s",
+            "PyArrow parsing and hashing the same file, one thread each",
+            ">= 0.5",
+            ratio(text["PyArrow, text"], text["prepare, text"]),
+            least=0.5,
+        ),
+        Claim(
+            "prepare from Criteo TSV, two workers, rows/s",
+            "the same, two threads each",
+            ">= 0.5",
+            ratio(text["PyArrow, text, 2 threads"], text["prepare, text, 2 workers"]),
+            least=0.5,
+        ),
+    ]
+
+
+def _make_files(files: Mapping[str, Path], texts: Mapping[str, Path], rows: int, text_rows: int, stage_rows: int) -> None:
+    """Write Parquet files and texts: with all rows, those of one stage, and one batch."""
+    begun = time.monotonic()
+    for name, size, text_size in (("all", rows, text_rows), ("part", stage_rows, stage_rows), ("one", BATCH, BATCH)):
+        write_parquet(files[name], size)
+        write_criteo(texts[name], text_size)
+    tell(f"made {rows:,} rows of Parquet and {text_rows:,} of text in {time.monotonic() - begun:.0f} s")
+
+
 def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argparse.Namespace) -> Results:
     """All figures."""
     contenders = Contenders(work)
     write_features(contenders.features)
     files = {name: work / f"{name}.parquet" for name in ("all", "part", "one")}
     texts = {name: work / f"{name}.tsv" for name in ("all", "part", "one")}
-    begun = time.monotonic()
-    for name, size, text_size in (("all", rows, text_rows), ("part", stage_rows, stage_rows), ("one", BATCH, BATCH)):
-        write_parquet(files[name], size)
-        write_criteo(texts[name], text_size)
-    tell(f"made {rows:,} rows of Parquet and {text_rows:,} of text in {time.monotonic() - begun:.0f} s")
+    _make_files(files, texts, rows, text_rows, stage_rows)
     specs = load_features(contenders.features), FeatureSpec.criteo()
     by_stage = stage_table(
         {"Parquet": ("parquet", files["part"], specs[0]), "Criteo": ("criteo", texts["part"], specs[1])}, stage_rows, work
@@ -202,46 +252,12 @@ def measure(work: Path, rows: int, text_rows: int, stage_rows: int, given: argpa
         given.pairs,
         given.budget.until(1.0),
     )
-    table: list[list[Cell]] = []
-    for name, count, taken in [(n, rows, t) for n, t in measured.items()] + [(n, text_rows, t) for n, t in text.items()]:
-        whole = spread([float(value) for value in taken])
-        first = start[name.removesuffix(", 2 workers").removesuffix(", 2 threads")]
-        table.append([name, count, whole.median, first, count / whole.median, count / (whole.median - first)])
-    columns = ["contender", "rows", "seconds", "of them process start", "rows/s", "rows/s without the start"]
+    table = _table(start, [(n, rows, t) for n, t in measured.items()] + [(n, text_rows, t) for n, t in text.items()])
     return Results(
         script="prepare",
         title="prepare end to end",
-        claims=[
-            Claim(
-                "prepare from Parquet, rows/s",
-                "a script by hand: PyArrow, NumPy, the same kernels, no Beam",
-                ">= 0.7",
-                ratio(measured["by hand"], measured["prepare"]),
-                least=0.7,
-            ),
-            Claim(
-                "prepare with two workers, rows/s",
-                "one worker",
-                ">= 1.15",
-                ratio(measured["prepare"], measured["prepare, 2 workers"]),
-                least=1.15,
-            ),
-            Claim(
-                "prepare from Criteo TSV, rows/s",
-                "PyArrow parsing and hashing the same file, one thread each",
-                ">= 0.5",
-                ratio(text["PyArrow, text"], text["prepare, text"]),
-                least=0.5,
-            ),
-            Claim(
-                "prepare from Criteo TSV, two workers, rows/s",
-                "the same, two threads each",
-                ">= 0.5",
-                ratio(text["PyArrow, text, 2 threads"], text["prepare, text, 2 workers"]),
-                least=0.5,
-            ),
-        ],
-        tables=[Table("prepare beside others", columns, table, "Process start: the same command on one batch."), by_stage],
+        claims=_claims(measured, text),
+        tables=[table, by_stage],
         settings={
             "rows": rows,
             "text_rows": text_rows,

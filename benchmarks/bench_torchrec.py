@@ -121,6 +121,55 @@ def run(contender: Ranks, plan: Plan) -> dict[str, float]:
     return figures
 
 
+def _tables(
+    model: str, measured: Mapping[str, Sequence[Mapping[str, float]]], redis_ms: Mapping[str, float], ours: Sequence[str]
+) -> list[Table]:
+    """All contenders' steps, and what those of Foreload's contenders, `ours`, are made of. redis_ms: the servers' processor time of a step."""
+
+    def median(contender: str, figure: str) -> float:
+        return statistics.median(result[figure] for result in measured[contender])
+
+    def shown(contender: str) -> str:
+        rate = spread([result["samples_per_second"] for result in measured[contender]])
+        return f"{rate.median:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})"
+
+    rows: list[list[str | float]] = [
+        [
+            contender,
+            shown(contender),
+            median(contender, "ms"),
+            median(contender, "processor_ms"),
+            redis_ms.get(contender, "-"),
+            median(contender, "loss"),
+        ]
+        for contender in measured
+    ]
+    columns = [
+        "contender",
+        "samples/s, median (spread)",
+        "ms a step",
+        "processor ms of both trainers",
+        "of Redis",
+        "loss of the last",
+    ]
+    parts: list[list[str | float]] = [
+        [
+            name,
+            *(1000 * median(name, f"seconds_{part}") for part in ("compute", "exchange", "waiting")),
+            median(name, "bytes_sent"),
+        ]
+        for name in ours
+    ]
+    return [
+        Table(f"Two trainers, {model} model", columns, rows, f"{len(measured[OURS])} pairs."),
+        Table(
+            f"A step of Foreload's two trainers, {model} model (ms)",
+            ["contender", "compute", "exchange", "waiting for rows", "bytes that a trainer sends"],
+            parts,
+        ),
+    ]
+
+
 def compare(
     work: LanesWorkload, second: Schedule, python: Path, model: str, plan: Plan, until: float
 ) -> tuple[list[Claim], list[Table], dict[str, float]]:
@@ -142,55 +191,14 @@ def compare(
         pairs = len(measured[OURS])
         steps = pairs * (plan.steps + plan.discarded)
         redis_ms = {name: 1000 * (processor_seconds(own.pids) - before[name]) / steps for name, own in stores.items()}
-    rate = {name: [of_turn["samples_per_second"] for of_turn in of] for name, of in measured.items()}
+    rate = {name: [result["samples_per_second"] for result in of] for name, of in measured.items()}
     what, against, bar = CLAIM
     claims = [
         Claim(what.format(model) + own.removeprefix(OURS), against, bar, ratio(rate[own], rate["TorchRec"]), least=1.0)
         for own in ours
     ]
 
-    def median(contender: str, figure: str) -> float:
-        return statistics.median(of_turn[figure] for of_turn in measured[contender])
-
-    def shown(contender: str) -> str:
-        of_side = spread(rate[contender])
-        return f"{of_side.median:,.0f} ({of_side.low:,.0f} to {of_side.high:,.0f})"
-
-    rows: list[list[str | float]] = [
-        [
-            contender,
-            shown(contender),
-            median(contender, "ms"),
-            median(contender, "processor_ms"),
-            redis_ms.get(contender, "-"),
-            median(contender, "loss"),
-        ]
-        for contender in contenders
-    ]
-    columns = [
-        "contender",
-        "samples/s, median (spread)",
-        "ms a step",
-        "processor ms of both trainers",
-        "of Redis",
-        "loss of the last",
-    ]
-    parts: list[list[str | float]] = [
-        [
-            name,
-            *(1000 * median(name, f"seconds_{part}") for part in ("compute", "exchange", "waiting")),
-            median(name, "bytes_sent"),
-        ]
-        for name in ours
-    ]
-    tables = [
-        Table(f"Two trainers, {model} model", columns, rows, f"{pairs} pairs."),
-        Table(
-            f"A step of Foreload's two trainers, {model} model (ms)",
-            ["contender", "compute", "exchange", "waiting for rows", "bytes that a trainer sends"],
-            parts,
-        ),
-    ]
+    tables = _tables(model, measured, redis_ms, list(ours))
     return claims, tables, {"pairs": pairs, **shares(second, plan.discarded + 1, steps_of(plan))}
 
 

@@ -25,6 +25,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import baselines  # noqa: E402
+import baselines_store  # noqa: E402
 from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
@@ -118,9 +119,9 @@ def run_baseline(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, int
         "floor": baselines.Floor,
         "one table": baselines.OneTable,
         "26 bags": baselines.Bags,
-        "on demand": baselines.OnDemand,
-        "on demand, shards in turn": baselines.OnDemandInTurn,
-        "LRU": baselines.Lru,
+        "on demand": baselines_store.OnDemand,
+        "on demand, shards in turn": baselines_store.OnDemandByShard,
+        "LRU": baselines_store.Lru,
     }
     first = Schedule(spec.first) if spec.first else schedule
     setting = baselines.Setting(schedule, np.load(spec.ids, mmap_mode="r"), first, spec.urls, spec.slots)

@@ -47,7 +47,7 @@ from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
 
 NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)
-MEND_POLL = timedelta(milliseconds=50)
+REPAIR_POLL = timedelta(milliseconds=50)
 
 
 @dataclass(slots=True)
@@ -241,7 +241,7 @@ class Traffic:
         self.inspection.probe()
         deadline = time.monotonic() + patience.total_seconds()
         with self._monitor:
-            self._monitor.wait_until(lambda: self._rounds.settled or time.monotonic() >= deadline, MEND_POLL)
+            self._monitor.wait_until(lambda: self._rounds.all_whole or time.monotonic() >= deadline, REPAIR_POLL)
         return self.shards.lost
 
     def probe(self) -> None:

@@ -167,7 +167,7 @@ class Failover:
             self._monitor.signal()
 
     @property
-    def settled(self) -> bool:
+    def all_whole(self) -> bool:
         """Whether all shards are whole, and none is to have another server; any thread that holds the monitor may ask."""
         return not self._replaced and self._table.snapshot.whole
 

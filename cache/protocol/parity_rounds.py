@@ -91,9 +91,9 @@ class ParityRounds(Rounds):
         return flushed
 
     @property
-    def settled(self) -> bool:
+    def all_whole(self) -> bool:
         """Whether every shard is whole, and none is to have another server."""
-        return self._failover.settled
+        return self._failover.all_whole
 
     def replace(self, shard: int, url: str) -> None:
         """Use another server in place of a shard's from now on."""

@@ -82,7 +82,7 @@ class Rounds(ABC):
 
     @property
     @abstractmethod
-    def settled(self) -> bool:
+    def all_whole(self) -> bool:
         """Whether every shard is whole, and none is to have another server; whoever holds the monitor may ask."""
 
     @abstractmethod
@@ -182,7 +182,7 @@ class PlainRounds(Rounds):
         return False
 
     @property
-    def settled(self) -> bool:
+    def all_whole(self) -> bool:
         """Always so."""
         return True
 

@@ -59,12 +59,12 @@ def receive(source: socket.socket) -> Message | None:
 
 def _exactly(source: socket.socket, size: int, begun: bytes = b"") -> bytearray | None:
     """So many bytes, of which some have come; None where fewer come."""
-    found = bytearray(size)
-    found[: len(begun)] = begun
-    rest = memoryview(found)[len(begun) :]
+    received = bytearray(size)
+    received[: len(begun)] = begun
+    rest = memoryview(received)[len(begun) :]
     while rest:
         count = source.recv_into(rest)
         if not count:
             return None
         rest = rest[count:]
-    return found
+    return received

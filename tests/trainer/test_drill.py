@@ -55,7 +55,14 @@ def check_picture(path: Path) -> None:
     assert len(np.unique(pixels)) > 10
 
 
-@pytest.mark.parametrize(("at", "further"), [(20, ["--check"]), (20, ["--digest", "--trainers", "2"]), (LAST, ["--digest"])])
+@pytest.mark.parametrize(
+    ("at", "further"),
+    [
+        (20, ["--check"]),
+        (20, ["--digest", "--trainers", "2"]),
+        pytest.param(LAST, ["--digest"], marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_shard_is_rebuilt_and_the_model_is_that_of_an_undisturbed_run(
     schedule: Path, undisturbed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int, further: list[str]
 ) -> None:

@@ -201,7 +201,10 @@ def servers_of(run: Path) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in stores.pids if pid is not None]
 
 
-@pytest.mark.parametrize("but_servers", [False, True], ids=["everything", "everything but the servers"])
+@pytest.mark.parametrize(
+    "but_servers",
+    [pytest.param(False, marks=pytest.mark.full, id="everything"), pytest.param(True, id="everything but the servers")],
+)
 def test_whatever_is_killed_resuming_goes_on_from_the_last_clean_stop_or_says_how(
     schedule: Path,
     undisturbed: Path,
@@ -238,7 +241,7 @@ def test_whatever_is_killed_resuming_goes_on_from_the_last_clean_stop_or_says_ho
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.parametrize("trainers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_same_model(
     schedule: Path,
     undisturbed: Path,
@@ -312,7 +315,9 @@ def test_a_run_in_training_is_left_alone_by_every_other_command(
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["at the end", "stopped"])
+@pytest.mark.parametrize(
+    "stopped", [pytest.param(False, marks=pytest.mark.full, id="at the end"), pytest.param(True, id="stopped")]
+)
 def test_rows_that_cannot_be_saved_stay_where_they_are_and_are_used_from_there(
     schedule: Path,
     undisturbed: Path,
@@ -394,7 +399,7 @@ def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.full), "1"])
 def test_a_schedulers_trainer_that_waits_for_others_says_so_and_heeds_ctrl_c(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], rank: str
 ) -> None:

@@ -104,7 +104,7 @@ def is_mended(run: Path, err: str, undisturbed: str, capsys: pytest.CaptureFixtu
     assert "not checked" not in out
 
 
-@pytest.mark.parametrize("trainers", ["1", "2"])
+@pytest.mark.parametrize("trainers", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_dead_server_is_started_again_and_rebuilt(
     schedule: Path,
     undisturbed: str,
@@ -409,7 +409,7 @@ def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replace
     assert shards.take_replacement() is None
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.parametrize("trainers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_leave_what_survived(
     schedule: Path, undisturbed_run: Path, tmp_path: Path, launched: Callable[..., Command], trainers: int
 ) -> None:

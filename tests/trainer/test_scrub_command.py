@@ -155,7 +155,7 @@ def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
         assert "was broken off, and store shard 1 is lost" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("trainers", ["1", "2"])
+@pytest.mark.parametrize("trainers", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_run_is_scrubbed_and_told_of_while_it_trains(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str], trainers: str
 ) -> None:

@@ -53,13 +53,13 @@ def test_memory_is_what_a_lane_takes_when_it_is_trained(clicks: Clicks, tmp_path
     assert "the schedule's --memory: " in line
     memory = re.search(r"give --memory (\d+) ", line)
     assert memory is not None
-    wide = TrainJob(schedule=str(out), run="run", store="local:3", dim=64, memory=memory[1])
+    wide = TrainJob.of({"schedule": out, "run": "run", "store": "local:3", "dim": 64, "memory": memory[1]})
     assert "lanes x" in check_fit(wide, Schedule(out))
     done("train", out, *run)
     fewer = re.search(r"prepare with --slots (\d+)", refused("train", every, *run, "--overwrite", "--memory", "1240KB"))
     assert fewer is not None
     again = prepare(clicks, tmp_path / "again", "--slots", fewer[1])
-    small = TrainJob(schedule=str(again), run="run", store="local:3", memory="1240KB")
+    small = TrainJob.of({"schedule": again, "run": "run", "store": "local:3", "memory": "1240KB"})
     assert "lanes x" in check_fit(small, Schedule(again))
 
 

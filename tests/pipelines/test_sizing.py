@@ -49,8 +49,8 @@ def test_a_partition_takes_what_its_slots_are_said_to_take(slots: int, width: in
 def test_slots_by_default_fit_every_built_in_model_trained_by_default() -> None:
     for features in (FeatureSpec.criteo(), FeatureSpec.synthetic(1000, dimension=8), _spec((10, 64), (10, None))):
         slots = slots_of_size(DEFAULT_MEMORY_BYTES, default_columns(features), with_base=True)
-        job = TrainJob(schedule="s", run="r", store="local:3")
-        assert job.code(job.shards)[1] > 0
+        job = TrainJob.of({"schedule": "s", "run": "r", "store": "local:3"})
+        assert job.code(job.store.count).r > 0
         for name in MODELS:
             rules = UpdateRules.of(layouts(features, load_model(name), job.dim, *job.row_optimizers()))
             assert lane_bytes(slots, rules.width + rules.state_width, with_base=True) <= DEFAULT_MEMORY_BYTES

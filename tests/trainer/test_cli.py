@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foreload.cache.parity.placement import Placement
+from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.cli import main, parser
 from foreload.trainer.command_line.training import job_of
 from foreload.trainer.run.directory import Manifest, Run, Stage
-from foreload.trainer.run.job import TrainJob, flag, settings
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_values import TableSettings
 
 
 def parsed_job(*arguments: str) -> TrainJob:
@@ -55,8 +56,8 @@ def test_every_setting_but_those_of_tables_has_a_flag_with_help(capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     out = capsys.readouterr().out
-    for name, setting in settings().items():
-        assert (flag(name) in out) == (setting.kind != "tables"), name
+    for name, setting in settings_of(TrainJob).items():
+        assert (setting.flag in out) == (setting.form != "file"), name
 
 
 def test_flags_win_over_the_job_file_and_that_over_the_defaults(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_flags_win_over_the_job_file_and_that_over_the_defaults(tmp_path: Path) 
     job = parsed_job("--job", str(path), "--dim", "16", "other")
     assert (job.schedule, job.lr, job.dim, job.seed, job.follow) == ("other", 0.5, 16, 0, True)
     assert job.model_options == {"top": "8-1"}
-    assert job.tables == {"C1": {"lr": 1.0}}
+    assert job.tables == {"C1": TableSettings(lr=1.0)}
     assert parsed_job("--job", str(path), "--model-options", "top=4-1", "bottom=8-4").model_options == {
         "top": "4-1",
         "bottom": "8-4",
@@ -132,7 +133,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
     before: dict[str, Any] = {"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2", "lr": 0.25, "model": "dcn"}
     job = TrainJob.of(before)
     stages = (Stage("s", "identity", None, 0, 7), Stage("further", "identity", None, 7, 9))
-    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, stages), Placement.spread(2), overwrite=False)
+    Run.create(tmp_path / "r", Manifest("id", job.to_dict(), "r", 4, (), 2, stages), Placement.spread(2), overwrite=False)
     assert parsed_job("s", "--run", str(tmp_path / "r"), "--resume", "--trainers", "2") == TrainJob.of(
         before | {"resume": True, "trainers": 2}
     )
@@ -146,6 +147,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
     [
         (["train"], "SCHEDULE: is missing"),
         (["train", "s", "--run", "r"], "--store: is missing"),
+        (["train", "s", "--dim", "many"], "--dim: must be a whole number; got 'many'"),
         (["train", "s", "--run", "r", "--store", "local:1"], "schedule s: is not a folder"),
         (
             ["train", "s", "--run", "r", "--store", "local:1", "--model-options", "top"],
@@ -174,9 +176,7 @@ def test_a_mistake_is_told_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "arguments", [["fly"], ["train", "s", "--no-such-flag"], ["train", "s", "--dim", "many"], ["train", "--di", "4"]]
-)
+@pytest.mark.parametrize("arguments", [["fly"], ["train", "s", "--no-such-flag"], ["train", "--di", "4"]])
 def test_a_flag_that_does_not_exist_is_refused_with_the_way_to_help(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_flag_that_does_not_exist_is_refused_with_the_way_to_help(
 
 def test_a_run_that_rests_with_lost_stores_tells_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = TrainJob.of({"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2"})
-    Run.create(tmp_path / "r", Manifest("id", asdict(job), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
+    Run.create(tmp_path / "r", Manifest("id", job.to_dict(), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
     assert main(["stores", "status", str(tmp_path / "r"), "--json", str(tmp_path / "told.json")]) == 2
     assert "shard 1  lost" in capsys.readouterr().out
     assert [shard["state"] for shard in json.loads((tmp_path / "told.json").read_text())["shards"]] == ["lost", "lost"]

@@ -123,7 +123,7 @@ def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> 
     opened = Schedule(schedule)
 
     def chosen(seed: int, at: int | None = None, shard: int | None = None) -> tuple[int, int]:
-        job = TrainJob(schedule=str(schedule), run=str(tmp_path / "run"), store="local:3", seed=seed)
+        job = TrainJob.of({"schedule": schedule, "run": tmp_path / "run", "store": "local:3", "seed": seed})
         fault = drill.choose_fault(job, Drill(at=at, shard=shard), opened)
         return fault.step, fault.shard
 

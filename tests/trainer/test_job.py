@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from foreload.pipelines.base.settings import size_bytes
+from foreload.pipelines.base.settings import read_job_file, size_bytes
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.run.job import (
-    TrainJob,
-    local_shards,
-    read_job_file,
-)
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_values import Servers
 
 LEAST: dict[str, Any] = {"schedule": "s", "run": "r", "store": "local:1"}
 
@@ -31,9 +28,10 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
         '[prepare]\nlanes = 4\n[train]\nschedule = "s"\nrun = "r"\nstore = "local:2"\nrow-optimizer = "adagrad"\nlr = 0.1\nmemory = "2GiB"\n'
         '[train.model-options]\nbottom = [64, 32]\n[train.tables.C1]\nrow-optimizer = "sgd"\n[train.tables.C2]\nlr = 1\n'
     )
-    job = TrainJob.of(read_job_file(str(path)))
+    job = TrainJob.of(read_job_file(path, "train", TrainJob))
     assert job.model_options == {"bottom": [64, 32]}
-    assert job.memory_bytes == 2 << 30
+    assert job.memory is not None
+    assert (job.memory.bytes, job.to_dict()["memory"]) == (2 << 30, "2GiB")
     assert job.row_optimizers() == (
         RowOptimizer("adagrad", 0.1),
         {"C1": RowOptimizer("sgd", 0.1), "C2": RowOptimizer("adagrad", 1.0)},
@@ -48,8 +46,8 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
         ({"store": "local"}, "--store: must be local:N"),
         ({"trainers": 0}, "--trainers: must be at least 1; got 0"),
         ({"trainers": 65}, "--trainers: must be at most 64"),
-        ({"trainers": True}, "--trainers: must be an integer; got True"),
-        ({"dim": "8"}, "--dim: must be an integer; got '8'"),
+        ({"trainers": True}, "--trainers: must be a whole number; got True"),
+        ({"dim": "8.5"}, "--dim: must be a whole number; got '8.5'"),
         ({"lr": float("nan")}, "--lr: must be a finite number"),
         ({"lr": -1}, "--lr: must be at least 0; got -1"),
         ({"row_optimizer": "adam"}, "--row-optimizer: must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"),
@@ -64,7 +62,7 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
         ({"parity": "2+0"}, "--parity: must be off"),
         ({"parity": "200+100"}, "at most 256 together; got '200\\+100'"),
         ({"spare": "redis://127.0.0.1:1"}, "--spare: is for servers that --store names by URL; local:"),
-        ({"learning_rate": 1}, "no setting is called 'learning_rate'"),
+        ({"learning_rate": 1}, "train: knows no 'learning_rate'; it takes accept-numerics, "),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_rule_and_value(changed: dict[str, Any], message: str) -> None:
@@ -74,13 +72,13 @@ def test_a_wrong_setting_is_named_with_its_rule_and_value(changed: dict[str, Any
 
 def test_a_job_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--job: cannot read"):
-        read_job_file(str(tmp_path / "none.toml"))
+        read_job_file(tmp_path / "none.toml", "train", TrainJob)
     (tmp_path / "flat.toml").write_text("lr = 1")
     with pytest.raises(SettingError, match=r"may have tables \[prepare\] and \[train\]; got lr"):
-        read_job_file(str(tmp_path / "flat.toml"))
+        read_job_file(tmp_path / "flat.toml", "train", TrainJob)
     (tmp_path / "bad.toml").write_text("lr = = 1")
     with pytest.raises(SettingError, match="is no TOML"):
-        read_job_file(str(tmp_path / "bad.toml"))
+        read_job_file(tmp_path / "bad.toml", "train", TrainJob)
 
 
 def test_sizes_have_decimal_and_binary_units() -> None:
@@ -92,7 +90,7 @@ def test_sizes_have_decimal_and_binary_units() -> None:
 def test_the_namespace_is_the_folders_name_unless_given() -> None:
     assert TrainJob.of(LEAST | {"run": "a/clicks 1"}).run_namespace == "clicks_1"
     assert TrainJob.of(LEAST | {"namespace": "n"}).run_namespace == "n"
-    assert local_shards("redis://a,redis://b") is None
+    assert Servers.parse("--store", "redis://a,redis://b") == Servers(None, ("redis://a", "redis://b"))
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,7 @@ def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_k
 def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
     spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
-    job = TrainJob(schedule="-", run="-", store=",".join(urls), model="dlrm", spare=",".join(spares))
+    job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls), "spare": ",".join(spares)})
     shards = StoreShards(job, urls, None, True, RunObserver(), check=lambda url, in_use: None)
 
     def tell(trainer: int, what: str, url: str, why: str = "") -> None:

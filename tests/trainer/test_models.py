@@ -18,7 +18,6 @@ from foreload.trainer.models import (
     MODELS,
     build_model,
     ignored_inputs,
-    key_values,
     load_model,
 )
 from foreload.trainer.models.pairwise import (
@@ -292,10 +291,3 @@ def test_training_a_model_that_ignores_features_warns_once(clicks: Clicks, tmp_p
     assert status == 2
     warnings = [line for line in err.splitlines() if "warning" in line]
     assert warnings == ["foreload: warning: model model_cases:Deaf: ignores user, site: its logits do not depend on them"]
-
-
-def test_options_are_given_as_key_and_value() -> None:
-    assert key_values("--model-options", ["a=1", "b=x=y", "c="]) == {"a": "1", "b": "x=y", "c": ""}
-    for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
-        with pytest.raises(ModelError):
-            key_values("--model-options", wrong)

@@ -55,7 +55,7 @@ from foreload.trainer.run.directory import (
     open_stores,
     resumed,
 )
-from foreload.trainer.run.job import TrainJob, local_shards, under_scheduler
+from foreload.trainer.run.job import TrainJob, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.memory_check import check_fit
 from foreload.trainer.run.reach import reach
@@ -81,7 +81,7 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
             job = replace(job, trainers=world)
         if not rank:
             return Launcher(job, interrupts, store, observer or RunObserver(), start_process).run()
-        urls = None if local_shards(job.store) else job.store.split(",")
+        urls = None if job.store.local else list(job.store.urls)
         status = work(store, rank, urls, interrupts)
         if status:
             raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
@@ -153,9 +153,9 @@ class Launcher:
             with locked(Run.open(path).path) as lock:
                 return self._resume(schedule, lock)
         check_free(path, self._job.overwrite)
-        count = local_shards(self._job.store)
-        urls = () if count else parse_urls(self._job.store)
-        placement = Placement.spread(count or len(urls), *self._job.code(count or len(urls)))
+        count = self._job.store.local
+        urls = () if count else parse_urls(str(self._job.store))
+        placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
         manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
         if not count:
             # Known to be there before anything is deleted.
@@ -179,13 +179,13 @@ class Launcher:
         run = Run.open(self._job.run, lock)
         manifest, step = resumed(run, self._job, schedule)
         self._job = replace(self._job, namespace=manifest.namespace)
-        if (local_shards(self._job.store) or None) != manifest.local_stores:
+        if self._job.store.local != manifest.local_stores:
             raise RunError(
-                f"--store: must be what the run was started with, {manifest.training_job.store}; got {self._job.store.split('@')[-1]}"
+                f"--store: must be what the run was started with, {manifest.training_job.store}; got {str(self._job.store).split('@')[-1]}"
             )
         start = replace(run.saved_status(), state="training", step=step)
         if not manifest.local_stores:
-            urls = parse_urls(self._job.store)
+            urls = parse_urls(str(self._job.store))
             if not run.placement.r:  # else one that is gone is not waited for
                 reach(urls, self._job.store_silence)
             self._check_spares(manifest, urls, run.placement)
@@ -213,7 +213,7 @@ class Launcher:
         if local is not None:
             local.start()
         try:
-            urls = list(local.urls) if local is not None else self._job.store.split(",")
+            urls = list(local.urls if local is not None else self._job.store.urls)
             with self._claimed(run, manifest, start, urls):
                 keep_schedule(run, schedule)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, self._spare_check(manifest))

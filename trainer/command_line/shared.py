@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from foreload.pipelines.base.files import unwritable
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.run.job import masked
+from foreload.trainer.run.job_values import masked
 
 Command = Callable[[argparse.Namespace], int]
 """What a command does with what was parsed; gives the exit status."""
@@ -53,7 +53,7 @@ def add_json(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--json", metavar="FILE", help=f"write the {what} there too, for programs")
 
 
-def check_json(path: str | None) -> None:
+def check_json(path: str | Path | None) -> None:
     """Find out before the work whether its result can be written there."""
     if path is not None and (why := unwritable(Path(path))):
         raise SettingError(f"--json: cannot write {path}: {why}")

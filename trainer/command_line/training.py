@@ -6,30 +6,10 @@ import argparse
 import sys
 from typing import Any
 
+from foreload.pipelines.base.settings import add_arguments, given, path, read_job_file
 from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
-from foreload.trainer.run.job import Setting, TrainJob, flag, read_job_file, settings
-
-_GROUPS = {
-    "what to train": ("run", "model", "model_folder", "dim", "model_options", "seed"),
-    "how it learns": ("row_optimizer", "lr", "dense_optimizer", "dense_lr", "dense_options"),
-    "where it runs": (
-        "store",
-        "parity",
-        "spare",
-        "no_restart",
-        "trainers",
-        "threads",
-        "cpu_capability",
-        "device",
-        "memory",
-        "namespace",
-        "address",
-        "store_timeout",
-        "peer_timeout",
-    ),
-    "this call": ("follow", "resume", "accept_numerics", "overwrite", "allow_nan", "digest"),
-}
+from foreload.trainer.run.job import TrainJob
 
 
 def add_to(commands: Any) -> None:
@@ -69,32 +49,9 @@ def _add_drill(drills: Any) -> None:
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
-    command.add_argument("schedule", nargs="?", metavar="SCHEDULE", help=settings()["schedule"].help)
-    defaults = {item.name: item.default for item in TrainJob.__dataclass_fields__.values()}
-    for title, names in _GROUPS.items():
-        group = command.add_argument_group(title)
-        for name in names:
-            _add_setting(group, name, settings()[name], defaults[name])
+    add_arguments(command, TrainJob)
     command.add_argument("--job", metavar="FILE.toml", help="take settings from this file")
     add_json(command, "summary")
-
-
-def _add_setting(group: Any, name: str, setting: Setting, default: Any) -> None:
-    if setting.kind == "switch":
-        group.add_argument(flag(name), action="store_const", const=True, help=setting.help)
-        return
-    kinds = {"integer": int, "number": float}
-    shown = f" (default {default})" if setting.kind in ("text", "integer", "number") and default not in ("", None) else ""
-    options: dict[str, Any] = {"help": setting.help + shown}
-    if setting.kind == "options":
-        options |= {"nargs": "+", "action": "extend"}
-    else:
-        options["type"] = kinds.get(setting.kind, str)
-    if setting.choices:
-        options["choices"] = setting.choices
-    else:
-        options["metavar"] = setting.metavar
-    group.add_argument(flag(name), **options)
 
 
 def job_of(parsed: argparse.Namespace) -> TrainJob:
@@ -103,19 +60,12 @@ def job_of(parsed: argparse.Namespace) -> TrainJob:
 
 
 def _values(parsed: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(parsed, name, None) for name in settings()}
-    flags = {name: value for name, value in given.items() if value is not None}
-    for name in ("model_options", "dense_options"):
-        if name in flags:
-            from foreload.trainer.models import key_values
-
-            flags[name] = key_values(flag(name), flags[name])
-    in_file = read_job_file(parsed.job) if parsed.job else {}
-    summary_file = in_file.pop("json", None)
-    if parsed.json is None:
-        parsed.json = summary_file
+    in_file = read_job_file(parsed.job, "train", TrainJob, ["json"]) if parsed.job else {}
+    if parsed.json is None and "json" in in_file:
+        parsed.json = path("--json", in_file["json"])
         check_json(parsed.json)
-    values = in_file | flags
+    in_file.pop("json", None)
+    values = in_file | given(parsed, TrainJob)
     if values.get("resume"):
         from foreload.trainer.run.directory import resumed_values
 

@@ -26,7 +26,7 @@ from foreload.trainer.run.directory import (
     SUMMARY,
     check_free,
 )
-from foreload.trainer.run.job import TrainJob, local_shards, under_scheduler
+from foreload.trainer.run.job import TrainJob, under_scheduler
 from foreload.trainer.run.timeline import (
     Moments,
     StepTimes,
@@ -164,7 +164,7 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
 
 
 def _check(job: TrainJob, drill: Drill) -> None:
-    count = local_shards(job.store)
+    count = job.store.local
     if count is None:
         raise SettingError("--store: a drill kills servers of its own only; give local:N")
     if not job.code(count)[1]:
@@ -189,7 +189,7 @@ def choose_fault(job: TrainJob, drill: Drill, schedule: Schedule) -> Fault:
     first, end = schedule.header.first_step, schedule.header.end_step
     chance = random.Random(job.seed)
     # Late enough to see what is normal, and early enough to see the rebuild.
-    step, shard = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1), chance.randrange(job.shards)
+    step, shard = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1), chance.randrange(job.store.count)
     if drill.at is not None:
         step = drill.at
         if not first <= step < end:

@@ -74,19 +74,6 @@ def _imported(name: str, folders: Sequence[str]) -> ModuleType:
     return sys.modules[path]
 
 
-def key_values(flag: str, items: Iterable[str]) -> dict[str, str]:
-    """Options given as K=V strings. Raises ModelError."""
-    found: dict[str, str] = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise ModelError(f"{flag}: must be given as key=value; got {item!r}")
-        if key in found:
-            raise ModelError(f"{flag}: {key} is given twice")
-        found[key] = value
-    return found
-
-
 def parse_value(name: str, value: object, like: object) -> Any:
     """A value from a flag (a string) or a job file, as the type of `like`: bool, int, float, a tuple of floats, else as it is.
 

@@ -32,10 +32,11 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.files import persist, write_json
+from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.job import TrainJob, settings
+from foreload.trainer.run.job import TrainJob
 
 VERSION = 1
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
@@ -416,8 +417,8 @@ def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...],
 
 
 def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None) -> dict[str, Any]:
-    stated = {name for name, setting in settings().items() if setting.state}
-    saved = {name: value for name, value in job.to_dict().items() if name not in stated}
+    stated = {name for name, setting in settings_of(TrainJob).items() if setting.stated}
+    saved = {name: value for name, value in job.to_dict().items() if name in stated}
     if ":" in job.model:
         # Commands that read the run may be called elsewhere.
         saved["model_folder"] = os.path.abspath(job.model_folder)
@@ -439,14 +440,14 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
     """
     manifest, status = run.manifest, run.saved_status()
     before = manifest.training_job
-    for name in settings():
+    for name, setting in settings_of(TrainJob).items():
         of_numerics = name in NUMERICS_SETTINGS
-        if name in FREE_SETTINGS or settings()[name].state or (of_numerics and job.accept_numerics):
+        if name in FREE_SETTINGS or not setting.stated or (of_numerics and job.accept_numerics):
             continue
-        was, now = getattr(before, name), getattr(job, name)
-        if was != now:
+        if getattr(before, name) != getattr(job, name):
+            was, now = before.to_dict()[name], job.to_dict()[name]
             remedy = "leave it out" + (", or add --accept-numerics" if of_numerics else "")
-            raise RunError(f"--{name.replace('_', '-')}: must be what the run was started with, {was!r}; got {now!r}; {remedy}")
+            raise RunError(f"{setting.flag}: must be what the run was started with, {was!r}; got {now!r}; {remedy}")
     if job.accept_numerics:
         manifest = replace(manifest, job=manifest.job | {name: getattr(job, name) for name in NUMERICS_SETTINGS})
     placement = run.placement

@@ -26,15 +26,15 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, common, single)
     rules = UpdateRules.of(rows)
     columns = rules.width + rules.state_width
-    protected = job.code(job.shards)[1] > 0
+    protected = job.code(job.store.count).r > 0
     taken = lane_bytes(slots, columns, with_base=protected)
-    limit = job.memory_bytes if job.memory_bytes is not None else header.settings.get("memory_bytes")
+    limit = job.memory.bytes if job.memory is not None else header.settings.get("memory_bytes")
     words = f"{header.lanes} lanes x {slots:,} slots, {readable(taken)} a lane with staging"
     narrowest = min(row.width + row.state_width for row in rows)
     if narrowest < columns:
         words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"
     if limit is not None and taken > limit:
-        source = "--memory" if job.memory_bytes is not None else "the schedule's --memory"
+        source = "--memory" if job.memory is not None else "the schedule's --memory"
         fitting = slots_of_size(limit, columns, with_base=protected)
         needed = max(schedule.manifest["minimum_slots"]) if schedule.complete else 1
         fewer = f", or prepare with --slots {fitting}" if fitting >= needed else ""

@@ -1,0 +1,126 @@
+"""What settings of a training are once they are parsed: servers, a parity code, a size, a table's own settings. Each is written as it is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from foreload.cache.parity.erasure import MOST_ROWS
+from foreload.cache.rows.layout import ROW_OPTIMIZERS
+from foreload.pipelines.base.settings import choice, number, size_bytes, spelled
+from foreload.pipelines.errors import SettingError
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Where rows live: `local` servers of this job's own, or those at some URLs (with their passwords)."""
+
+    local: int | None
+    urls: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Servers:
+        """local:N, or URLs with commas between, or a list of them. Raises SettingError; whether a URL is one, whoever connects finds out."""
+        if isinstance(value, Servers):
+            return value
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+            raise SettingError(f"{flag}: must be local:N, or URLs with commas between; got {masked(repr(value))}")
+        given = ",".join(words)
+        if not given.startswith("local"):
+            return cls(None, tuple(words))
+        match = re.fullmatch(r"local:(\d{1,3})", given)
+        if match is None or not int(match[1]):
+            raise SettingError(
+                f"{flag}: must be local:N with N from 1 to 999, or URLs with commas between; got {masked(given)!r}"
+            )
+        return cls(int(match[1]))
+
+    @property
+    def count(self) -> int:
+        """How many store shards there are."""
+        return self.local or len(self.urls)
+
+    def __str__(self) -> str:
+        return f"local:{self.local}" if self.local else ",".join(self.urls)
+
+
+class Parity(NamedTuple):
+    """Any r of k + r store shards may be lost; k = 1 and r = 0 without parity."""
+
+    k: int
+    r: int
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Parity:
+        """K+R, or off. Raises SettingError."""
+        if isinstance(value, Parity):
+            return value
+        if value == "off":
+            return cls(1, 0)
+        match = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", str(value))
+        if match is None or not int(match[1]) or not int(match[2]) or int(match[1]) + int(match[2]) > MOST_ROWS:
+            raise SettingError(
+                f"{flag}: must be off, or K+R such as 2+1, both at least 1 and at most {MOST_ROWS} together; got {value!r}"
+            )
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.k}+{self.r}" if self.r else "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes, and how it was written."""
+
+    bytes: int
+    written: str
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Size:
+        """A number with or without a unit. Raises SettingError."""
+        return value if isinstance(value, Size) else cls(size_bytes(flag, value), str(value))
+
+    def __str__(self) -> str:
+        return self.written
+
+
+@dataclass(frozen=True, slots=True)
+class TableSettings:
+    """What a table has of its own; None: what all have."""
+
+    row_optimizer: str | None = None
+    lr: float | None = None
+
+    @classmethod
+    def parse(cls, table: str, value: Any) -> TableSettings:
+        """[train.tables.NAME] of the job file, or a mapping of the same names. Raises SettingError."""
+        if isinstance(value, TableSettings):
+            return value
+        place = f"[train.tables.{table}]"
+        if not isinstance(value, Mapping):
+            raise SettingError(f"{place}: must be a table; got {value!r}")
+        given = {key.replace("-", "_"): own for key, own in value.items()}
+        parsers = {"row_optimizer": choice(*ROW_OPTIMIZERS), "lr": number(0)}
+        unknown = sorted(set(given) - set(parsers))
+        if unknown:
+            raise SettingError(f"{place}: knows row-optimizer and lr; got {unknown[0]}")
+        return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the job file has it."""
+        return {spelled(name): value for name, value in asdict(self).items() if value is not None}
+
+
+def tables(flag: str, value: Any) -> dict[str, TableSettings]:
+    """The settings of single tables by their names. Raises SettingError."""
+    if not isinstance(value, Mapping):
+        raise SettingError(f"{flag}: must be a table of tables; got {value!r}")
+    return {str(name): TableSettings.parse(name, own) for name, own in value.items()}
+
+
+def masked(text: str) -> str:
+    """A text for a message, the credentials of any URL in it hidden."""
+    return re.sub(r"//[^ ]*@", "//***@", text)

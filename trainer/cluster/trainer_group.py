@@ -88,7 +88,7 @@ class TrainerGroup:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
         job = self._job
         spec = LaunchSpec(
-            job=asdict(job),
+            job=job.to_dict(),
             trainers=job.trainers,
             start_step=self._start.step,
             last_batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),

@@ -24,7 +24,7 @@ from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import PipelineError, SettingError
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer.errors import ModelError, RunError
-from foreload.trainer.run.job import settings
+from foreload.trainer.run.job import TrainJob
 
 ROWS, HELD_OUT = 3000, 300
 
@@ -88,7 +88,7 @@ def test_importing_it_changes_nothing() -> None:
 
 
 def test_settings_have_the_command_lines_names() -> None:
-    assert set(TrainSettings.__annotations__) == set(settings()) - {"schedule", "model"} | {"job"}
+    assert set(TrainSettings.__annotations__) == settings_of(TrainJob).keys() - {"schedule", "model"} | {"job"}
     assert set(PrepareSettings.__annotations__) == settings_of(PrepareOptions).keys() - {"sources"} | {"job"}
 
 
@@ -152,7 +152,7 @@ def test_errors_are_those_of_the_project(schedule: foreload.Schedule, folder: Pa
         foreload.open_run(folder)
     with pytest.raises(SettingError, match="--lr: must be at least 0"):
         foreload.train(schedule, run=folder / "no", store="local:1", lr=-1.0)
-    with pytest.raises(SettingError, match="no setting is called 'learning_rate'"):
+    with pytest.raises(SettingError, match="knows no 'learning_rate'"):
         foreload.train(schedule, run=folder / "no", store="local:1", learning_rate=1.0)  # type: ignore[call-arg]
     with pytest.raises(SettingError, match="knows no 'batch'"):
         foreload.prepare("clicks.csv", batch=3)  # type: ignore[call-arg]

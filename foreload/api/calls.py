@@ -58,14 +58,15 @@ def _prepare(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 
 
 def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
+    from foreload.pipelines.base.settings import read_job_file
     from foreload.trainer.cluster.preforked import Preforked
     from foreload.trainer.cluster.processes import ChildProcess
     from foreload.trainer.commands.train import train
     from foreload.trainer.run.directory import resumed_values
-    from foreload.trainer.run.job import TrainJob, read_job_file, under_scheduler
+    from foreload.trainer.run.job import TrainJob, under_scheduler
 
     if (file := values.pop("job", None)) is not None:
-        in_file = read_job_file(file)
+        in_file = read_job_file(file, "train", TrainJob, ["json"])
         in_file.pop("json", None)
         values = in_file | values
     job = TrainJob.of(resumed_values(values) if values.get("resume") else values)

@@ -42,7 +42,7 @@ def runs_locally(flags: Sequence[str]) -> bool:
 
 
 def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wrap: Wrap) -> None:
-    """Run to the end. The plan's work folder exists; failures that the user can mend are noted there, others are raised."""
+    """Run to the end. The plan's work folder exists; failures that the user can see to are noted there, others are raised."""
     # Beam's own default first tries to download another runner, so name the one in this process.
     runner = FnApiRunner() if runs_locally(flags) else None
     with _temporary_folders_in(plan.work):

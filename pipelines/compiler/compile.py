@@ -212,7 +212,7 @@ class Compiler:
         return step
 
     def _advance(self) -> None:
-        """One step of the serial pass."""
+        """One step of the serial pass: it is numbered, linked into the oracle's window, and its slices are written, in a shuffle's every epoch."""
         epoch, place, samples, numbers = next(self._incoming)
         step = self._train(epoch, place, samples)
         self.oracle.link(self.serial, step)
@@ -231,7 +231,11 @@ class Compiler:
                     self._closed.append(replace(files, epoch=epoch, first=files.first + shift))
 
     def _look_ahead(self, steps: int) -> int:
-        """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned."""
+        """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned.
+
+        The last step that it has come to is not: who uses its rows next is told by the step after. Where the window is full the lookahead is shorter
+        than wished, which the manifest tells, but for two steps, without which nothing could be planned.
+        """
         planner = self.oracle
         while planner.front < self.end:
             ahead = planner.front - planner.step
@@ -260,6 +264,7 @@ class Compiler:
         return self._finish()
 
     def _plan(self, pool: ThreadPoolExecutor, steps: int) -> None:
+        """Plan so many steps of all lanes, none of which goes beyond the end of a segment's samples; publish the segment at its end."""
         rows = self.serial.table.rows
         if not self.oracle.lanes[0].buffer.events:
             self.writer.begin(self.oracle, rows)
@@ -269,7 +274,7 @@ class Compiler:
             for task in tasks:
                 task.result()
         except TooFewSlots as error:
-            for epoch, place, samples, _ in self._incoming:
+            for epoch, place, samples, _ in self._incoming:  # what the largest step needs is known once all were seen
                 self._train(epoch, place, samples)
             most = int(self.serial.most.max())
             raise SlotsError(
@@ -320,6 +325,7 @@ class Compiler:
         self.writer.evaluate(files, [buffer.take() for buffer in buffers], slots)
 
     def _finish(self) -> dict[str, Any]:
+        """Write the row table and the manifest, which makes the schedule whole."""
         window.end_residencies(self.serial.table.rows, self.oracle.parts)
         lanes = self.oracle.lanes
         totals = {name: sum(planner.totals[name] for planner in lanes) for name in lanes[0].totals}

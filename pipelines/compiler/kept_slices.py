@@ -20,6 +20,7 @@ class KeptSlices:
         """Add the step after the last one kept."""
         if step.order is None:
             raise ValueError("step: must have an order of its samples to keep")
+        # Which lane each place of the batch went to, from which places went to each lane: the inverse, in an eighth of the room.
         lane = np.empty(len(step.order), np.uint8)
         lane[step.order] = np.repeat(np.arange(len(step.firsts) - 1, dtype=np.uint8), np.diff(step.firsts))
         self._file.write(lane.data)

@@ -71,15 +71,20 @@ class LaneOracle:
     def __init__(self, lane: int, slots: int, mask: np.dtype) -> None:
         self.lane, self.slots = lane, slots
         self.buffer = MoveBuffer(mask)
+        # What the manifest counts, in the order of the columns of counts.
         self.totals = {"used": 0, "ends": 0, "arrivals": 0, "initial": 0}
         self.lookahead_ratio = float("inf")
         self.pending = 0  # accesses between the serial pass and the oracle
-        self._recent: deque[int] = deque(maxlen=RATE_STEPS)
-        self._sum = 0  # of recent
+        self._recent: deque[int] = deque(maxlen=RATE_STEPS)  # arrivals of each
+        self._sum = 0  # of the recent steps' arrivals
 
     def lookahead(self, occupied: int, pending_steps: int) -> int:
-        """Steps that the serial pass must be ahead for the next decisions to be Belady's."""
-        if self.slots - occupied >= self.pending:
+        """Steps that the serial pass must be ahead for the next decisions to be Belady's.
+
+        Two at least, since a step's plan says who uses a row in the step after. occupied: slots taken; pending_steps: steps between the serial
+        pass and the oracle, in which `pending` accesses are.
+        """
+        if self.slots - occupied >= self.pending:  # even if all of them arrive, nobody has to leave
             return 2
         if not self._recent:
             # Nothing is known of arrivals yet; as a rule at least a quarter of the rows of the first steps arrive.
@@ -93,7 +98,7 @@ class LaneOracle:
                 self._sum -= self._recent[0]
             self._recent.append(arrivals)
             self._sum += arrivals
-            if ends and not at_end:
+            if ends and not at_end:  # a row had to leave, and what is to come was not all known
                 self.lookahead_ratio = min(self.lookahead_ratio, (front - step) * self._sum / len(self._recent) / self.slots)
         sums = counts.sum(axis=0).tolist()
         for name, value in zip(self.totals, sums, strict=True):

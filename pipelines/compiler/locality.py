@@ -31,6 +31,9 @@ def assign_samples(inverse: np.ndarray, starts: np.ndarray, lane: np.ndarray, lo
     inverse int32 [lookups]: distinct row of every lookup; starts int64 [n + 1]: first lookup of every sample; lane int32 [distinct]: lane of
     each distinct row, -1 where it has none yet; lookups int32 [distinct]: lookups of each in the step. Slice v has order[v * n // lanes :
     (v + 1) * n // lanes].
+
+    Four passes: every sample's score with every lane (`_score`); samples dealt by regret, those first that lose most with their second lane
+    (`_deal`); the slices' rows counted (`present`); pairs of samples exchanged between two slices where that saves rows (`_swap`).
     """
     n = starts.size - 1
     order = np.empty(n, np.int64)
@@ -94,6 +97,9 @@ def _score(
 ) -> tuple[np.ndarray, int]:
     """Sum up every sample's rows per lane, and gather its shared rows; no branch in the loop over lookups, which could not be foreseen.
 
+    Before: sums are zeros. A lookup's word is added to the sum of its row's lane, column 0 standing for none; weights and the count of single rows
+    do not run into each other below 2^25 lookups a sample. Every row is written as the next shared one, and stays if it is one.
+
     Fills shared int32 [lookups + 1], bounds int64 [n + 1] (CSR into it) and sums uint64 [n, lanes + 1], column v + 1 for lane v. Returns each
     sample's largest score less its second largest, int32 [n], and the most rows that a gain (`_rank`) can count.
     """
@@ -103,18 +109,18 @@ def _score(
     place = np.uint64(0)
     bounds[0] = 0
     for i in range(n):
-        mine = sums[i]
+        own = sums[i]
         for k in range(np.uint64(starts[i]), np.uint64(starts[i + 1])):
             word = words[np.uint64(inverse[k])]
-            mine[(word >> _LANE_SHIFT) & _SEVEN_BITS] += word & _SUMMED
+            own[(word >> _LANE_SHIFT) & _SEVEN_BITS] += word & _SUMMED
             shared[place] = word >> _NUMBER_SHIFT
             place += (word >> _SHARED_SHIFT) & _ONE
         bounds[i + 1] = place
         counted = bounds[i + 1] - bounds[i]
         best = second = np.int32(-1)
-        for v in range(1, mine.size):
-            score = np.int32(mine[v] & _WEIGHTS)
-            counted += np.int64(mine[v] >> _SINGLE_SHIFT)
+        for v in range(1, own.size):
+            score = np.int32(own[v] & _WEIGHTS)
+            counted += np.int64(own[v] >> _SINGLE_SHIFT)
             second = max(second, min(best, score))
             best = max(best, score)
         most = max(most, counted)
@@ -142,7 +148,10 @@ def _by_regret(regrets: np.ndarray) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _deal(order: np.ndarray, sums: np.ndarray, firsts: np.ndarray) -> np.ndarray:
-    """Each sample in turn to the lane with the largest score of those with room; ties: most room, then the lowest lane. int32 [n]."""
+    """Each sample in turn to the lane with the largest score of those with room; ties: most room, then the lowest lane. int32 [n].
+
+    After: lane v has firsts[v + 1] - firsts[v] samples. Score and room are compared as one number, the score above.
+    """
     lanes = firsts.size - 1
     room = firsts[1:] - firsts[:-1]
     chosen = np.empty(order.size, np.int32)
@@ -171,7 +180,11 @@ def _swap(
 ) -> None:
     """For every two lanes, exchange the samples that gain most by it, pair by pair, where fewer rows are exchanged then.
 
-    members int32 [n]: samples slice by slice. present uint8 [shared rows, lanes]: lookups of a row in a slice, and 1 for its owner.
+    members int32 [n]: samples slice by slice. present uint8 [shared rows, lanes]: lookups of a row in a slice, and 1 for its owner; so a row is
+    exchanged to every lane where that is not 0, but for its owner.
+
+    Before: chosen and present are those of members. After: again, and no more rows are exchanged than before. Gains are those of each move alone,
+    so a pair is moved, counted as it then is, and moved back where nothing is saved.
     """
     lanes = firsts.size - 1
     largest = (members.size + lanes - 1) // lanes
@@ -187,21 +200,24 @@ def _swap(
                 if gains[0, k] + gains[1, k] <= 0:
                     break
                 i, j = ours[places[0, k]], theirs[places[1, k]]
-                mine, other = shared[bounds[i] : bounds[i + 1]], shared[bounds[j] : bounds[j + 1]]
+                first_rows, second_rows = shared[bounds[i] : bounds[i + 1]], shared[bounds[j] : bounds[j + 1]]
                 fewer = _single_gain(sums[i], a, b) + _single_gain(sums[j], b, a)
-                fewer += _move(mine, a, b, present) + _move(other, b, a, present)
+                fewer += _move(first_rows, a, b, present) + _move(second_rows, b, a, present)
                 if fewer > 0:
                     ours[places[0, k]], theirs[places[1, k]] = j, i
                     chosen[i], chosen[j] = b, a
                 else:
-                    _move(mine, b, a, present)
-                    _move(other, a, b, present)
+                    _move(first_rows, b, a, present)
+                    _move(second_rows, a, b, present)
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
-def _single_gain(mine: np.ndarray, source: int, target: int) -> np.int64:
-    """Rows with one lookup that are no longer exchanged if their sample moves; a row without a lane is not, wherever it is used."""
-    return np.int64(mine[np.uint64(target + 1)] >> _SINGLE_SHIFT) - np.int64(mine[np.uint64(source + 1)] >> _SINGLE_SHIFT)
+def _single_gain(sums: np.ndarray, source: int, target: int) -> np.int64:
+    """Rows with one lookup that are no longer exchanged if their sample moves; a row without a lane is not, wherever it is used.
+
+    sums uint64 [lanes + 1]: the sample's.
+    """
+    return np.int64(sums[np.uint64(target + 1)] >> _SINGLE_SHIFT) - np.int64(sums[np.uint64(source + 1)] >> _SINGLE_SHIFT)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -219,7 +235,10 @@ def _rank(
     places: np.ndarray,
     gains: np.ndarray,
 ) -> None:
-    """Places in a slice's list and their gains by a move to `target`, by descending gain, then by place: fills places and gains."""
+    """Places in a slice's list and their gains by a move to `target`, by descending gain, then by place: fills places and gains.
+
+    A gain is what a sample's move alone would save, from -most to most, so it is a counting sort: work and heads are its space.
+    """
     heads[:] = 0
     s, t = np.uint64(source), np.uint64(target)
     for k in range(members.size):

@@ -30,7 +30,7 @@ from foreload.pipelines.compiler.row_table import (
 )
 
 _HASH_BITS = 64
-_LOOKUPS_AHEAD = 64  # lookups between asking for a record, or for what tells which it is, and using it
+_LOOKUPS_AHEAD = 64  # lookups between asking for a record, or for the index entry that says which it is, and using it
 
 
 class Scratch(NamedTuple):
@@ -98,6 +98,10 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
     ids int64 [lookups], at least one; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has
     one value of each; access: the number of the first distinct row's access. Fills s.table, s.id, s.record, s.state, s.lane (-1 where the row
     was never trained) and s.inverse; returns how many. Lanes and ordinals of new rows are entered by `remember`.
+
+    Before: a record has the low bits of the number of its row's last access, in a step before this one. After: of the access in this step, which is
+    `access` + the row's number here; s.state has the record as it was. So while the step is gone through, a record whose access lies in this step
+    says which distinct row it is, and no hash table is needed; that the bits fit by chance is found out by comparing the record.
     """
     _find_records(rows, ids, tables, s)
     records, lookup_record, distinct_record, state = rows.records, s.records, s.record, s.state
@@ -171,12 +175,12 @@ def number_evaluation_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: S
                 inverse[i] = d
                 break
             place = (place + np.uint64(1)) & last
-    _known_lanes(rows, count, s)
+    _look_up_lanes(rows, count, s)
     return count
 
 
 @nb.njit(nogil=True, cache=True)
-def _known_lanes(rows: Rows, count: int, s: Scratch) -> None:
+def _look_up_lanes(rows: Rows, count: int, s: Scratch) -> None:
     """The record and the lane of each distinct row as the oracle has come to know it; -1 where it was never trained."""
     records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.entries, rows.keys, rows.hashed, rows.direct
     distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
@@ -225,7 +229,7 @@ def owner_by_hash(table: int, row: int, users: int) -> int:
     bits = np.uint64(users)
     n = 0
     left = bits
-    while left != np.uint64(0):
+    while left != np.uint64(0):  # takes the lowest bit away
         left &= left - np.uint64(1)
         n += 1
     pick = np.int64(0)
@@ -246,6 +250,9 @@ def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray
 
     counts int64 [V, tables]: the ordinals given so far; owned int64 [V]: filled with the rows of each lane. Fills s.lane, s.given and s.order.
     Returns the number of rows seen for the first time, or -1 where a table's ordinals no longer fit.
+
+    Before: s.lane is -1 where a row has none, s.users has the lanes whose slices use it. After: every row has a lane; s.order has the rows lane by
+    lane, within a lane by their numbers, so by first lookup; in training, counts have the ordinals given here, too, which s.given tells row by row.
     """
     distinct_table, distinct_id, distinct_lane, users, order, given = s.table, s.id, s.lane, s.users, s.order, s.given
     fresh = 0
@@ -296,6 +303,8 @@ def remember(rows: Rows, count: int, access: int, s: Scratch) -> None:
 def local_index(inverse: np.ndarray, bounds: np.ndarray, count: int, s: Scratch, index: np.ndarray) -> None:
     """Number each lane's local rows, by owner lane and then by first lookup in the step, and write every lookup's place among them.
 
+    A lane's local rows are those that its slice uses, wherever they live. Before: s.order and s.users are those of the step. No branch on who uses
+    a row: one that the lane does not use gets a number too, which is the next one's, and no lookup of the lane asks for it.
     inverse int32 [lookups] and bounds int64 [V + 1]: see find_users; index int32 [lookups]: filled.
     """
     lanes = bounds.size - 1

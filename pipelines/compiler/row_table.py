@@ -56,6 +56,7 @@ def row_hash(table: int, row_id: int) -> np.uint64:
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _mark(word: np.uint64) -> np.int64:
+    """The bits of a row's hash that its index entry has, above the record."""
     return np.int64(word >> np.uint64(_ENTRY_BITS + 1)) << np.int64(_ENTRY_BITS)
 
 
@@ -66,8 +67,8 @@ def home(index: np.ndarray, table: int, row_id: int) -> int:
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
-def named(entry: int) -> int:
-    """The hashed row that an entry of the index names, from 0; -1 for a free one."""
+def _row_of(entry: int) -> int:
+    """The hashed row, from 0, that an entry of the index is of; -1 for a free one."""
     return int((entry & np.int64(_ENTRY_MASK)) - 1)
 
 
@@ -83,7 +84,7 @@ def find_hashed(index: np.ndarray, keys: np.ndarray, hashed: np.ndarray, table: 
         if entry == 0:
             break
         if entry & ~np.int64(_ENTRY_MASK) == mark:
-            k = named(entry)
+            k = _row_of(entry)
             if keys[k, 1] == row_id and keys[k, 0] == table:
                 return k
         place = (place + 1) & last
@@ -110,7 +111,7 @@ def find_all_hashed(
     index, keys, bases, direct = rows.entries, rows.keys, rows.bases, rows.direct
     count = np.uint64(rows.hashed[0])
     last = np.uint64(index.size - 1)
-    named_bits, mark_bits = np.uint64(_ENTRY_MASK), ~np.uint64(_ENTRY_MASK)
+    row_bits, mark_bits = np.uint64(_ENTRY_MASK), ~np.uint64(_ENTRY_MASK)
     bits, one = np.uint64(_ENTRY_BITS), np.uint64(1)
     near = np.uint64(ahead // 2)
     far = np.uint64(ahead)
@@ -119,7 +120,8 @@ def find_all_hashed(
         for f in range(width):
             i = np.uint64(begin + f)
             prefetch(index, np.int64(words[i + far] & last))
-            following = np.uint64(index[words[i + near] & last]) & named_bits
+            # The index entry is asked for `ahead` lookups early; it has come half of them later, and says which key to ask for.
+            following = np.uint64(index[words[i + near] & last]) & row_bits
             prefetch(keys, np.int64(following) * 2 - 2)
             table, row_id, word = tables[np.uint64(f)], ids[i], words[i]
             if bases[np.uint64(table)] >= 0:
@@ -128,7 +130,7 @@ def find_all_hashed(
             place = word & last
             while True:
                 entry = np.uint64(index[place])
-                k = (entry & named_bits) - one
+                k = (entry & row_bits) - one
                 if entry == np.uint64(0):
                     k = count
                     count += one
@@ -157,6 +159,7 @@ def table_of(rows: Rows, record: int) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
+    """Enter the first `count` hashed rows into an index that has none yet."""
     last = index.size - 1
     for k in range(count):
         if k + AHEAD < count:
@@ -172,6 +175,7 @@ def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
 def _load(
     rows: Rows, table: np.ndarray, ids: np.ndarray, lane: np.ndarray, ordinal: np.ndarray, tag: np.ndarray, counts: np.ndarray
 ) -> None:
+    """Enter rows of an earlier schedule, as rows that were written back before this one begins. See RowTable.load."""
     for i in range(ids.size):
         base = rows.bases[table[i]]
         if base >= 0:
@@ -198,7 +202,7 @@ class RowTable:
             if size <= direct_rows:
                 bases[k] = direct
                 direct += int(size)
-        self._generation = 0
+        self._generation = 0  # of the arrays, which grow by making new ones; in the files' names
         self._files: list[Path] = []
         self._any_hashed = bool((bases[:-1] < 0).any())
         room = 1 << 16 if self._any_hashed else 0
@@ -213,6 +217,7 @@ class RowTable:
         )
 
     def _map(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """Zeros: in memory where that is less than half of what is available, else a mapped file of the present generation."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if 2 * size <= available_bytes():
             # That it is not dumped is also what benchmarks/bench_memory.py knows the row table by.
@@ -272,12 +277,12 @@ class RowTable:
                         yield self._batch(k, chosen.astype(np.int64) + start, np.asarray(records[chosen]))
             else:
                 count = int(self.rows.hashed[0])
-                mine = np.flatnonzero(self.rows.keys[:count, 0] == k)
-                ids = np.asarray(self.rows.keys[mine, 1])
+                of_table = np.flatnonzero(self.rows.keys[:count, 0] == k)
+                ids = np.asarray(self.rows.keys[of_table, 1])
                 order = np.argsort(ids)
                 for start in range(0, order.size, batch_rows):
                     part = order[start : start + batch_rows]
-                    yield self._batch(k, ids[part], np.asarray(self.rows.records[self.rows.direct + mine[part]]))
+                    yield self._batch(k, ids[part], np.asarray(self.rows.records[self.rows.direct + of_table[part]]))
 
     @staticmethod
     def _batch(table: int, ids: np.ndarray, records: np.ndarray) -> dict[str, np.ndarray]:

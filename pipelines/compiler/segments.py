@@ -27,6 +27,7 @@ from foreload.pipelines.schedule.format import (
 )
 
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
+_OCCUPANT_BYTES = 26  # of a slot in an entry state: table (2), ordinal (8), id (8), tag (4), stored tag (4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,10 @@ class _Column:
         self._ends: list[int] = [0]
 
     def room(self, size: int, share: float) -> np.ndarray:
-        """The next event's array, to be filled; share: the part of a segment that stands before it, after which room is judged."""
+        """The next event's array, to be filled.
+
+        share: how much of the segment stands before it, from 0 to 1; memory that is too small grows to what a whole segment will take by that.
+        """
         start = self._ends[-1]
         end = start + size
         if end > len(self._values):
@@ -162,7 +166,7 @@ class SegmentWriter:
     def begin(self, planner: Oracle, rows: Rows) -> None:
         """Before the first event of a segment: keep the entry state where the share allows."""
         lanes = range(self._header.lanes)
-        size = sum(planner.occupied(lane) for lane in lanes) * 26
+        size = sum(planner.occupied(lane) for lane in lanes) * _OCCUPANT_BYTES
         if self.checksums and ENTRY_SHARE * (self._entry_bytes + size) > self._bytes:
             self._entry = self._ordinals = None
             return

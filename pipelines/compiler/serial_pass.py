@@ -43,9 +43,9 @@ class SerialPass:
     def __init__(self, features: FeatureSpec, lanes: int, table: RowTable, assign: AssignSamples | None = None) -> None:
         self.table = table
         self.lanes = lanes
-        self.counts = np.zeros((lanes, len(features.tables)), np.int64)
+        self.counts = np.zeros((lanes, len(features.tables)), np.int64)  # ordinals given so far
         self.owned = np.zeros(lanes, np.int64)  # rows that each lane owns of the step at hand
-        self.most = np.zeros(lanes, np.int64)
+        self.most = np.zeros(lanes, np.int64)  # rows that each lane owned at most of a step so far
         self.accesses = 0  # distinct rows of all training steps so far
         self.scratch = numbering.scratch(1024, lanes)
         self._assign = assign if lanes > 1 else None
@@ -72,6 +72,7 @@ class SerialPass:
     def _step(self, samples: Samples, train: bool, order: np.ndarray | None) -> Step:
         count = self._distinct(samples, train)
         step = self._sliced(samples, count, train, order)
+        # A new row belongs to a lane that uses it, so slices come first, then users, then owners.
         numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
         if numbering.assign_owners(count, self.counts, train, self.owned, self.scratch) < 0:
             raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")

@@ -46,9 +46,9 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     lines.append(f"distinct ids  {_most(rows, '{:,}'.format)}")
     if summary["malformed"]:
         causes = [(Cause(c["column"], c["value"], c["rule"]), c["records"]) for c in summary["malformed"]]
-        mended = remedy(causes, spec)
+        missing = remedy(causes, spec)
         lines.append(f"malformed     {summed_up(causes, summary['rejected'])}")
-        lines += [f"              if that means missing values, write {mended}"] if mended else []
+        lines += [f"              if that means missing values, write {missing}"] if missing else []
     return lines
 
 

@@ -13,15 +13,16 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.samples.records import Records
 
+VALUES, MISSING, UNKNOWN = range(3)  # rows of ColumnCounts.features
 _BLOCK_SAMPLES = 128  # whose ids stay in cache while one feature after the other is counted
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnCounts:
-    """Of some samples: how many there are, how many are labelled 1, and
+    """What is in the columns of some samples.
 
-    dense: int64 [dense], each column's missing values. features: int64 [3, features], each one's values (a missing one is one), those that
-    are missing, and those that its vocabulary does not have.
+    samples: how many there are; ones: how many are labelled 1. dense: int64 [dense], each column's missing values. features: int64 [3, features],
+    by feature: VALUES (a missing one is one, too), MISSING of them, and UNKNOWN: those that its vocabulary does not have.
     """
 
     samples: int
@@ -39,17 +40,19 @@ class ColumnCounts:
         """The counts of records, which the samples are in the same order."""
         features = np.zeros((3, len(spec.features)), np.int64)
         if samples.offsets is None:
-            features[0] = len(samples)
-            _count_single(samples.ids, features[1], features[2])
+            features[VALUES] = len(samples)
+            _count_single(samples.ids, features[MISSING], features[UNKNOWN])
         else:
             _count_lists(samples.ids, samples.offsets, *features)
         for place, (feature, column) in enumerate(zip(spec.features, records.categorical, strict=True)):
             if feature.encoding == "id":  # where 0 is a value too
-                features[1, place] = column.null_count
+                features[MISSING, place] = column.null_count
                 if feature.pooling != "single":
-                    features[1, place] = column.flatten().null_count + np.count_nonzero(np.diff(column.offsets.to_numpy()) == 0)
+                    features[MISSING, place] = column.flatten().null_count + np.count_nonzero(
+                        np.diff(column.offsets.to_numpy()) == 0
+                    )
             if feature.encoding != "vocabulary":
-                features[2, place] = 0
+                features[UNKNOWN, place] = 0
         dense = np.isnan(records.dense).sum(axis=0, dtype=np.int64)
         return ColumnCounts(len(samples), int(np.count_nonzero(samples.labels)), dense, features)
 
@@ -84,17 +87,20 @@ class ColumnCounts:
 
 @nb.njit(nogil=True, cache=True)
 def _count_single(ids: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
-    """Add to each feature's zeros and ones, int64 [features], how many of its ids they are; every feature has one id a sample."""
+    """Add to each feature's zeros and ones, int64 [features], how many of its ids they are; every feature has one id a sample.
+
+    Where values are encoded, id 0 is a missing one and, with a vocabulary, id 1 an unknown one.
+    """
     features = len(zeros)
     for first in range(0, len(ids), _BLOCK_SAMPLES * features):
         end = min(first + _BLOCK_SAMPLES * features, len(ids))
         for k in range(features):
-            found_zeros = found_ones = 0
+            zeros_here = ones_here = 0
             for i in range(first + k, end, features):
-                found_zeros += ids[i] == 0
-                found_ones += ids[i] == 1
-            zeros[k] += found_zeros
-            ones[k] += found_ones
+                zeros_here += ids[i] == 0
+                ones_here += ids[i] == 1
+            zeros[k] += zeros_here
+            ones[k] += ones_here
 
 
 @nb.njit(nogil=True, cache=True)

@@ -112,6 +112,7 @@ def _rounded_down(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @nb.njit(nogil=True, cache=True)
 def _mix_all(seed: np.uint64, numbers: np.ndarray, out: np.ndarray) -> None:
+    """The last link of `chain` for many numbers; seed: the links before."""
     for i in range(numbers.size):
         out[i] = mix(seed ^ np.uint64(numbers[i]))
 

@@ -88,6 +88,7 @@ class Samples:
 
 @nb.njit(nogil=True, cache=True)
 def _take_offsets(source: np.ndarray, places: np.ndarray, features: int, offsets: np.ndarray) -> None:
+    """Fill offsets, CSR over (place, feature), for the samples at places; source: the offsets that they are taken from."""
     for i in range(len(places)):
         for f in range(features):
             entry = places[i] * features + f
@@ -98,6 +99,7 @@ def _take_offsets(source: np.ndarray, places: np.ndarray, features: int, offsets
 def _take_ids(
     source: np.ndarray, ids: np.ndarray, places: np.ndarray, features: int, offsets: np.ndarray, out: np.ndarray
 ) -> None:
+    """Copy the ids of the samples at places, all features of a sample at once, to where the new offsets have them."""
     for i in range(len(places)):
         start, end = source[places[i] * features], source[(places[i] + 1) * features]
         to = offsets[i * features]

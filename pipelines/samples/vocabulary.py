@@ -102,6 +102,7 @@ class Vocabulary:
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array; an empty one has no chunk to take."""
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
@@ -117,6 +118,7 @@ def text_buffers(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 @nb.njit(nogil=True, cache=True)
 def _insert(hashes: np.ndarray, places: np.ndarray) -> None:
+    """Enter values by their hashes into an open hash table: places is -1 where free, else a value's place."""
     mask = np.uint64(len(places) - 1)
     for i in range(len(hashes)):
         at = hashes[i] & mask
@@ -135,6 +137,7 @@ def _look_up(
     places: np.ndarray,
     out: np.ndarray,
 ) -> None:
+    """The ids of texts: 0 for an empty one, 1 for an unknown one. known_data and known_offsets: the values that places names."""
     mask = np.uint64(len(places) - 1)
     for i in range(len(out)):
         start, length = offsets[i], offsets[i + 1] - offsets[i]

@@ -52,6 +52,7 @@ def state_after(schedule: Schedule, step: int) -> Position:
     assert first is not None
     assert first.ordinals is not None
     size = max(schedule.slots)
+    # Who sits in each slot, free ones too, as arrays that the moves are applied to: the columns of Occupants, what is occupied, ordinals.
     tracked = []
     for lane, entry in enumerate(entries):
         assert entry is not None

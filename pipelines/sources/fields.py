@@ -95,7 +95,11 @@ def _equal_bytes(word: np.uint64, repeated: np.uint64) -> np.uint64:
 
 @nb.njit(nogil=True, cache=True)
 def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> np.int64:
-    """Where delimiters and line breaks stand; returns how many there are, or more than ends has room for (but for 64)."""
+    """Where delimiters and line breaks stand; returns how many there are, or len(ends) where they may be too many for it.
+
+    64 bytes at a time: a bit for each that separates fields, then the bits' places from the lowest on. The room left in ends is never below 64, so
+    what is written behind the last place does no harm.
+    """
     delimiters, newlines = np.uint64(delimiter) * _EVERY_BYTE, np.uint64(_NEWLINE) * _EVERY_BYTE
     count = np.int64(0)
     for first in range(0, len(data), 64):
@@ -147,7 +151,12 @@ def _begin_lines(data: np.ndarray, returns: bool, ends: np.ndarray, starts: np.n
 def _parse_numbers(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray, places: np.ndarray, values: np.ndarray, plain: np.ndarray
 ) -> None:
-    """values float64 [places, lines]; plain bool [places]: made false where a value is no plain decimal."""
+    """values float64 [places, lines]; plain bool [places]: made false where a value is no plain decimal.
+
+    Up to eight digits are one word: each byte is checked to be a digit, and neighbours are put together three times, digits to pairs, pairs to fours,
+    fours to eight, each by one multiplication that adds ten (a hundred, ten thousand) times the left one to the right one. Anything longer, or with
+    a sign or a point, goes character by character.
+    """
     lines = len(starts)
     for first in range(0, lines, _CHUNK_LINES):
         for k in range(len(places)):
@@ -164,6 +173,7 @@ def _parse_numbers(
                     # The digits to the top of the word, zeros before them.
                     shift = np.uint64(8 * (8 - (end - at)))
                     word = (load_word(data, at) << shift) | (_ZEROS & ((np.uint64(1) << shift) - np.uint64(1)))
+                    # A digit is 0x30 .. 0x39: its high half is 3, and still is with 6 added.
                     if (word & _HIGH_HALVES) == _ZEROS and ((word + _SIX_EACH) & _HIGH_HALVES) == _ZEROS:
                         word = ((word & np.uint64(0x0F0F0F0F0F0F0F0F)) * np.uint64(2561)) >> np.uint64(8)
                         word = ((word & np.uint64(0x00FF00FF00FF00FF)) * np.uint64(6553601)) >> np.uint64(16)

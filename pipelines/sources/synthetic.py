@@ -161,6 +161,7 @@ class Generator:
 
 
 def _column(seed: int, place: int, size: int, values: int) -> _Column:
+    """How column `place` with ids below `size` draws its `values` distinct ones."""
     firsts = list(range(min(values, _HEAD_RANKS) + 1))
     while firsts[-1] < values:
         firsts.append(min(values, max(firsts[-1] + 1, int(firsts[-1] * _BUCKET_GROWTH))))
@@ -188,6 +189,7 @@ def _mean_weight(column: _Column) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def _row_keys(seed: np.uint64, start: int, out: np.ndarray) -> None:
+    """key(seed, row) of consecutive rows; a column's number is mixed in where it is drawn."""
     for i in range(len(out)):
         out[i] = mix(seed ^ np.uint64(start + i))
 
@@ -220,6 +222,10 @@ def _draw(
     logits: np.ndarray,
     ids: np.ndarray,
 ) -> None:
+    """Draw a column's ids, and add its hidden weights to the logits. See _Column.
+
+    One hash a row: its upper half picks the bucket, from the first that the guide says it can be; its lower half a rank within it, all alike.
+    """
     low = np.uint64(0xFFFFFFFF)
     for i in range(len(keys)):
         h = mix(keys[i] ^ column)
@@ -248,6 +254,7 @@ def _draw_dense(keys: np.ndarray, column: np.uint64, weight: int, logits: np.nda
 
 @nb.njit(nogil=True, cache=True)
 def _draw_labels(keys: np.ndarray, column: np.uint64, logits: np.ndarray, click: np.ndarray, out: np.ndarray) -> None:
+    """1 with the probability that click has for the logit, in 2^24ths; logits beyond its ends have those of the ends."""
     for i in range(len(keys)):
         step = (logits[i] >> (16 - _LOGIT_STEP_BITS)) + len(click) // 2
         step = min(max(step, 0), len(click) - 1)

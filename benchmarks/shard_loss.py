@@ -28,14 +28,9 @@ from foreload.trainer.cluster.faults import RunObserver  # noqa: E402
 from foreload.trainer.commands.train import train  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel  # noqa: E402
 from foreload.trainer.run.dense_file import save_dense  # noqa: E402
-from foreload.trainer.run.directory import (  # noqa: E402
-    DENSE,
-    STORES,
-    Run,
-    Status,
-    new_manifest,
-)
+from foreload.trainer.run.directory import DENSE, STORES, Run  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
+from foreload.trainer.run.manifest import Status, new_manifest  # noqa: E402
 from foreload.trainer.run.timeline import StepTimes, Timeline  # noqa: E402
 from workload import RUN_ID, SHARDS, Workload, job  # noqa: E402
 

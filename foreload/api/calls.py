@@ -62,8 +62,8 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.cluster.preforked import Preforked
     from foreload.trainer.cluster.processes import ChildProcess
     from foreload.trainer.commands.train import train
-    from foreload.trainer.run.directory import resumed_values
     from foreload.trainer.run.job import TrainJob, under_scheduler
+    from foreload.trainer.run.resume import resumed_values
 
     if (file := values.pop("job", None)) is not None:
         in_file = read_job_file(file, "train", TrainJob, ["json"])

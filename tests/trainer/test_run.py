@@ -20,18 +20,11 @@ from foreload.cache.parity.placement import Placement
 from foreload.pipelines.base.progress import Display
 from foreload.trainer.compute.numerics import mixed_text
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.directory import (
-    METRICS,
-    SUMMARY,
-    Run,
-    Status,
-    check_free,
-    locked,
-    new_manifest,
-    resumed,
-)
+from foreload.trainer.run.directory import METRICS, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Status, new_manifest
 from foreload.trainer.run.report import RunReport, Totals
+from foreload.trainer.run.resume import resumed
 
 
 def job(**changed: Any) -> TrainJob:

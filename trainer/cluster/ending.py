@@ -12,14 +12,9 @@ from typing import Any
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.run.directory import (
-    CONTROL,
-    STORES,
-    Run,
-    Stage,
-    Status,
-)
+from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.kept import keep_schedule
+from foreload.trainer.run.manifest import Stage, Status
 from foreload.trainer.run.report import Totals
 
 ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent")

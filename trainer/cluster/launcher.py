@@ -41,24 +41,13 @@ from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import RunError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import (
-    LOG,
-    STORES,
-    SUMMARY,
-    Manifest,
-    Run,
-    Status,
-    check_free,
-    check_trainable,
-    locked,
-    new_manifest,
-    open_stores,
-    resumed,
-)
+from foreload.trainer.run.directory import LOG, STORES, SUMMARY, Run, check_free, locked, open_stores
 from foreload.trainer.run.job import TrainJob, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
+from foreload.trainer.run.manifest import Manifest, Status, new_manifest
 from foreload.trainer.run.memory_check import check_fit
 from foreload.trainer.run.reach import reach
+from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.saved_run import saved_run_at
 
 _MEET_PAUSE, _MEET_SAID = timedelta(seconds=1), timedelta(minutes=1)

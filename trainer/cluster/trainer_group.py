@@ -34,9 +34,10 @@ from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.worker import RESTED, TERM, LaunchSpec
 from foreload.trainer.errors import FingerprintError, ShardsLost, TrainerError
-from foreload.trainer.run.directory import Manifest, Run, Status
+from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
+from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport, Totals
 
 POLL = timedelta(milliseconds=30)

@@ -49,15 +49,10 @@ from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Tra
 from foreload.trainer.errors import LossNotFinite, PeerLost, TrainerError
 from foreload.trainer.run.assembly import DenseModel, Start, assemble
 from foreload.trainer.run.dense_file import load_dense, save_dense
-from foreload.trainer.run.directory import (
-    DENSE,
-    LOG,
-    PLACEMENT,
-    Run,
-    check_same,
-)
+from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
 from foreload.trainer.run.directory import STORES as STORES_FOLDER
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.resume import check_same
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over

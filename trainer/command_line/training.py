@@ -67,7 +67,7 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
     in_file.pop("json", None)
     values = in_file | given(parsed, TrainJob)
     if values.get("resume"):
-        from foreload.trainer.run.directory import resumed_values
+        from foreload.trainer.run.resume import resumed_values
 
         values = resumed_values(values)
     return values

@@ -20,12 +20,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import Fault, RunObserver
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
-from foreload.trainer.run.directory import (
-    DRILL,
-    STORES,
-    SUMMARY,
-    check_free,
-)
+from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
 from foreload.trainer.run.job import TrainJob, under_scheduler
 from foreload.trainer.run.timeline import (
     Moments,

@@ -24,13 +24,7 @@ from foreload.cache.repair.scrub import Finding, Findings, scrub_table
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import ask
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.directory import (
-    LOG,
-    SCRUB,
-    STORES,
-    Run,
-    locked,
-)
+from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.saved_run import layouts_of, open_saved

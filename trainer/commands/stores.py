@@ -23,9 +23,10 @@ from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import ask
 from foreload.trainer.errors import TrainerError
-from foreload.trainer.run.directory import STORES, Run, Status
+from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.saved_run import layouts_of
 
 TIMEOUT = timedelta(seconds=5)

@@ -17,12 +17,11 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -32,13 +31,9 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.files import persist, write_json
-from foreload.pipelines.base.settings import settings_of
-from foreload.pipelines.errors import SettingError
-from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import VERSION, Manifest, Stage, Status
 
-VERSION = 1
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
 LOG, DRILL, SCRUB, KEPT, LOCK = "write-back", "drill.png", "scrub", "kept", "lock"
@@ -46,106 +41,6 @@ LOG, DRILL, SCRUB, KEPT, LOCK = "write-back", "drill.png", "scrub", "kept", "loc
 _FILES = (STATUS, KEPT, MANIFEST, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL, SCRUB, LOCK)
 
 _TAIL_BYTES = 1 << 16
-
-State = Literal["training", "stopped", "ended"]
-
-# Settings that the trained model does not depend on: a run may go on with other ones.
-FREE_SETTINGS = (
-    "schedule",
-    "run",
-    "model_folder",
-    "store",
-    "parity",  # what RUN's placement has, in any case
-    "trainers",
-    "memory",
-    "namespace",
-    "store_timeout",
-    "peer_timeout",
-    "address",
-)
-
-# Settings of the numerics fingerprint: a run may go on with other ones where that is accepted.
-NUMERICS_SETTINGS = ("threads", "cpu_capability", "device")
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A schedule that the run trained or trains on.
-
-    identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last. segments:
-    how many were begun; prefix: what these are told by (Schedule.prefix).
-    """
-
-    path: str
-    identity: str
-    checksum: str | None
-    first_step: int
-    end_step: int
-    segments: int = 0
-    prefix: str = ""
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Stage:
-        """The stage of a schedule as it is now."""
-        checksum = schedule.checksum if schedule.complete else None
-        header = schedule.header
-        return cls(str(schedule.path.absolute()), schedule.identity, checksum, header.first_step, header.end_step)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a run is. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None.
-
-    fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
-    in order, step the first under it; else empty.
-    """
-
-    run_id: str
-    job: dict[str, Any]
-    namespace: str
-    lanes: int
-    store_urls: tuple[str, ...]
-    local_stores: int | None
-    stages: tuple[Stage, ...]
-    fingerprint: dict[str, Any] | None = None
-    mixed_numerics: tuple[dict[str, Any], ...] = ()
-    version: int = VERSION
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Whose the namespace on the store is."""
-        return {"run": self.run_id, "lanes": self.lanes}
-
-    def under(self, fingerprint: dict[str, Any], step: int) -> Manifest:
-        """This run as it goes on under a fingerprint with the training step given."""
-        if self.fingerprint is None or self.fingerprint == fingerprint:
-            return replace(self, fingerprint=fingerprint)
-        before = self.mixed_numerics or ({"step": self.stages[0].first_step, "fingerprint": self.fingerprint},)
-        # Under one that was accepted before the same step, nothing was trained.
-        kept = [one for one in before if one["step"] < step]
-        if not kept or kept[-1]["fingerprint"] != fingerprint:
-            kept.append({"step": step, "fingerprint": fingerprint})
-        return replace(self, fingerprint=fingerprint, mixed_numerics=tuple(kept) if len(kept) > 1 else ())
-
-    @property
-    def training_job(self) -> TrainJob:
-        """The job as it was started."""
-        return TrainJob.of(self.job)
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How far a run is: step, the last one trained (first_step - 1: none); batches: per lane, the number of its last write-back batch.
-
-    totals: what the metrics so far add up to. While state is "training", and where trainers died in it, the others say where this call began: at
-    the last clean stop, of which the dense part is. lost: store shards whose rows only their stripes give.
-    """
-
-    state: State
-    step: int
-    batches: dict[str, int] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -378,119 +273,6 @@ def check_free(path: Path, overwrite: bool) -> None:
     if STATUS in held and not overwrite:
         raise RunError(
             f"--run: {path} holds a run already; give --resume to go on with it, --overwrite to delete it, or another folder"
-        )
-
-
-def check_trainable(schedule: Schedule, job: TrainJob) -> None:
-    """Raise RunError for a schedule of evaluation steps only, and for one that continues a run unless that is to be resumed."""
-    header = schedule.header
-    if not header.training_samples:
-        raise RunError(
-            f"schedule {schedule.path}: has evaluation steps only; evaluate a run on it: foreload evaluate RUN {schedule.path}"
-        )
-    if job.resume or header.parent is None:
-        return
-    run = Run(job.run)
-    last = run.manifest.stages[-1] if (run.path / MANIFEST).exists() else None
-    if last is not None and last.checksum == header.parent:
-        raise RunError(
-            f"schedule {schedule.path}: continues run {job.run}, which was trained on {last.path}; give --resume to go on with it"
-        )
-    parent = schedule.made_with("after") or "the schedule that it was prepared after"
-    raise RunError(
-        f"schedule {schedule.path}: continues the run that was trained on {parent}, not a new one; give that run's folder with --run, "
-        "and --resume"
-    )
-
-
-def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None) -> Manifest:
-    """The manifest of a run that begins; store_urls without passwords."""
-    return Manifest(
-        run_id=secrets.token_hex(8),
-        job=_saved(job, store_urls, local_stores),
-        namespace=job.run_namespace,
-        lanes=schedule.header.lanes,
-        store_urls=() if local_stores else store_urls,
-        local_stores=local_stores,
-        stages=(Stage.of(schedule),),
-    )
-
-
-def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None) -> dict[str, Any]:
-    stated = {name for name, setting in settings_of(TrainJob).items() if setting.stated}
-    saved = {name: value for name, value in job.to_dict().items() if name in stated}
-    if ":" in job.model:
-        # Commands that read the run may be called elsewhere.
-        saved["model_folder"] = os.path.abspath(job.model_folder)
-    return saved | {"store": f"local:{local_stores}" if local_stores else ",".join(store_urls)}
-
-
-def resumed_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a call with --resume, those of the run where nothing else is said. Raises SettingError and RunError."""
-    if not values.get("run"):
-        raise SettingError("--run: is missing; give the run that --resume goes on with")
-    manifest = Run.open(values["run"]).manifest
-    return manifest.job | {"schedule": manifest.stages[-1].path} | dict(values)
-
-
-def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:
-    """The manifest of a run that goes on, and the last step already trained.
-
-    With the schedule that was being trained when it stopped, or with one prepared --after it. Raises RunError.
-    """
-    manifest, status = run.manifest, run.saved_status()
-    before = manifest.training_job
-    for name, setting in settings_of(TrainJob).items():
-        of_numerics = name in NUMERICS_SETTINGS
-        if name in FREE_SETTINGS or not setting.stated or (of_numerics and job.accept_numerics):
-            continue
-        if getattr(before, name) != getattr(job, name):
-            was, now = before.to_dict()[name], job.to_dict()[name]
-            remedy = "leave it out" + (", or add --accept-numerics" if of_numerics else "")
-            raise RunError(f"{setting.flag}: must be what the run was started with, {was!r}; got {now!r}; {remedy}")
-    if job.accept_numerics:
-        manifest = replace(manifest, job=manifest.job | {name: getattr(job, name) for name in NUMERICS_SETTINGS})
-    placement = run.placement
-    if job.parity is not None and job.code(placement.shard_count) != (placement.k, placement.r):
-        was = f"{placement.k}+{placement.r}" if placement.r else "off"
-        raise RunError(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
-    if schedule.header.lanes != manifest.lanes:
-        raise RunError(
-            f"schedule {schedule.path}: has {schedule.header.lanes} lanes, the run {manifest.lanes}; prepare it with --after"
-        )
-    last, stage = manifest.stages[-1], Stage.of(schedule)
-    if stage.identity == last.identity:
-        if status.state == "ended":
-            raise RunError(
-                f"run {run.path}: is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, "
-                "and give that schedule"
-            )
-        if schedule.complete:  # else trainers find out, who wait for it
-            check_same(last, schedule)
-        stage = replace(stage, segments=last.segments, prefix=last.prefix)
-        return replace(manifest, stages=(*manifest.stages[:-1], stage)), status.step
-    if stage.path == last.path:
-        raise RunError(
-            f"schedule {schedule.path}: is not the one that the run was trained on, but was prepared in its place since; prepare that one "
-            "again, with the same data and options, or give one that was prepared --after it"
-        )
-    if schedule.header.parent is None or schedule.header.parent != last.checksum:
-        raise RunError(
-            f"schedule {schedule.path}: does not continue {last.path}, which the run was trained on; prepare it with --after that"
-        )
-    if status.state != "ended":
-        raise RunError(
-            f"run {run.path}: stopped after step {status.step}, before the end of {last.path}; --resume with that one first"
-        )
-    return replace(manifest, stages=(*manifest.stages, stage)), stage.first_step - 1
-
-
-def check_same(stage: Stage, schedule: Schedule) -> None:
-    """Raise RunError if a run was trained on other segments of a schedule than there are now, or will be; those are waited for."""
-    if stage.identity == schedule.identity and stage.segments and schedule.prefix(stage.segments) != stage.prefix:
-        raise RunError(
-            f"schedule {schedule.path}: was prepared anew, and its first {stage.segments} segments are not those that the run was trained on; "
-            "prepare it from the same data, with the same options"
         )
 
 

@@ -23,16 +23,10 @@ from foreload.trainer.models import load_model
 from foreload.trainer.run.assembly import Start, stored_rows_at
 from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
-from foreload.trainer.run.directory import (
-    DENSE,
-    Manifest,
-    Run,
-    Status,
-    locked,
-    open_stores,
-)
+from foreload.trainer.run.directory import DENSE, Run, locked, open_stores
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
 

@@ -1,0 +1,118 @@
+"""What a run is, and how far it is: the contents of manifest.json and status.json."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from foreload.pipelines.base.settings import settings_of
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.run.job import TrainJob
+
+VERSION = 1
+
+State = Literal["training", "stopped", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A schedule that the run trained or trains on.
+
+    identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last. segments:
+    how many were begun; prefix: what these are told by (Schedule.prefix).
+    """
+
+    path: str
+    identity: str
+    checksum: str | None
+    first_step: int
+    end_step: int
+    segments: int = 0
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Stage:
+        """The stage of a schedule as it is now."""
+        checksum = schedule.checksum if schedule.complete else None
+        header = schedule.header
+        return cls(str(schedule.path.absolute()), schedule.identity, checksum, header.first_step, header.end_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a run is. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None.
+
+    fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
+    in order, step the first under it; else empty.
+    """
+
+    run_id: str
+    job: dict[str, Any]
+    namespace: str
+    lanes: int
+    store_urls: tuple[str, ...]
+    local_stores: int | None
+    stages: tuple[Stage, ...]
+    fingerprint: dict[str, Any] | None = None
+    mixed_numerics: tuple[dict[str, Any], ...] = ()
+    version: int = VERSION
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Whose the namespace on the store is."""
+        return {"run": self.run_id, "lanes": self.lanes}
+
+    def under(self, fingerprint: dict[str, Any], step: int) -> Manifest:
+        """This run as it goes on under a fingerprint with the training step given."""
+        if self.fingerprint is None or self.fingerprint == fingerprint:
+            return replace(self, fingerprint=fingerprint)
+        before = self.mixed_numerics or ({"step": self.stages[0].first_step, "fingerprint": self.fingerprint},)
+        # Under one that was accepted before the same step, nothing was trained.
+        kept = [one for one in before if one["step"] < step]
+        if not kept or kept[-1]["fingerprint"] != fingerprint:
+            kept.append({"step": step, "fingerprint": fingerprint})
+        return replace(self, fingerprint=fingerprint, mixed_numerics=tuple(kept) if len(kept) > 1 else ())
+
+    @property
+    def training_job(self) -> TrainJob:
+        """The job as it was started."""
+        return TrainJob.of(self.job)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a run is: step, the last one trained (first_step - 1: none); batches: per lane, the number of its last write-back batch.
+
+    totals: what the metrics so far add up to. While state is "training", and where trainers died in it, the others say where this call began: at
+    the last clean stop, of which the dense part is. lost: store shards whose rows only their stripes give.
+    """
+
+    state: State
+    step: int
+    batches: dict[str, int] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
+
+
+def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None) -> Manifest:
+    """The manifest of a run that begins; store_urls without passwords."""
+    return Manifest(
+        run_id=secrets.token_hex(8),
+        job=_saved(job, store_urls, local_stores),
+        namespace=job.run_namespace,
+        lanes=schedule.header.lanes,
+        store_urls=() if local_stores else store_urls,
+        local_stores=local_stores,
+        stages=(Stage.of(schedule),),
+    )
+
+
+def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None) -> dict[str, Any]:
+    stated = {name for name, setting in settings_of(TrainJob).items() if setting.stated}
+    saved = {name: value for name, value in job.to_dict().items() if name in stated}
+    if ":" in job.model:
+        # Commands that read the run may be called elsewhere.
+        saved["model_folder"] = os.path.abspath(job.model_folder)
+    return saved | {"store": f"local:{local_stores}" if local_stores else ",".join(store_urls)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numba as nb
 import numpy as np
@@ -16,8 +17,7 @@ from foreload.cache.parity.stripes import LaneStripes, stripe_hash
 from foreload.cache.rows.fields import PARITY_BIT, fields, pack
 
 
-@dataclass(frozen=True, slots=True)
-class Survivors:
+class Survivors(NamedTuple):
     """From which rows of a stripe the lost ones are decoded, for each placement group.
 
     pattern: int64 [groups], which of the patterns of lost places a group has; known: int64 [patterns, k], the places that are read; factors: uint8
@@ -44,36 +44,66 @@ class Survivors:
         return cls(pattern.reshape(-1).astype(np.int64), known, np.array(factors, np.uint8))
 
 
+class StripePlaces(NamedTuple):
+    """Rows by their stripes: table int16, stripe int64, and place in the stripe int64 (0 .. k-1 a member, k .. a parity row), [n] each."""
+
+    table: np.ndarray
+    stripe: np.ndarray
+    place: np.ndarray
+
+    @classmethod
+    def of_rows(cls, table: np.ndarray, ordinal: np.ndarray, k: int) -> StripePlaces:
+        """Those of rows: table int16 [n], ordinal int64 [n]."""
+        return cls(table, ordinal // k, ordinal % k)
+
+
+class _Sources(NamedTuple):
+    """What is read to decode rows, by shard: of shard s those at bounds[s] : bounds[s + 1].
+
+    fields: uint64 [m]; targets: int64 [m], the place of the row among those wanted that each goes into; factors: uint8 [m], times which.
+    """
+
+    bounds: np.ndarray
+    fields: np.ndarray
+    targets: np.ndarray
+    factors: np.ndarray
+
+
 @nb.njit(nogil=True, cache=True)
-def _sources(prefix, table, stripe, place, members, k, pattern, known, factors, flags, starts, room):  # type: ignore[no-untyped-def]
-    """What to read for the rows at `place` of stripes: by shard (bounds), the field, the place among those wanted and the factor of each."""
+def _sources(stripes, survivors, wanted):  # type: ignore[no-untyped-def]
+    """What to read for the rows wanted: k sources each, less the members that were never written, which count as zeros.
+
+    A stripe without any written row has no parity rows either, so nothing is asked for it, and its rows decode to zeros. Afterwards the sources
+    stand by shard, and in each in the order of the rows wanted.
+    """
+    table, stripe, members, k = wanted.table, wanted.stripe, stripes.members, stripes.k
     groups = np.uint64(members.shape[0])
-    n = place.size
+    n = wanted.place.size
     shards_of, names = np.empty(n * k, np.int64), np.empty(n * k, np.uint64)
     targets, scales = np.empty(n * k, np.int64), np.empty(n * k, np.uint8)
     count, shards = 0, 0
     for i in range(n):
-        group = np.int64(stripe_hash(prefix, table[i], stripe[i]) % groups)
-        own = pattern[group]
-        begin = stripe[i] * k
+        group = np.int64(stripe_hash(stripes.prefix, table[i], stripe[i]) % groups)
+        own = survivors.pattern[group]
+        begin, start = stripe[i] * k, stripes.starts[table[i]]
         exists = False
-        for j in range(begin, min(begin + k, room[table[i]])):
-            exists |= flags[starts[table[i]] + j] == 1
+        for j in range(begin, min(begin + k, stripes.room[table[i]])):
+            exists |= stripes.flags[start + j] == 1
         if not exists:
             continue
         for q in range(k):
-            source = known[own, q]
+            source = survivors.known[own, q]
             if source >= k:
-                field = pack(table[i], stripe[i]) | PARITY_BIT
-            elif flags[starts[table[i]] + begin + source]:
-                field = pack(table[i], begin + source)
+                name = pack(table[i], stripe[i]) | PARITY_BIT
+            elif stripes.flags[start + begin + source]:
+                name = pack(table[i], begin + source)
             else:
-                continue  # never written: zeros
+                continue
             shards_of[count] = members[group, source]
             shards = max(shards, shards_of[count] + 1)
-            names[count] = field
+            names[count] = name
             targets[count] = i
-            scales[count] = factors[own, place[i], q]
+            scales[count] = survivors.factors[own, wanted.place[i], q]
             count += 1
     bounds = np.zeros(shards + 1, np.int64)
     for i in range(count):
@@ -92,7 +122,7 @@ def _sources(prefix, table, stripe, place, members, k, pattern, known, factors, 
         sorted_fields[at] = names[i]
         sorted_targets[at] = targets[i]
         sorted_scales[at] = scales[i]
-    return bounds, sorted_fields, sorted_targets, sorted_scales
+    return _Sources(bounds, sorted_fields, sorted_targets, sorted_scales)
 
 
 @dataclass(slots=True)
@@ -113,54 +143,46 @@ class Decoding:
 
 
 def plan_decoding(
-    stripes: LaneStripes,
-    survivors: Survivors,
-    wanted: tuple[np.ndarray, np.ndarray, np.ndarray],
-    row_bytes: int,
-    keys: list[bytes],
+    stripes: LaneStripes, survivors: Survivors, wanted: StripePlaces, row_bytes: int, keys: list[bytes]
 ) -> Decoding:
-    """How to decode rows of one shape and lane.
+    """How to decode rows of one shape and lane. keys: of the lane's hash on each store shard.
 
-    wanted: table int16, stripe int64 and place in the stripe int64 (0 .. k-1 a member, k .. a parity row), [n] each. keys: of the lane's hash on
-    each store shard. A row that was never written, and the parity of a stripe without rows, decodes to zeros.
+    A row that was never written, and the parity of a stripe without rows, decodes to zeros.
     """
-    written = stripes.written
-    bounds, names, targets, factors = _sources(
-        stripes.prefix, *wanted, stripes.members, stripes.k, survivors.pattern, survivors.known, survivors.factors,
-        written.flags, written.starts, written.room,
-    )  # fmt: skip
-    rows = np.empty((len(names), row_bytes), np.uint8)
+    sources: _Sources = _sources(stripes.map, survivors, wanted)
+    rows = np.empty((len(sources.fields), row_bytes), np.uint8)
     reads = [
-        Read(shard, keys[shard], names[first:last], rows[first:last], any_length=True)
-        for shard, (first, last) in enumerate(pairwise(bounds.tolist()))
+        Read(shard, keys[shard], sources.fields[first:last], rows[first:last], any_length=True)
+        for shard, (first, last) in enumerate(pairwise(sources.bounds.tolist()))
         if last > first
     ]
-    return Decoding(len(wanted[2]), reads, rows, targets, factors)
+    return Decoding(len(wanted.place), reads, rows, sources.targets, sources.factors)
 
 
 def plan_alone(
     stripes: LaneStripes,
     placement: Placement,
     lost: np.ndarray,
-    wanted: tuple[np.ndarray, np.ndarray, np.ndarray],
+    wanted: StripePlaces,
     row_bytes: int,
     keys: list[bytes],
 ) -> Decoding | None:
     """The same for single rows while more shards are lost (bool [shards]) than parity covers; None if a stripe of theirs has lost too many."""
-    table, stripe, _ = wanted
-    for one in np.unique(table).tolist():
-        if (lost[stripes.shards(one, stripe[table == one])].sum(axis=1) > placement.r).any():
+    for one in np.unique(wanted.table).tolist():
+        if (lost[stripes.shards(one, wanted.stripe[wanted.table == one])].sum(axis=1) > placement.r).any():
             return None
     return plan_decoding(stripes, Survivors.of(placement, lost, every_group=False), wanted, row_bytes, keys)
 
 
 @nb.njit(nogil=True, cache=True)
-def _on_shard(prefix, table, first, end, members, k, shard, flags, start, room, stripe_of, place_of):  # type: ignore[no-untyped-def]
+def _on_shard(stripes, table, first, end, shard, stripe_of, place_of):  # type: ignore[no-untyped-def]
     """The rows and parity rows that a shard has of stripes [first, end) of a table, as many as fit: (how many, the stripe after the last)."""
+    members, k, flags = stripes.members, stripes.k, stripes.flags
+    start, room = stripes.starts[table], stripes.room[table]
     groups = np.uint64(members.shape[0])
     count = 0
     for stripe in range(first, end):
-        group = np.int64(stripe_hash(prefix, table, stripe) % groups)
+        group = np.int64(stripe_hash(stripes.prefix, table, stripe) % groups)
         for place in range(members.shape[1]):
             if members[group, place] != shard:
                 continue
@@ -200,37 +222,29 @@ def rows_on_shard(stripes: LaneStripes, table: int, first: int, shard: int, most
     written = stripes.written
     end = -(-int(written.counts[table]) // stripes.k)
     stripe, place = np.empty(most, np.int64), np.empty(most, np.int64)
-    count, after = _on_shard(
-        stripes.prefix, table, first, end, stripes.members, stripes.k, shard, written.flags, written.starts[table],
-        written.room[table], stripe, place,
-    )  # fmt: skip
+    count, after = _on_shard(stripes.map, table, first, end, shard, stripe, place)
     return ShardRows(stripe[:count], place[:count], int(after))
 
 
 @nb.njit(nogil=True, cache=True)
-def _count_lost(prefix, table, count, members, k, gone, covered, flags):  # type: ignore[no-untyped-def]
+def _count_lost(stripes, table, count, gone):  # type: ignore[no-untyped-def]
+    """How many rows of a table, ordinals below count, are on shards that are gone, in stripes that have lost more than their parity covers."""
+    members, k, start = stripes.members, stripes.k, stripes.starts[table]
     groups = np.uint64(members.shape[0])
+    covered = members.shape[1] - k
     lost = 0
     for ordinal in range(count):
         stripe = ordinal // k
-        group = np.int64(stripe_hash(prefix, table, stripe) % groups)
+        group = np.int64(stripe_hash(stripes.prefix, table, stripe) % groups)
         missing = 0
         for place in range(members.shape[1]):
             missing += gone[members[group, place]]
-        if flags[ordinal] and missing > covered and gone[members[group, ordinal - stripe * k]]:
+        if stripes.flags[start + ordinal] and missing > covered and gone[members[group, ordinal - stripe * k]]:
             lost += 1
     return lost
 
 
 def lost_rows(stripes: LaneStripes, tables: int, gone: np.ndarray) -> np.ndarray:
     """How many rows of each table cannot be had where the shards `gone` (bool [shards]) are lost: int64 [tables]."""
-    written, covered = stripes.written, stripes.members.shape[1] - stripes.k
-    return np.array(
-        [
-            _count_lost(
-                stripes.prefix, table, int(written.counts[table]), stripes.members, stripes.k, gone, covered,
-                written.flags[written.starts[table] :],
-            )
-            for table in range(tables)
-        ]
-    )  # fmt: skip
+    counts = stripes.written.counts
+    return np.array([_count_lost(stripes.map, table, int(counts[table]), gone) for table in range(tables)])

@@ -42,15 +42,16 @@ class RowCounts:
 
 
 @nb.njit(nogil=True, cache=True)
-def _count(prefix, table, count, members, k, cursors, flags, rows, parity_rows):  # type: ignore[no-untyped-def]
+def _count(stripes, table, count, cursors, rows, parity_rows):  # type: ignore[no-untyped-def]
+    members, k, start = stripes.members, stripes.k, stripes.starts[table]
     groups = np.uint64(members.shape[0])
     for stripe in range((count + k - 1) // k):
-        group = np.int64(stripe_hash(prefix, table, stripe) % groups)
+        group = np.int64(stripe_hash(stripes.prefix, table, stripe) % groups)
         name = pack(table, stripe)
         exists = False
         for place in range(k):
             ordinal = stripe * k + place
-            if ordinal < count and flags[ordinal]:
+            if ordinal < count and stripes.flags[start + ordinal]:
                 exists = True
                 rows[members[group, place]] += name < cursors[members[group, place]]
         if exists:
@@ -63,9 +64,5 @@ def count_rows(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarr
     found, written = RowCounts.none(tables, shards), stripes.written
     below = np.full(shards, ALL_STRIPES, np.uint64) if cursors is None else cursors
     for table in range(tables):
-        flags = written.flags[written.starts[table] :]
-        _count(
-            stripes.prefix, table, int(written.counts[table]), stripes.members, stripes.k, below, flags,
-            found.rows[table], found.parity_rows[table],
-        )  # fmt: skip
+        _count(stripes.map, table, int(written.counts[table]), below, found.rows[table], found.parity_rows[table])
     return found

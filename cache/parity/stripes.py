@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numba as nb
 import numpy as np
@@ -82,16 +83,39 @@ class Written:
         return found
 
 
+class StripeMap(NamedTuple):
+    """What kernels know of a lane's stripes: where they are, and which of their rows were written.
+
+    prefix: uint64, what the lane's hashes begin with; members: int32 [groups, k + r], of the placement, the first k for rows; flags uint8, starts and
+    room int64 [tables]: of `Written`.
+    """
+
+    prefix: np.uint64
+    members: np.ndarray
+    k: int
+    flags: np.ndarray
+    starts: np.ndarray
+    room: np.ndarray
+
+
+class BatchRows(NamedTuple):
+    """Rows of a batch: table int16 [n], ordinal int64 [n]."""
+
+    table: np.ndarray
+    ordinal: np.ndarray
+
+
 @nb.njit(nogil=True, cache=True)
-def _room_for(prefix, table, ordinal, places, first, members, k, limit, rows, parities):  # type: ignore[no-untyped-def]
+def _room_for(stripes, batch, places, first, limit, rows, parities):  # type: ignore[no-untyped-def]
     """How many of places[first:] fit beside what rows and parities (int64 [shards]) count, so that none passes the limit."""
+    members, k = stripes.members, stripes.k
     groups = np.uint64(members.shape[0])
     width = members.shape[1]
     for i in range(first, places.size):
         at = places[i]
-        stripe = ordinal[at] // k
-        group = np.int64(stripe_hash(prefix, table[at], stripe) % groups)
-        shard = members[group, ordinal[at] - stripe * k]
+        stripe = batch.ordinal[at] // k
+        group = np.int64(stripe_hash(stripes.prefix, batch.table[at], stripe) % groups)
+        shard = members[group, batch.ordinal[at] - stripe * k]
         if rows[shard] == limit:
             return i - first
         for j in range(k, width):
@@ -104,77 +128,7 @@ def _room_for(prefix, table, ordinal, places, first, members, k, limit, rows, pa
     return places.size - first
 
 
-@nb.njit(nogil=True, cache=True)
-def _arrange(prefix, table, ordinal, members, k, cursors, flags, starts):  # type: ignore[no-untyped-def]
-    n, shards, r = table.size, cursors.size, members.shape[1] - k
-    groups = np.uint64(members.shape[0])
-    size = 16
-    while size < 2 * n:
-        size *= 2
-    heads = np.full(size, -1, np.int64)
-    stripe_of, member = np.empty(n, np.int64), np.empty(n, np.uint8)
-    shard_of = np.empty(n, np.int64)
-    keys, group_of = np.empty(n, np.uint64), np.empty(n, np.int64)
-    others = np.zeros(n, np.int64)  # of a stripe: rows that the store has and the batch has not
-    row_starts = np.zeros(shards + 2, np.int64)
-    count = 0
-    for i in range(n):
-        stripe = ordinal[i] // k
-        hashed = stripe_hash(prefix, table[i], stripe)
-        group = np.int64(hashed % groups)
-        name = pack(table[i], stripe)
-        at = np.int64(hashed >> np.uint64(20)) & (size - 1)
-        while heads[at] >= 0 and keys[heads[at]] != name:
-            at = (at + 1) & (size - 1)
-        if heads[at] < 0:
-            heads[at] = count
-            keys[count] = name
-            group_of[count] = group
-            if r > 0:
-                begin = starts[table[i]] + stripe * k
-                for j in range(begin, begin + k):
-                    others[count] += flags[j]
-            count += 1
-        if r > 0:
-            others[heads[at]] -= flags[starts[table[i]] + ordinal[i]]
-        stripe_of[i] = heads[at]
-        member[i] = ordinal[i] - stripe * k
-        shard = members[group, member[i]]
-        shard_of[i] = shard if name < cursors[shard] else shards
-        row_starts[shard_of[i] + 1] += 1
-    for shard in range(shards + 1):
-        row_starts[shard + 1] += row_starts[shard]
-    position, next_rows = np.empty(n, np.int64), row_starts.copy()
-    names, updates = np.empty(n, np.uint64), np.empty(n, np.bool_)
-    for i in range(n):
-        position[i] = next_rows[shard_of[i]]
-        next_rows[shard_of[i]] += 1
-        names[position[i]] = pack(table[i], ordinal[i])
-        updates[position[i]] = others[stripe_of[i]] > 0
-    # Parity rows by shard, those to be read first in each.
-    entry_starts = np.zeros(2 * shards + 1, np.int64)
-    for t in range(count):
-        for j in range(r):
-            shard = members[group_of[t], k + j]
-            if keys[t] < cursors[shard]:
-                entry_starts[2 * shard + (others[t] == 0) + 1] += 1
-    for bucket in range(2 * shards):
-        entry_starts[bucket + 1] += entry_starts[bucket]
-    entry_of, next_entries = np.full((count, r), -1, np.int64), entry_starts.copy()
-    entry_fields = np.empty(entry_starts[2 * shards], np.uint64)
-    for t in range(count):
-        for j in range(r):
-            shard = members[group_of[t], k + j]
-            if keys[t] < cursors[shard]:
-                bucket = 2 * shard + (others[t] == 0)
-                entry_of[t, j] = next_entries[bucket]
-                entry_fields[next_entries[bucket]] = keys[t] | PARITY_BIT
-                next_entries[bucket] += 1
-    return position, names, row_starts, stripe_of, member, entry_of, entry_fields, entry_starts, updates, group_of[:count]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
+class Arrangement(NamedTuple):
     """Where the rows of a batch and the parity rows of their stripes go.
 
     position: int64 [n], of each row in the order of the store shards, where row_fields (uint64 [n]) and row_starts (int64 [shards + 2]: where
@@ -209,6 +163,121 @@ class Arrangement:
         return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 2]))
 
 
+class _BatchStripes(NamedTuple):
+    """The stripes of a batch, in order of first occurrence, and what is known of its rows in them.
+
+    name: uint64 [stripes], table and number; group: int64 [stripes], of the placement; others: int64 [stripes], rows that the store has and
+    the batch has not. Of the rows as they came: stripe_of int64 [n]; member uint8 [n]; shard_of int64 [n], where a row goes, the number of shards
+    for one whose shard is not live.
+    """
+
+    name: np.ndarray
+    group: np.ndarray
+    others: np.ndarray
+    stripe_of: np.ndarray
+    member: np.ndarray
+    shard_of: np.ndarray
+
+
+@nb.njit(nogil=True, cache=True)
+def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
+    """Find the stripes of a batch, whose rows are distinct, by an open-addressed table of at least 2 n places.
+
+    Afterwards a stripe's `others` is how many of its rows are flagged as written less those among them that are in the batch: 0 where the batch has
+    all that is stored of it, so that its parity follows from the new values alone.
+    """
+    table, ordinal, members, k = batch.table, batch.ordinal, stripes.members, stripes.k
+    n, shards, r = table.size, cursors.size, members.shape[1] - k
+    groups = np.uint64(members.shape[0])
+    size = 16
+    while size < 2 * n:
+        size *= 2
+    heads = np.full(size, -1, np.int64)
+    stripe_of, member, shard_of = np.empty(n, np.int64), np.empty(n, np.uint8), np.empty(n, np.int64)
+    names, group_of = np.empty(n, np.uint64), np.empty(n, np.int64)
+    others = np.zeros(n, np.int64)
+    count = 0
+    for i in range(n):
+        stripe = ordinal[i] // k
+        hashed = stripe_hash(stripes.prefix, table[i], stripe)
+        group = np.int64(hashed % groups)
+        name = pack(table[i], stripe)
+        at = np.int64(hashed >> np.uint64(20)) & (size - 1)
+        while heads[at] >= 0 and names[heads[at]] != name:
+            at = (at + 1) & (size - 1)
+        if heads[at] < 0:
+            heads[at] = count
+            names[count] = name
+            group_of[count] = group
+            if r > 0:
+                begin = stripes.starts[table[i]] + stripe * k
+                for j in range(begin, begin + k):
+                    others[count] += stripes.flags[j]
+            count += 1
+        if r > 0:
+            others[heads[at]] -= stripes.flags[stripes.starts[table[i]] + ordinal[i]]
+        stripe_of[i] = heads[at]
+        member[i] = ordinal[i] - stripe * k
+        shard = members[group, member[i]]
+        shard_of[i] = shard if name < cursors[shard] else shards
+    return _BatchStripes(names[:count], group_of[:count], others[:count], stripe_of, member, shard_of)
+
+
+@nb.njit(nogil=True, cache=True)
+def _arrange(stripes, batch, cursors):  # type: ignore[no-untyped-def]
+    """Where the rows of a batch, and the parity rows of their stripes, go: two counting sorts by shard, neither of which moves a row itself.
+
+    Before: every row's stripe is found, and `flags` says of each member whether it is stored (`LaneStripes.arrange` made room for them).
+    Afterwards rows stand by shard in the order in which they came, those for no live shard last; parity rows stand by shard, in each first those
+    that must be read and updated, then those that are made from the batch alone; a parity row whose shard is not live has no place (-1).
+    """
+    found = _stripes_of(stripes, batch, cursors)
+    members, k = stripes.members, stripes.k
+    n, shards, r, count = batch.table.size, cursors.size, members.shape[1] - k, found.name.size
+    row_starts = np.zeros(shards + 2, np.int64)
+    for i in range(n):
+        row_starts[found.shard_of[i] + 1] += 1
+    for shard in range(shards + 1):
+        row_starts[shard + 1] += row_starts[shard]
+    position, next_rows = np.empty(n, np.int64), row_starts.copy()
+    row_fields, updates = np.empty(n, np.uint64), np.empty(n, np.bool_)
+    for i in range(n):
+        position[i] = next_rows[found.shard_of[i]]
+        next_rows[found.shard_of[i]] += 1
+        row_fields[position[i]] = pack(batch.table[i], batch.ordinal[i])
+        updates[position[i]] = found.others[found.stripe_of[i]] > 0
+    entry_starts = np.zeros(2 * shards + 1, np.int64)
+    for t in range(count):
+        for j in range(r):
+            shard = members[found.group[t], k + j]
+            if found.name[t] < cursors[shard]:
+                entry_starts[2 * shard + (found.others[t] == 0) + 1] += 1
+    for bucket in range(2 * shards):
+        entry_starts[bucket + 1] += entry_starts[bucket]
+    entry_of, next_entries = np.full((count, r), -1, np.int64), entry_starts.copy()
+    entry_fields = np.empty(entry_starts[2 * shards], np.uint64)
+    for t in range(count):
+        for j in range(r):
+            shard = members[found.group[t], k + j]
+            if found.name[t] < cursors[shard]:
+                bucket = 2 * shard + (found.others[t] == 0)
+                entry_of[t, j] = next_entries[bucket]
+                entry_fields[next_entries[bucket]] = found.name[t] | PARITY_BIT
+                next_entries[bucket] += 1
+    return Arrangement(
+        position,
+        row_fields,
+        row_starts,
+        found.stripe_of,
+        found.member,
+        entry_of,
+        entry_fields,
+        entry_starts,
+        updates,
+        found.group,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Fresh:
     """Rows and parity rows of a batch that were never written before: int64 [shards] each, those for shards that are live, and all of them."""
@@ -239,12 +308,18 @@ class LaneStripes:
         """What the lane's hashes begin with."""
         return np.uint64(key(self.lane))
 
+    @property
+    def map(self) -> StripeMap:
+        """The same for kernels, as it is now: `written` may get other arrays when it grows."""
+        written = self.written
+        return StripeMap(self.prefix, self.members, self.k, written.flags, written.starts, written.room)
+
     def arrange(self, table: np.ndarray, ordinal: np.ndarray, cursors: np.ndarray) -> Arrangement:
         """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
         if self.members.shape[1] > self.k:
             self.written.reserve(table, ordinal)
-        found = _arrange(self.prefix, table, ordinal, self.members, self.k, cursors, self.written.flags, self.written.starts)
-        return Arrangement(*found)
+        found: Arrangement = _arrange(self.map, BatchRows(table, ordinal), cursors)
+        return found
 
     def fresh(self, placed: Arrangement, stored: np.ndarray, shards: int) -> Fresh:
         """What of an arranged batch the store has not. stored: bool [n], of the rows as they came, whether they were written before."""
@@ -269,7 +344,7 @@ class LaneStripes:
 
         No shard gets more than `limit` of either; the counts go up by those that fit.
         """
-        return int(_room_for(self.prefix, table, ordinal, places, first, self.members, self.k, limit, *counts))
+        return int(_room_for(self.map, BatchRows(table, ordinal), places, first, limit, *counts))
 
     def shards(self, table: int, stripe: np.ndarray) -> np.ndarray:
         """The store shards of stripes (int64 [n]) of a table, members first: int32 [n, k + r]."""

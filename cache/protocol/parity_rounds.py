@@ -12,7 +12,7 @@ import numpy as np
 
 from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import RowError
-from foreload.cache.parity.decoding import Decoding, plan_alone, plan_decoding
+from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.batches import WriteBackBatch
 from foreload.cache.protocol.failover import Failover
@@ -247,7 +247,7 @@ class ParityRounds(Rounds):
             place[own] = (stripes.shards(one, stripe[own]) == read.shard).argmax(axis=1)
         lost = self._unreadable(lane, read.shard)
         decoding = plan_alone(
-            stripes, self._stored.placement, lost, (table, stripe, place), read.rows.shape[1], self._stored.keys(lane)
+            stripes, self._stored.placement, lost, StripePlaces(table, stripe, place), read.rows.shape[1], self._stored.keys(lane)
         )
         if decoding is None:
             raise error
@@ -274,8 +274,8 @@ class ParityRounds(Rounds):
                 lane, stripes = fetch.writes.lane, fetch.writes.stripes
                 if request.decoded or self._shards.readable(lane, request.read.shard):
                     continue
-                ordinal = fetch.expected.ordinal[request.places]
-                wanted = fetch.expected.table[request.places], ordinal // k, ordinal % k
+                rows = fetch.expected.select(request.places)
+                wanted = StripePlaces.of_rows(rows.table, rows.ordinal, k)
                 row_bytes = request.read.rows.shape[1]
                 plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, self._stored.keys(lane))
                 work.append((fetch, request, plan))

@@ -15,7 +15,7 @@ from foreload.cache.client.store import (
     Write,
 )
 from foreload.cache.errors import RowError, StoreError
-from foreload.cache.parity.decoding import Decoding, plan_alone, plan_decoding
+from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import LaneStripes
@@ -301,7 +301,7 @@ def decode_wrong(
     assert error.wrong is not None
     places, k = np.flatnonzero(error.wrong), stored.placement.k
     ordinal = expected.ordinal[request.places[places]]
-    wanted = expected.table[request.places[places]], ordinal // k, ordinal % k
+    wanted = StripePlaces.of_rows(expected.table[request.places[places]], ordinal, k)
     row_bytes = request.read.rows.shape[1]
     decoding = plan_alone(stripes, stored.placement, lost, wanted, row_bytes, stored.keys(expected.lane))
     if decoding is None:
@@ -312,7 +312,7 @@ def decode_wrong(
 def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Decoding:
     assert stored.stripes is not None
     ordinal, k = expected.ordinal[request.places], stored.placement.k
-    wanted = expected.table[request.places], ordinal // k, ordinal % k
+    wanted = StripePlaces.of_rows(expected.table[request.places], ordinal, k)
     survivors, row_bytes = stored.shards.survivors(expected.lane), request.read.rows.shape[1]
     return plan_decoding(stored.stripes(expected.lane), survivors, wanted, row_bytes, stored.keys(expected.lane))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS
-from foreload.cache.parity.decoding import plan_decoding, rows_on_shard
+from foreload.cache.parity.decoding import StripePlaces, plan_decoding, rows_on_shard
 from foreload.cache.protocol.background import Task
 from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import Lanes, LaneWrites
@@ -81,7 +81,7 @@ class Rebuild(Task):
         found = rows_on_shard(stripes, table, first, shard, COMMAND_ROWS)
         row_bytes = self._stored.layouts[table].row_bytes
         if len(found.place):
-            wanted = np.full(len(found.place), table, np.int16), found.stripe, found.place
+            wanted = StripePlaces(np.full(len(found.place), table, np.int16), found.stripe, found.place)
             keys = self._stored.keys(lane)
             plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, keys)
             reads = [(lane, read) for read in plan.reads]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,14 +11,10 @@ from typing import Self
 
 import numpy as np
 
-from foreload.cache.client import frames
 from foreload.cache.client.channel import (
-    RETRIED,
     Channel,
-    now_ns,
-    pauses,
-    reply_error,
 )
+from foreload.cache.client.connections import Connections
 from foreload.cache.client.resp import (
     HmgetReply,
     NumberReply,
@@ -28,26 +22,19 @@ from foreload.cache.client.resp import (
     Request,
     hmget,
     hset,
-    lay_out,
     plain,
 )
 from foreload.cache.client.url import NEVER_EVICTS, StoreUrl, parse_url
 from foreload.cache.errors import (
     CommandRefused,
-    Fenced,
     RowError,
     StoreAuth,
     StoreError,
-    StoreSilent,
     StoreUnavailable,
 )
 
 COMMAND_ROWS = 2048
 NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone
-_OUT_BYTES = 1 << 17  # a processor's nearer caches hold both buffers
-_IN_BYTES = 1 << 18
-_PAUSE_NS = 500_000_000  # how often, at least, Python may see to signals
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 @dataclass(slots=True)
@@ -130,24 +117,22 @@ class Store:
     ) -> None:
         if not urls:
             raise StoreError("store: needs the URL of at least one store shard; got none")
-        self.timeout = timeout
-        self.commands = self.rows_read = self.rows_written = self.retries = 0
-        self._closed = ""
-        self._channels: list[Channel] = []
+        self.rows_read = self.rows_written = 0
+        self._connections = Connections(timeout)
+        channels = self._connections.channels
         try:
             for url in urls:
                 parsed = url if isinstance(url, StoreUrl) else parse_url(url)
                 try:
-                    self._channels.append(Channel(parsed, timeout, connect_timeout))
+                    channels.append(Channel(parsed, timeout, connect_timeout))
                 except StoreUnavailable as error:
                     if not optional:
                         raise
-                    self._channels.append(Channel.absent(parsed, error))
-            self._states = np.zeros((self.shards, frames.CONNECTION_COLUMNS), np.int64)
-            self._make_buffers(_OUT_BYTES, _IN_BYTES)
+                    channels.append(Channel.absent(parsed, error))
+            self._connections.open()
             for shard in range(self.shards) if optional else ():
                 # A stopped server takes connections, and no more.
-                self._perform({} if shard in self.down else {shard: [plain("PING")]}, {})
+                self._connections.perform({} if shard in self.down else {shard: [plain("PING")]}, {})
             for shard in self.down.keys() ^ range(self.shards):
                 self._check_server(shard)
         except BaseException:
@@ -160,29 +145,44 @@ class Store:
         return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout)
 
     @property
+    def timeout(self) -> timedelta:
+        """For silence of a shard that owes an answer."""
+        return self._connections.timeout
+
+    @property
+    def commands(self) -> int:
+        """Commands sent so far."""
+        return self._connections.commands
+
+    @property
+    def retries(self) -> int:
+        """Commands that were sent again, since a server was not ready."""
+        return self._connections.retries
+
+    @property
     def shards(self) -> int:
         """How many store shards there are."""
-        return len(self._channels)
+        return len(self._connections.channels)
 
     @property
     def urls(self) -> tuple[StoreUrl, ...]:
         """The store shards' addresses, in order."""
-        return tuple(channel.url for channel in self._channels)
+        return tuple(channel.url for channel in self._connections.channels)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes sent to all shards so far."""
-        return sum(channel.bytes_sent for channel in self._channels)
+        return sum(channel.bytes_sent for channel in self._connections.channels)
 
     @property
     def bytes_received(self) -> int:
         """Bytes received from all shards so far."""
-        return sum(channel.bytes_received for channel in self._channels)
+        return sum(channel.bytes_received for channel in self._connections.channels)
 
     @property
     def down(self) -> dict[int, StoreError]:
         """The shards that cannot be asked anything, each with the reason."""
-        return {shard: channel.failure for shard, channel in enumerate(self._channels) if channel.failure is not None}
+        return {shard: channel.failure for shard, channel in enumerate(self._connections.channels) if channel.failure is not None}
 
     def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
         """Do all reads, then all writes of each shard, all shards at once; returns when every reply is in.
@@ -193,7 +193,7 @@ class Store:
         connection that fails.
         """
         requests, replies, counts = self._prepare(reads, writes)
-        self._perform(requests)
+        self._connections.perform(requests)
         for read, parts in replies:
             self._finish(read, parts)
         for write, count in counts:
@@ -212,13 +212,13 @@ class Store:
             [write for write in writes if write.shard not in failures],
         )
         requests, replies, counts = self._prepare(reads, writes)
-        self._perform(requests, failures)
+        self._connections.perform(requests, failures)
         for read, parts in replies:
             if read.shard not in failures:
                 try:
                     self._finish(read, parts)
                 except StoreError as error:
-                    self._lose(read.shard, error, failures)
+                    self._connections.lose(read.shard, error, failures)
         for write, count in counts:
             if write.shard not in failures:
                 write.added = count.number
@@ -226,15 +226,11 @@ class Store:
 
     def adopt(self, shard: int, other: Store) -> None:
         """Take over the connection of a Store of one shard, which ends with that, as a shard's that failed in `attempt`."""
-        channel, other._channels = other._channels[0], []
-        self._channels[shard].close()
-        self._channels[shard] = channel
-        self._states[shard] = 0
-        channel.place(self._states[shard], self._out[shard], self._in[shard])
+        self._connections.replace(shard, other._connections.channels.pop())
 
     def give_up(self, shard: int, why: str) -> None:
         """Close a shard's connection: from now on it counts as failed in `attempt`."""
-        self._channels[shard].fail(StoreUnavailable(why))
+        self._connections.channels[shard].fail(StoreUnavailable(why))
 
     def _prepare(
         self, reads: Sequence[Read], writes: Sequence[Write]
@@ -274,7 +270,7 @@ class Store:
         """
         requests = [plain(*words) for words in commands]
         if requests:
-            self._perform({shard: requests})
+            self._connections.perform({shard: requests})
         return [request.reply.value for request in requests if isinstance(request.reply, PlainReply)]
 
     def info(self, shard: int) -> dict[str, str]:
@@ -286,9 +282,7 @@ class Store:
 
     def close(self) -> None:
         """Close all connections. Does nothing the second time."""
-        self._closed = self._closed or "it was closed before"
-        for channel in self._channels:
-            channel.close()
+        self._connections.close()
 
     def __enter__(self) -> Self:
         return self
@@ -325,13 +319,6 @@ class Store:
         self.rows_written += len(write.fields)
         return hset(write.key, write.fields, write.rows, write.marker)
 
-    def _make_buffers(self, out_bytes: int, in_bytes: int) -> None:
-        """Buffers for all connections, none of which has a request under way."""
-        self._out = np.empty((self.shards, out_bytes), np.uint8)
-        self._in = np.empty((self.shards, in_bytes), np.uint8)
-        for channel, state, out, data in zip(self._channels, self._states, self._out, self._in, strict=True):
-            channel.place(state, out, data)
-
     def _finish(self, read: Read, parts: list[HmgetReply]) -> None:
         """Gather what the commands of one read found."""
         url = self.urls[read.shard]
@@ -353,167 +340,3 @@ class Store:
             absent = [np.zeros(len(reply.rows), np.bool_) if reply.missing is None else reply.missing for reply in parts]
             read.missing = np.concatenate(absent)
         self.rows_read += len(read.rows)
-
-    def _perform(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None = None) -> None:
-        """Run requests to their replies, again where a server was not ready, and raise what a server refused.
-
-        failures: where shards are noted whose connection fails; where it is None, that closes everything and is raised.
-        """
-        if self._closed:
-            raise StoreUnavailable(f"store: the connections are closed ({self._closed}); make a new Store")
-        try:
-            attempts = pauses(self.timeout)
-            while requests:
-                self._begin(requests)
-                self._await_replies(list(requests), failures)
-                again = self._not_ready(
-                    {shard: some for shard, some in requests.items() if shard not in (failures or ())}, failures
-                )
-                if again and next(attempts, self) is self:
-                    for shard, some in again.items():
-                        error = next(request.reply.error for request in some if request.reply.error is not None)
-                        self._lose(shard, reply_error(self.urls[shard], error), failures)
-                    return
-                for request in (request for some in again.values() for request in some):
-                    request.reply.restart()
-                    self.retries += 1
-                requests = again
-        except StoreError:
-            raise
-        except BaseException as error:
-            # Replies may still be under way: nothing more can be asked on these connections.
-            self._fail(repr(error))
-            raise
-
-    def _not_ready(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None) -> dict[int, list[Request]]:
-        """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.
-
-        A shard that refuses for another reason than that is lost, but for one that has another owner, which is for this one to know.
-        """
-        again: dict[int, list[Request]] = {}
-        for shard, some in requests.items():
-            for request in some:
-                error = request.reply.error
-                if error is None:
-                    continue
-                if error.split(" ", 1)[0] in RETRIED:
-                    again[shard] = some
-                    continue
-                refusal = reply_error(self.urls[shard], error)
-                if isinstance(refusal, Fenced):
-                    raise refusal
-                self._lose(shard, refusal, failures)
-                again.pop(shard, None)
-                break
-        return again
-
-    def _begin(self, requests: dict[int, list[Request]]) -> None:
-        all_requests = [request for some in requests.values() for request in some]
-        frame_bytes = max((request.frame_bytes for request in all_requests), default=0)
-        if 2 * frame_bytes > self._out.shape[1]:
-            self._make_buffers(2 * frame_bytes, max(4 * frame_bytes, _IN_BYTES))
-        self._table = lay_out(all_requests)
-        first = 0
-        for shard, some in requests.items():
-            self._channels[shard].begin(self._table, first, some)
-            self.commands += len(some)
-            first += len(some)
-
-    def _await_replies(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
-        """Send and receive on the channels of these shards until each has every reply, or has failed."""
-        try:
-            if all(self._channels[shard].compiled for shard in busy):
-                self._run_exchange(failures)
-            else:
-                self._select(busy, failures)
-        except StoreError as error:
-            self._fail(str(error))
-            raise
-
-    def _run_exchange(self, failures: dict[int, StoreError] | None) -> None:
-        timeout_ns = self._timeout_ns
-        while True:
-            why, shard = frames.run_exchange(
-                self._table, self._states, self._out, self._in, time.CLOCK_MONOTONIC, timeout_ns, _PAUSE_NS
-            )
-            if why == frames.ALL_ANSWERED:
-                return
-            if why == frames.SILENT:
-                self._lose(shard, self._silence(shard), failures)
-            elif why == frames.IN_PYTHON:
-                try:
-                    self._channels[shard].handle_in_python()
-                except StoreError as error:
-                    self._lose(shard, error, failures)
-
-    def _select(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
-        """The same where TLS is in between."""
-        with selectors.DefaultSelector() as selector:
-            for shard in busy:
-                channel = self._channels[shard]
-                try:
-                    channel.send()
-                except StoreError as error:
-                    self._lose(shard, error, failures)
-                    continue
-                selector.register(channel.socket, _READ | _WRITE if channel.wants_write else _READ, shard)
-            seen = now_ns()
-            while selector.get_map():
-                due_ns = min(self._channels[key.data].progressed_ns for key in selector.get_map().values()) + self._timeout_ns
-                wait_ns = min(max(due_ns - seen, 0), _PAUSE_NS)
-                ready = selector.select(wait_ns * 1e-9)
-                before, seen = seen, now_ns()
-                frames.discount_stall(self._states, seen - before - wait_ns)
-                for key, events in ready:
-                    try:
-                        self._serve(selector, key, events)
-                    except StoreError as error:
-                        selector.unregister(key.fileobj)
-                        self._lose(key.data, error, failures)
-                silent = self._check_silence(busy, seen, failures)
-                for key in [key for key in selector.get_map().values() if key.data in silent]:
-                    selector.unregister(key.fileobj)
-
-    def _lose(self, shard: int, error: StoreError, failures: dict[int, StoreError] | None) -> None:
-        """Go on without a shard, or raise."""
-        if failures is None:
-            raise error
-        failures[shard] = error
-        self._channels[shard].fail(error)
-
-    def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
-        channel = self._channels[key.data]
-        if events & _READ or channel.tls_wants_write:
-            channel.receive()
-        if events & _WRITE:
-            channel.send()
-        if channel.answered:
-            selector.unregister(key.fileobj)
-            return
-        wanted = _READ | _WRITE if channel.wants_write else _READ
-        if wanted != key.events:
-            selector.modify(key.fileobj, wanted, key.data)
-
-    @property
-    def _timeout_ns(self) -> int:
-        return self.timeout // timedelta(microseconds=1) * 1000
-
-    def _check_silence(self, busy: list[int], at_ns: int, failures: dict[int, StoreError] | None) -> list[int]:
-        """Find the shards that owe an answer and have been silent for too long: raise StoreUnavailable, or go on without them."""
-        silent = []
-        for shard in busy:
-            channel = self._channels[shard]
-            if not channel.answered and at_ns - channel.progressed_ns >= self._timeout_ns:
-                self._lose(shard, self._silence(shard), failures)
-                silent.append(shard)
-        return silent
-
-    def _silence(self, shard: int) -> StoreSilent:
-        return StoreSilent(
-            f"store {self.urls[shard]}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
-            "--store-timeout sets the limit"
-        )
-
-    def _fail(self, why: str) -> None:
-        self._closed = self._closed or why
-        self.close()

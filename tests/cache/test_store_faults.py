@@ -109,7 +109,7 @@ def test_a_client_that_was_itself_stopped_calls_no_store_silent(server: LocalSto
         os.kill(pid, signal.SIGCONT)
         # The server has answered while this process was stopped for much longer than the timeout. (Its answer to a later command of another
         # connection would not say so: it may be sent first.)
-        assert select.select([store._channels[0].socket], [], [], LONG.total_seconds())[0]
+        assert select.select([store._connections.channels[0].socket], [], [], LONG.total_seconds())[0]
         connections[:, frames.PROGRESSED_NS] -= 10 * times[0]
         return frames.PAUSED, 0
 
@@ -332,8 +332,8 @@ def test_a_client_that_was_itself_stopped_calls_no_store_silent_over_tls(
             return super().select(timeout)
 
     # It looks often, so that next to nothing of the lapse is time that it had asked for.
-    monkeypatch.setattr("foreload.cache.client.store._PAUSE_NS", 1_000_000)
-    for module in ("foreload.cache.client.store", "foreload.cache.client.channel"):
+    monkeypatch.setattr("foreload.cache.client.connections._PAUSE_NS", 1_000_000)
+    for module in ("foreload.cache.client.connections", "foreload.cache.client.channel"):
         monkeypatch.setattr(f"{module}.now_ns", lambda: time.monotonic_ns() + sum(lapse))
     with Store([tls_server.url], LONG) as store:
         monkeypatch.setattr(selectors, "DefaultSelector", Stopped)

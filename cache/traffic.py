@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -25,6 +25,7 @@ import numpy as np
 from foreload.cache.errors import CacheError, RowsLost
 from foreload.cache.protocol.background import Background
 from foreload.cache.protocol.batch_log import BatchLog
+from foreload.cache.protocol.counters import Counters
 from foreload.cache.protocol.failover import Failover, counted
 from foreload.cache.protocol.lanes import (
     Boundary,
@@ -48,30 +49,6 @@ from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
 NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)
 REPAIR_POLL = timedelta(milliseconds=50)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the traffic did so far, all lanes together.
-
-    rows_written is without the rows written beyond the schedule; parity rows are counted apart. stalled_rows: arrivals whose fetch was
-    not yet allowed to leave when the trainer took their event. rows_decoded: fetched rows that their stripes gave. rows_rebuilt: with parity rows.
-    """
-
-    rows_initial: int = 0
-    rows_fetched: int = 0
-    rows_written: int = 0
-    rows_written_at_stop: int = 0
-    parity_rows_read: int = 0
-    parity_rows_written: int = 0
-    rows_decoded: int = 0
-    rows_rebuilt: int = 0
-    bytes_fetched: int = 0
-    bytes_written: int = 0
-    rounds: int = 0
-    batches: int = 0
-    stalled_rows: int = 0
-    waited: timedelta = timedelta()
 
 
 class Traffic:
@@ -344,8 +321,8 @@ class Traffic:
         fetches: list[PlannedFetch] = []
         for state in self._lanes.all:
             self._pull(state)
-            self._stage(state)
-            fetches += [state.planned(fetch) for fetch in self._due(state)]
+            state.stage(self._monitor)
+            fetches += state.due(self._monitor)
         return self._rounds.run(fetches) or worked
 
     def _changed(self, change: ShardChange) -> None:
@@ -360,37 +337,15 @@ class Traffic:
     def _note(self, stats: RoundStats) -> None:
         """Count an exchange of a round in, and tell whoever waits for what it brought."""
         with self._monitor:
-            self._count(stats)
+            for fetch in stats.fetched:
+                fetch.event.ready[fetch.places] = True
+            at_stop = sum(self._lanes[writes.lane].acknowledge(batch) for writes, batch in stats.written)
+            self._counters.count(stats, at_stop)
             self._monitor.notify_all()
-
-    def _count(self, stats: RoundStats) -> None:
-        counters = self._counters
-        counters.rounds += 1
-        counters.batches += len(stats.written)
-        counters.parity_rows_read += stats.parity_rows_read
-        counters.parity_rows_written += stats.parity_rows_written
-        counters.rows_decoded += stats.rows_decoded
-        counters.bytes_fetched += stats.bytes_read
-        counters.bytes_written += stats.bytes_written
-        for fetch in stats.fetched:
-            fetch.event.ready[fetch.places] = True
-            counters.rows_fetched += len(fetch.places)
-        for writes, batch in stats.written:
-            state = self._lanes[writes.lane]
-            state.last_batch = batch.number
-            state.unwritten_rows -= batch.rows
-            for boundary in state.boundaries:
-                rows = batch.rows_of.get(boundary.number, 0)
-                boundary.left -= rows
-                if boundary.at_stop:
-                    counters.rows_written_at_stop += rows
-                else:
-                    counters.rows_written += rows
-            state.release()
 
     def _pull(self, state: LaneTraffic) -> None:
         """Stage the arrivals of coming events, as far as there is room; make the initial ones."""
-        while state.next is not None or self._advance(state):
+        while state.next is not None or state.advance(self._monitor):
             assert state.next is not None
             index, arrivals = state.next
             with self._monitor:
@@ -411,45 +366,3 @@ class Traffic:
                 state.pulled = index
                 state.staged_rows += len(arrivals)
                 self._monitor.notify_all()
-
-    def _advance(self, state: LaneTraffic) -> bool:
-        """Ask the plan for its next event; False if there is none, or not yet."""
-        if state.ended:
-            return False
-        error = None
-        try:
-            state.next = next(state.plan)
-            state.unknown = state.next is None
-            return not state.unknown
-        except StopIteration:
-            pass
-        except Exception as failure:
-            error = failure
-        with self._monitor:
-            state.ended, state.plan_error = True, error
-            state.unknown = False
-            self._monitor.notify_all()
-        return False
-
-    def _stage(self, state: LaneTraffic) -> None:
-        """Move what the trainer handed over to write-back staging."""
-        while True:
-            with self._monitor:
-                if not state.handed:
-                    return
-                boundary, ended = state.handed.popleft()
-            state.writes.staging.add(boundary, ended)
-
-    def _due(self, state: LaneTraffic) -> list[Fetch]:
-        """The fetches that may leave now; the others stay."""
-        due, not_due = [], []
-        for fetch in state.fetches:
-            late = fetch.event.arrivals.after[fetch.places] > state.released_boundary
-            if not late.all():
-                due.append(Fetch(fetch.event, fetch.places[~late]))
-            if late.any():
-                not_due.append(Fetch(fetch.event, fetch.places[late]))
-            with self._monitor:
-                fetch.event.not_due = int(np.count_nonzero(late))
-        state.fetches = not_due
-        return due

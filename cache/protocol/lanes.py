@@ -109,6 +109,69 @@ class LaneTraffic:
         self.last_batch = plan.last_batch
         self.released_boundary = plan.released_boundary
 
+    # The traffic's thread.
+
+    def advance(self, monitor: Monitor) -> bool:
+        """Ask the plan for its next event; False if there is none, or not yet."""
+        if self.ended:
+            return False
+        error = None
+        try:
+            self.next = next(self.plan)
+            self.unknown = self.next is None
+            return not self.unknown
+        except StopIteration:
+            pass
+        except Exception as failure:
+            error = failure
+        with monitor:
+            self.ended, self.plan_error = True, error
+            self.unknown = False
+            monitor.notify_all()
+        return False
+
+    def stage(self, monitor: Monitor) -> None:
+        """Move what the trainer handed over to write-back staging."""
+        while True:
+            with monitor:
+                if not self.handed:
+                    return
+                boundary, ended = self.handed.popleft()
+            self.writes.staging.add(boundary, ended)
+
+    def due(self, monitor: Monitor) -> list[PlannedFetch]:
+        """The fetches that may leave now; the others stay."""
+        due, not_due = [], []
+        for fetch in self.fetches:
+            late = fetch.event.arrivals.after[fetch.places] > self.released_boundary
+            if not late.all():
+                due.append(self._planned(fetch.event, fetch.places[~late]))
+            if late.any():
+                not_due.append(Fetch(fetch.event, fetch.places[late]))
+            with monitor:
+                fetch.event.not_due = int(np.count_nonzero(late))
+        self.fetches = not_due
+        return due
+
+    def _planned(self, event: EventStaging, places: np.ndarray) -> PlannedFetch:
+        arrivals = event.arrivals
+        arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
+        return PlannedFetch(self.writes, Expected(self.lane, *arrays), event, places)
+
+    # Whoever holds the monitor.
+
+    def acknowledge(self, batch: WriteBackBatch) -> int:
+        """A batch is acknowledged; returns how many of its rows were written beyond the schedule."""
+        self.last_batch = batch.number
+        self.unwritten_rows -= batch.rows
+        at_stop = 0
+        for boundary in self.boundaries:
+            rows = batch.rows_of.get(boundary.number, 0)
+            boundary.left -= rows
+            at_stop += rows if boundary.at_stop else 0
+        self.release()
+        return at_stop
+
     def release(self) -> None:
         """Note the boundaries all of whose rows are acknowledged, as far as every earlier one's are.
 
@@ -118,12 +181,6 @@ class LaneTraffic:
             done = self.boundaries.popleft()
             if not done.at_stop:
                 self.released_boundary = done.number
-
-    def planned(self, fetch: Fetch) -> PlannedFetch:
-        """What is expected of a fetch, and where its rows go."""
-        arrivals, places = fetch.event.arrivals, fetch.places
-        arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
-        return PlannedFetch(self.writes, Expected(self.lane, *arrays), fetch.event, places)
 
 
 class Lanes:

@@ -40,6 +40,7 @@ from foreload.cache.errors import (
 )
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.counters import Counters
 from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
@@ -47,7 +48,7 @@ from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.traffic import Counters, Traffic
+from foreload.cache.traffic import Traffic
 
 SLOTS, EVALUATION_SLOTS = 12, 6
 LANES = (0, 3)

@@ -21,12 +21,7 @@ from foreload.pipelines.base.progress import Progress
 from foreload.pipelines.errors import DiskError, ForeloadError, ScheduleError, SettingError
 from foreload.pipelines.planning.command_line import parser, quiet_import, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
-from foreload.pipelines.planning.disk import (
-    Shape,
-    check_disk,
-    estimate_bytes,
-    estimate_rows,
-)
+from foreload.pipelines.planning.disk import check_disk, estimate_rows
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.plan import (
     FOLDERS,
@@ -35,6 +30,7 @@ from foreload.pipelines.planning.plan import (
     RESERVE_BYTES,
     make_plan,
 )
+from foreload.pipelines.planning.sizing import Shape, schedule_bytes
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import (
@@ -77,7 +73,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
         try:
             rows = estimate_rows([task.split for task in tasks])
             shape = Shape(rows, options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None)
-            needed_bytes = estimate_bytes(shape, plan.spec)
+            needed_bytes = schedule_bytes(shape, plan.spec)
             check_disk(options.out, needed_bytes)
             for folder in FOLDERS:
                 (plan.work / folder).mkdir()

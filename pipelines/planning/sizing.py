@@ -1,4 +1,6 @@
-"""How many bytes rows take: at rest, in a lane's slots, and on the way there and back. Pure; `prepare`, `train` and `stores status` go by it.
+"""How many bytes things take: rows at rest, in a lane's slots, on the way there and back, on servers, and a schedule on the disk.
+
+Pure; `prepare`, `train` and `stores status` go by it, and nothing else reckons such sizes.
 
 A row has *columns*: its float32 numbers, weights and optimizer state together. Slots of one lane are all as wide as the widest row.
 """
@@ -6,6 +8,7 @@ A row has *columns*: its float32 numbers, weights and optimizer state together. 
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 
 from foreload.pipelines.samples.features import FeatureSpec
 
@@ -16,10 +19,19 @@ DEFAULT_DIMENSION = 32
 MOST_SLOTS = 2**31 - 1
 _FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16
 
+_VALUES = 4  # values of a multi-valued feature, about
+_MOVES_BYTES = 8  # of a lookup: slots, masks and arrivals of the distinct rows, spread over all lookups
+_ROW_BYTES = 44  # of a row ever trained: its record while compiling, and its line in the row table
+
 
 def stored_bytes(columns: int) -> int:
     """A row at rest."""
     return 4 * columns + TRAILER_BYTES
+
+
+def servers_bytes(rows: int, rows_bytes: int, overhead_bytes: float) -> int:
+    """What rows, and parity rows, of so many bytes in all take on their servers. overhead_bytes: a row's, beyond its own."""
+    return round(rows_bytes + overhead_bytes * rows)
 
 
 def columns_of(row_bytes: int) -> int:
@@ -70,3 +82,25 @@ def most_rows(features: FeatureSpec, samples: int | None = None) -> int | None:
             return None
         total += min(bounds)
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the size of a schedule depends on. samples: training and evaluation; epochs: of the training samples."""
+
+    samples: int
+    epochs: int
+    shuffled: bool
+    ordered: bool
+
+
+def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
+    """The most that preparing a schedule has on the disk at once: pieces, the schedule and the row table."""
+    lookups = sum(1 if feature.pooling == "single" else _VALUES for feature in spec.features)
+    dense = 4 * len(spec.dense)
+    piece = 4 + dense + 8 * lookups + (8 * len(spec.features) if spec.multi_valued else 0) + (24 if shape.ordered else 0)
+    copies = 1 + (1 if shape.ordered else 0) + (2 * shape.epochs if shape.shuffled else 0)
+    written = shape.samples * (shape.epochs if shape.shuffled else 1)
+    schedule = written * (12 + dense + 4 * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
+    rows = sum(min(table.rows or shape.samples, shape.samples) for table in spec.tables)
+    return shape.samples * piece * copies + schedule + rows * _ROW_BYTES

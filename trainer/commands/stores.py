@@ -19,7 +19,7 @@ from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
-from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES
+from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES, servers_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import ask
 from foreload.trainer.errors import TrainerError
@@ -125,7 +125,7 @@ def _forecast(at_end: RowCounts, rows: list[RowLayout], shards: list[dict[str, A
         "row_bytes": size,
         "overhead_bytes_a_row": overhead,
         "overhead_measured": bool(asked),
-        "memory_bytes": round(size + overhead * (count + parity)),
+        "memory_bytes": servers_bytes(count + parity, size, overhead),
     }
 
 

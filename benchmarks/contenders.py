@@ -30,9 +30,9 @@ from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.compute.step import StepReport, Trainer  # noqa: E402
+from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.compute.transport import LocalHub  # noqa: E402
-from foreload.trainer.run.assembly import DenseModel, Start, assemble  # noqa: E402
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from interleaved import InterleavedRuns, Ranks, ready  # noqa: E402
 from workload import PARITY, ROOT, job  # noqa: E402
@@ -104,13 +104,15 @@ def run_foreload(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, int
         training = TrainJob.of(job(Path(spec.schedule), spec.model))
         placement = Placement.spread(len(spec.urls), *FORELOAD[spec.contender])
         log = FileLog(Path(spec.log)) if placement.r else None
-        part, events = assemble(training, schedule, dense, Start.anew(schedule), [0], transport, store, placement, log)
+        parts = dense.parts(training, schedule)
+        access = StoreAccess(store, placement, training.run_namespace, log)
+        trainer, events = begin_term(parts, access, join_term(parts, transport, [0]), Start.anew(schedule))
 
         def on_step(report: StepReport) -> None:
             interleaved.step(report.loss, {name: getattr(report, of_report) for name, of_report in _OF_A_REPORT.items()})
 
         interleaved.begin()
-        Trainer(part).run(events, lambda step: False, on_step, lambda report: None)
+        trainer.run(events, lambda step: False, on_step, lambda report: None)
 
 
 def run_baseline(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:

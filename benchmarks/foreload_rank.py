@@ -26,9 +26,9 @@ from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.cluster.board import contiguous_lanes  # noqa: E402
-from foreload.trainer.compute.step import StepReport, Trainer  # noqa: E402
+from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
-from foreload.trainer.run.assembly import DenseModel, Start, assemble  # noqa: E402
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
 from workload import SHARDS, job  # noqa: E402
@@ -65,12 +65,13 @@ def main() -> None:
         interleaved.step(report.loss, {name: getattr(report, name) for name in TOLD})
 
     with Store(list(spec.urls), timedelta(seconds=60)) as store:
-        start = Start.anew(schedule)
-        part, events = assemble(training, schedule, dense, start, lane_map, transport, store, Placement.spread(SHARDS))
-        with part.traffic:
+        parts = dense.parts(training, schedule)
+        access = StoreAccess(store, Placement.spread(SHARDS), training.run_namespace)
+        trainer, events = begin_term(parts, access, join_term(parts, transport, lane_map), Start.anew(schedule))
+        with trainer.lanes.traffic:
             ready()
             interleaved.begin()
-            Trainer(part).run(events, lambda step: False, on_step, lambda report: None)
+            trainer.run(events, lambda step: False, on_step, lambda report: None)
 
 
 if __name__ == "__main__":

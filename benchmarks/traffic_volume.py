@@ -12,9 +12,8 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.step import Trainer
 from foreload.trainer.compute.transport import LocalHub
-from foreload.trainer.run.assembly import DenseModel, Start, assemble
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term
 from foreload.trainer.run.job import TrainJob
 from workload import PARITY, SHARDS, Workload, job
 
@@ -30,13 +29,13 @@ def rows_moved(work: Workload, schedule: Schedule) -> dict[str, int]:
         tempfile.TemporaryDirectory() as logs,
         Store(stores.urls, timedelta(seconds=60)) as store,
     ):
-        log = FileLog(Path(logs))
-        part, events = assemble(training, schedule, dense, Start.anew(schedule), [0], transport, store, placement, log)
-        with part.traffic:
-            trainer = Trainer(part)
+        parts = dense.parts(training, schedule)
+        access = StoreAccess(store, placement, training.run_namespace, FileLog(Path(logs)))
+        trainer, events = begin_term(parts, access, join_term(parts, transport, [0]), Start.anew(schedule))
+        with trainer.lanes.traffic as traffic:
             trainer.run(events, lambda step: False, lambda report: None, lambda report: None)
-            trainer.write_everything_back(schedule.header.end_step, at_stop=False)
-            counted = part.traffic.counters()
+            trainer.lanes.write_everything_back(schedule.header.end_step, at_stop=False)
+            counted = traffic.counters()
         moved = store.rows_read + store.rows_written
     fetched = arrived = 0
     for event in schedule.events():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -13,17 +13,16 @@ from pathlib import Path
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.ownership import Ownership
+from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.dense_optimizers import load_optimizer_state, optimizer_state
-from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
+from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.program import Trainer
+from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.compute.transport import LocalHub
 from foreload.trainer.errors import LossNotFinite
-from foreload.trainer.run.assembly import (
-    DenseModel,
-    Start,
-    assemble,
-    stored_rows_at,
-)
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, close_lanes, join_term, stored_rows_at
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.model_rows import model_rows
@@ -31,7 +30,7 @@ from foreload.trainer.run.model_rows import model_rows
 
 @dataclass(slots=True)
 class Trained:
-    """What a training left: the digest, the reports of rank 0, where it stopped (None: at the end), and what a resume starts from.
+    """What a training left: the digest, the reports of the trainer that leads, where it stopped (None: at the end), and what a resume starts from.
 
     failure: the loss that was not finite, if that is why it stopped.
     """
@@ -45,9 +44,22 @@ class Trained:
     dense: list[DenseModel] = field(default_factory=list)
 
 
-def spread(lanes: int, trainers: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A term of a training: of each lane the number of the trainer that hosts it, and the step after which the term ends (None: it does not)."""
+
+    hosts: tuple[int, ...]
+    last_step: int | None = None
+
+    @property
+    def members(self) -> list[int]:
+        """The trainers, in the order of their ranks: the last number has rank 0, so that no rank is a trainer's number."""
+        return sorted(set(self.hosts), reverse=True)
+
+
+def spread(lanes: int, trainers: int) -> tuple[int, ...]:
     """Lane -> trainer, in blocks."""
-    return [lane * trainers // lanes for lane in range(lanes)]
+    return tuple(lane * trainers // lanes for lane in range(lanes))
 
 
 def train(
@@ -59,86 +71,149 @@ def train(
     resume: Trained | None = None,
     check_tags: bool = True,
     parity: tuple[int, int] = (1, 0),
-    break_it: Callable[[int, Trainer], None] = lambda rank, trainer: None,
+    break_it: Callable[[int, Trainer], None] = lambda number, trainer: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
     timeout: timedelta = timedelta(seconds=10),
+    terms: Sequence[Term] = (),
 ) -> Trained:
-    """Run a schedule to its end, or to a stop, with `trainers` trainers in threads.
+    """Run a schedule to its end, or to a stop, with `trainers` trainers in threads, in one term or, if told, in several.
 
-    parity: k and r; (1, 0): none. break_it: may put faults into a rank's trainer. on_step: called by rank 0 after each step. With parity, shards that
-    are lost meanwhile are waited for at the end.
+    parity: k and r; (1, 0): none. break_it: may put faults into a trainer, by its number. on_step: called by the trainer that leads after each step.
+    With parity, shards that are lost meanwhile are waited for at the end. Between terms each lane is closed by the trainer that hosted it, and opened
+    by the one that will; a trainer lives on with its connections and its dense part, which one that was not in the term before gets from its leader.
     """
-    hub = LocalHub(trainers)
-    transports = hub.transports()
-    placement = Placement.spread(len(urls), *parity)
-    lane_map = spread(schedule.header.lanes, trainers)
-    start = resume.start if resume is not None else Start.anew(schedule)
-    batches = list(start.last_batches)
-    outcome = Trained("", [], [], None, start)
-    failures: list[BaseException] = []
-    denses = [DenseModel.build(job, schedule) for _ in range(trainers)]
-    if resume is not None:
-        for dense in denses:
-            dense.module.load_state_dict(resume.dense[0].module.state_dict())
-            state = optimizer_state(resume.dense[0].module, resume.dense[0].optimizer)
-            load_optimizer_state(dense.module, dense.optimizer, state)
-
-    logs = Path(tempfile.mkdtemp())
-
-    def run(rank: int) -> None:
-        store = Store(urls, timeout)
-        try:
-            part, events = assemble(
-                job, schedule, denses[rank], start, lane_map, transports[rank], store, placement, FileLog(logs), check_tags
-            )
-            try:
-                trainer = Trainer(part)
-                break_it(rank, trainer)
-                mine = rank == 0
-                trained = start.step
-
-                def note(report: StepReport) -> None:
-                    nonlocal trained
-                    trained = report.step
-                    if mine:
-                        outcome.steps.append(report)
-                        on_step(report)
-
-                failure = None
-                try:
-                    stopped = trainer.run(events, stop_after, note, outcome.evaluations.append)
-                except LossNotFinite as error:
-                    stopped, failure = trained, str(error)
-                last = schedule.header.end_step - 1 if stopped is None else stopped
-                trainer.write_everything_back(last + 1, at_stop=stopped is not None)
-                # What rank 0 does after the last step has happened before anyone looks for shards that are lost.
-                transports[rank].barrier()
-                assert part.traffic.repair_shards(timedelta(seconds=30)) == []
-                for lane in trainer.lanes:
-                    batches[lane] = part.traffic.last_batch(lane)
-                if mine:
-                    outcome.stopped_at, outcome.failure = stopped, failure
-            finally:
-                part.traffic.abort()
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            transports[rank].close()
-            store.close()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(trainers)]
+    together = _Together(job, schedule, urls, tuple(terms) or (Term(spread(schedule.header.lanes, trainers)),), resume)
+    together.check_tags, together.placement, together.timeout = check_tags, Placement.spread(len(urls), *parity), timeout
+    together.stop_after, together.break_it, together.on_step = stop_after, break_it, on_step
+    threads = [threading.Thread(target=together.run, args=(number,)) for number in together.denses]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    shutil.rmtree(logs)
-    if failures:
-        raise failures[0]
-    last = schedule.header.end_step - 1 if outcome.stopped_at is None else outcome.stopped_at
-    outcome.start = Start(last, tuple(batches))
-    outcome.dense = denses
-    outcome.digest = digest(job, schedule, denses[0], urls, outcome.start, placement)
+    shutil.rmtree(together.logs)
+    if together.failures:
+        raise together.failures[0]
+    outcome = together.outcome
+    outcome.start = Start(together.step, tuple(together.batches))
+    leader = together.terms[-1].hosts[0]
+    outcome.dense = [together.denses[leader]]
+    outcome.digest = digest(job, schedule, together.denses[leader], urls, outcome.start, together.placement)
     return outcome
+
+
+class _Together:
+    """What the trainers of one training share: the terms, and what each leaves for the next. batches: of each lane the number of its last batch."""
+
+    check_tags: bool
+    placement: Placement
+    timeout: timedelta
+    stop_after: Callable[[int], bool]
+    break_it: Callable[[int, Trainer], None]
+    on_step: Callable[[StepReport], None]
+
+    def __init__(
+        self, job: TrainJob, schedule: Schedule, urls: Sequence[str], terms: tuple[Term, ...], resume: Trained | None
+    ) -> None:
+        self.job, self.schedule, self.urls, self.terms = job, schedule, urls, terms
+        start = resume.start if resume is not None else Start.anew(schedule)
+        self.step, self.batches = start.step, list(start.last_batches)
+        self.outcome = Trained("", [], [], None, start)
+        self.failures: list[BaseException] = []
+        self.logs = Path(tempfile.mkdtemp())
+        numbers = sorted({host for term in terms for host in term.hosts})
+        self.denses = {number: DenseModel.build(job, schedule) for number in numbers}
+        for number in numbers if resume is not None else ():
+            assert resume is not None
+            _copy_dense(resume.dense[0], self.denses[number])
+        self._groups = [dict(zip(term.members, LocalHub(len(term.members)).transports(), strict=True)) for term in terms]
+        self._between = threading.Barrier(len(numbers))
+
+    def run(self, number: int) -> None:
+        """A trainer, from its first term to its last."""
+        parts = self.denses[number].parts(self.job, self.schedule)
+        try:
+            with Store(self.urls, self.timeout) as store:
+                for place, term in enumerate(self.terms):
+                    # All have come here, so every lane rests, and nobody has begun to train.
+                    self._between.wait()
+                    start = Start(self.step, tuple(self.batches))
+                    if place and number in term.members and number not in self.terms[place - 1].members:
+                        _copy_dense(self.denses[self.terms[place - 1].hosts[0]], self.denses[number])
+                    self._between.wait()
+                    if number in term.members:
+                        access = StoreAccess(
+                            store,
+                            self.placement,
+                            self.job.run_namespace,
+                            FileLog(self.logs),
+                            self.check_tags,
+                            Ownership(place),
+                        )
+                        self._run_term(number, place, parts, access, start)
+        except BaseException as error:
+            # Noted before the others see that this one is gone.
+            self.failures.append(error)
+            self._between.abort()
+            for group in self._groups:
+                if number in group:
+                    group[number].close()
+
+    def _run_term(self, number: int, place: int, parts: TrainerParts, access: StoreAccess, start: Start) -> None:
+        term, transport = self.terms[place], self._groups[place][number]
+        session = join_term(parts, transport, [term.members.index(host) for host in term.hosts])
+        trainer, events = begin_term(parts, access, session, start)
+        lanes = trainer.lanes
+        try:
+            self.break_it(number, trainer)
+            if term.last_step is None:
+                self._run_to_the_end(trainer, events, start.step)
+            else:
+                assert trainer.run(events, lambda step: step == term.last_step, *self._told(trainer)) == term.last_step
+                for lane, batch in close_lanes(lanes, term.last_step).items():
+                    self.batches[lane] = batch
+                self.step = term.last_step
+        finally:
+            lanes.traffic.abort()
+        session.close()
+
+    def _run_to_the_end(self, trainer: Trainer, events: Iterator[Event], before: int) -> None:
+        """The last term: to the end of the schedule, or to a stop."""
+        lanes, failure, trained = trainer.lanes, None, before
+        on_step, on_evaluation = self._told(trainer)
+
+        def note(report: StepReport) -> None:
+            nonlocal trained
+            trained = report.step
+            on_step(report)
+
+        try:
+            stopped = trainer.run(events, self.stop_after, note, on_evaluation)
+        except LossNotFinite as error:
+            stopped, failure = trained, str(error)
+        last = self.schedule.header.end_step - 1 if stopped is None else stopped
+        lanes.write_everything_back(last + 1, at_stop=stopped is not None)
+        # What the leader does after the last step has happened before anyone looks for shards that are lost.
+        trainer.session.barrier()
+        assert lanes.traffic.repair_shards(timedelta(seconds=30)) == []
+        for lane, batch in lanes.last_batches().items():
+            self.batches[lane] = batch
+        self.step = last
+        if trainer.session.leads:
+            self.outcome.stopped_at, self.outcome.failure = stopped, failure
+
+    def _told(self, trainer: Trainer) -> tuple[Callable[[StepReport], None], Callable[[EvaluationReport], None]]:
+        def on_step(report: StepReport) -> None:
+            if trainer.session.leads:
+                self.outcome.steps.append(report)
+                self.on_step(report)
+
+        return on_step, self.outcome.evaluations.append
+
+
+def _copy_dense(source: DenseModel, target: DenseModel) -> None:
+    """What a trainer gets that joins: parameters and the optimizer's state."""
+    target.module.load_state_dict(source.module.state_dict())
+    load_optimizer_state(target.module, target.optimizer, optimizer_state(source.module, source.optimizer))
 
 
 def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[str], at: Start, placement: Placement) -> str:

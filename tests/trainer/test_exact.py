@@ -20,7 +20,7 @@ from foreload.cache.rows.staging import EndedRows
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import numerics
-from foreload.trainer.compute.step import Trainer
+from foreload.trainer.compute.program import Trainer
 from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
 
@@ -272,7 +272,7 @@ def test_stopping_and_going_on_changes_nothing(
 
 def _drop_a_write_back(rank: int, trainer: Trainer) -> None:
     """One row of one boundary never leaves for the store."""
-    traffic, write_back = trainer.parts.traffic, trainer.parts.traffic.write_back
+    traffic, write_back = trainer.lanes.traffic, trainer.lanes.traffic.write_back
     dropped: list[int] = []
 
     def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
@@ -286,7 +286,7 @@ def _drop_a_write_back(rank: int, trainer: Trainer) -> None:
 
 def _write_a_stale_row(rank: int, trainer: Trainer) -> None:
     """One row is written back as it was before its last residency."""
-    traffic, write_back = trainer.parts.traffic, trainer.parts.traffic.write_back
+    traffic, write_back = trainer.lanes.traffic, trainer.lanes.traffic.write_back
     staled: list[int] = []
 
     def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
@@ -318,7 +318,7 @@ def test_without_the_check_of_tags_a_stale_row_changes_the_digest(
 
 def _swap_the_last_two_parts(rank: int, trainer: Trainer) -> None:
     """Lane 3's part of a row's gradient is added before lane 2's."""
-    exchange = trainer.parts.exchange
+    exchange = trainer.session.exchange
     add_part = exchange._kernels.add_part
     held: list[tuple[torch.Tensor, np.ndarray, int, torch.Tensor]] = []
 

@@ -22,7 +22,8 @@ from foreload.cache.traffic import Traffic
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import numerics
-from foreload.trainer.compute.step import StepReport, Trainer
+from foreload.trainer.compute.program import Trainer
+from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.job import TrainJob
 
 Contents = list[list[dict[bytes, bytes]]]
@@ -85,11 +86,11 @@ def run(
             left.pop(report.step)(stores, traffics)
 
     def break_it(rank: int, trainer: Trainer) -> None:
-        traffics.append(trainer.parts.traffic)
+        traffics.append(trainer.lanes.traffic)
         if rank == 0 and later:
-            rebuild = trainer.parts.traffic._rebuild
+            rebuild = trainer.lanes.traffic._rebuild
             assert rebuild is not None
-            rebuild._on_action = lambda action: on_action(trainer.parts.traffic, action)
+            rebuild._on_action = lambda action: on_action(trainer.lanes.traffic, action)
 
     def on_action(traffic: Traffic, action: str) -> None:
         rebuilt = traffic.shards.not_whole.values()

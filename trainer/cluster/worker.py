@@ -44,10 +44,11 @@ from foreload.trainer.cluster.processes import TrainerStart
 from foreload.trainer.cluster.run_requests import TrainerRequests
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
 from foreload.trainer.compute import numerics
-from foreload.trainer.compute.step import EvaluationReport, StepReport, Trainer
+from foreload.trainer.compute.program import Trainer
+from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport
 from foreload.trainer.errors import LossNotFinite, PeerLost, TrainerError
-from foreload.trainer.run.assembly import DenseModel, Start, assemble
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term
 from foreload.trainer.run.dense_file import load_dense, save_dense
 from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
 from foreload.trainer.run.directory import STORES as STORES_FOLDER
@@ -170,37 +171,38 @@ class TrainerProcess:
         if lane_map[0] == self._trainer:
             self._faults = [Fault(**fault) for fault in spec.faults]
         placement = Placement.load(self._run / PLACEMENT)
+        parts = dense.parts(job, schedule)
         with self._transport() as transport, Store.connect(self._store_urls, job.store_silence, placement.r) as store:
             start = Start(spec.start_step, tuple(spec.last_batches))
-            log = FileLog(self._run / LOG)
-            owner = Ownership(TERM, Run.open(self._run).manifest.identity)
-            part, events = assemble(
-                job, schedule, dense, start, lane_map, transport, store, placement, log,
-                ownership=owner, on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
+            session = join_term(parts, transport, lane_map)
+            access = StoreAccess(
+                store, placement, job.run_namespace, FileLog(self._run / LOG),
+                ownership=Ownership(TERM, Run.open(self._run).manifest.identity),
+                on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
             )  # fmt: skip
+            trainer, events = begin_term(parts, access, session, start)
+            lanes = trainer.lanes
             gate = SegmentGate(self._board, schedule, events, self._trainer, spec.trainers, lane_map[0])
-            self._run_requests = TrainerRequests(self._events, self._run, part.traffic, list(part.partitions), dense.layouts)
-            with part.traffic, self._rows_lost_first(part.traffic):
+            self._run_requests = TrainerRequests(self._events, self._run, lanes.traffic, lanes.numbers, dense.layouts)
+            with lanes.traffic, self._rows_lost_first(lanes.traffic):
                 self._events.send("ready", fingerprint=numerics.fingerprint(self._device()))
                 # From here on it is the keeper that tells whether the launcher is there.
                 _ready.set()
                 if self._interrupts is not None:
                     self._interrupts.defer_signals = True
                 self._board.read(GO)
-                trainer = Trainer(part)
                 stopped, failure = self._train(trainer, gate)
-                flushed = trainer.write_everything_back(self._last_step + 1, at_stop=stopped)
-                lost = self._repair_shards(part.traffic)
+                flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
+                lost = self._repair_shards(lanes.traffic)
                 self._run_requests.finish()
-                batches = {lane: part.traffic.last_batch(lane) for lane in part.partitions}
+                batches = lanes.last_batches()
                 counters = {
                     _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
-                    for name, value in asdict(part.traffic.counters()).items()
+                    for name, value in asdict(lanes.traffic.counters()).items()
                 }
             # From here on no lane is written any more, so that the dense part may take the place of the one that goes with the rows before.
-            transport.barrier()
-            leads = self._trainer == lane_map[0]
-            if leads:
+            session.barrier()
+            if session.leads:
                 save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
             self._board.publish(f"ended/{self._trainer}", {
                 "step": self._last_step, "stopped": stopped, "failure": failure, "flushed": flushed, "batches": batches, "traffic": counters,
@@ -208,7 +210,7 @@ class TrainerProcess:
                 "totals": {name: self._totals[name] for name in (*ADDED, *SHARED)},
             })  # fmt: skip
             self._events.send("ended")
-        if leads:
+        if session.leads:
             self._see_it_rest(schedule)
 
     def _see_it_rest(self, schedule: Schedule) -> None:
@@ -222,7 +224,7 @@ class TrainerProcess:
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None]:
         """Run the program; returns whether training stopped early, and what went wrong if that is why."""
-        agreement = StopAgreement(self._board, leads=self._board.lane_map(TERM)[0] == self._trainer)
+        agreement = StopAgreement(self._board, leads=trainer.session.leads)
 
         def on_step(report: StepReport) -> None:
             self._last_step = report.step
@@ -230,14 +232,14 @@ class TrainerProcess:
             self._totals.update({"steps": 1} | {name: told[name] for name in (*ADDED, *SHARED) if name in told})
             self._events.send("step", report=told, at=time.monotonic())
             self._inject()
-            self._see_to_shards(trainer.parts.traffic)
+            self._see_to_shards(trainer.lanes.traffic)
 
         def on_evaluation(report: EvaluationReport) -> None:
             self._events.send("evaluation", report=asdict(report))
 
         def while_waiting() -> None:
             self._events.flush()
-            self._see_to_shards(trainer.parts.traffic)
+            self._see_to_shards(trainer.lanes.traffic)
 
         events = gate.events(while_waiting)
         try:

@@ -85,12 +85,12 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class Exchange:
-    """One trainer's side of the exchange, for one term: lane_map[v] is the rank that hosts lane v."""
+    """One trainer's side of the exchange, for one term: lane_map[v] is the rank that hosts lane v. The leader is the one that hosts lane 0."""
 
     def __init__(self, transport: Transport, lane_map: Sequence[int], kernels: Kernels, width: int) -> None:
         self._transport, self._kernels, self._width = transport, kernels, width
         self._map = tuple(lane_map)
-        self.trainers = transport.world
+        self._leader = self._map[0]
         self.hosted = [lane for lane, host in enumerate(lane_map) if host == transport.rank]
         self._peers = [peer for peer in range(transport.world) if peer != transport.rank]
         self._lanes = {peer: [lane for lane, host in enumerate(lane_map) if host == peer] for peer in range(transport.world)}
@@ -147,11 +147,15 @@ class Exchange:
             outgoing[peer] = buffer
         incoming = {peer: buffer[plan.early_rows[peer] :] for peer, buffer in plan.buffers.items()}
         critical = self._transport.post(outgoing, incoming, CRITICAL)
+        self.finish_early(plan)
+        critical.wait()
+
+    def finish_early(self, plan: ExchangePlan) -> None:
+        """Wait for the early messages of a plan, if they are under way."""
         if plan.early is not None:
             plan.early.wait()
             plan.early = None
             plan.held.clear()
-        critical.wait()
 
     def local_rows(self, plan: ExchangePlan, lane: int, weights: Mapping[int, Tensor]) -> tuple[Tensor, np.ndarray | None]:
         """The local rows of a hosted lane, by owner lane and then by first lookup in the step: (rows float32 [n, W], None).
@@ -254,10 +258,10 @@ class Exchange:
         return dense.total
 
     def collect_logits(self, logits: Mapping[int, Tensor], samples: Sequence[int]) -> list[Tensor] | None:
-        """Bring every lane's logits of an evaluation step to rank 0: there, per lane float32 [samples[lane]]; elsewhere None."""
-        rank, device = self._transport.rank, self._transport.device
-        if rank != 0:
-            self._transport.post({0: torch.cat([logits[lane] for lane in self.hosted])}, {}, LOGITS).wait()
+        """Bring every lane's logits of an evaluation step to the leader: there, per lane float32 [samples[lane]]; elsewhere None."""
+        device = self._transport.device
+        if self._transport.rank != self._leader:
+            self._transport.post({self._leader: torch.cat([logits[lane] for lane in self.hosted])}, {}, LOGITS).wait()
             return None
         incoming = {peer: torch.empty(sum(samples[lane] for lane in self._lanes[peer]), device=device) for peer in self._peers}
         self._transport.post({}, incoming, LOGITS).wait()
@@ -267,7 +271,8 @@ class Exchange:
         return [found[lane] for lane in range(len(self._map))]
 
     def agree(self, found: Tensor) -> Tensor:
-        """What rank 0 found, on every trainer; found: of the same shape and dtype everywhere."""
-        sends, receives = (dict.fromkeys(self._peers, found), {}) if self._transport.rank == 0 else ({}, {0: found})
+        """What the leader found, on every trainer; found: of the same shape and dtype everywhere."""
+        leads = self._transport.rank == self._leader
+        sends, receives = (dict.fromkeys(self._peers, found), {}) if leads else ({}, {self._leader: found})
         self._transport.post(sends, receives, VERDICT).wait()
         return found

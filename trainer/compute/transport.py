@@ -203,13 +203,13 @@ class LocalTransport(Transport):
 
     def __init__(self, hub: LocalHub, rank: int, timeout: timedelta) -> None:
         super().__init__(rank, hub.world, timeout)
-        self._hub = hub
+        self.hub = hub
         # (peer, kind) -> how many messages were posted so far: the number that keeps them in order.
         self._sent: Counter[tuple[int, int]] = Counter()
         self._expected: Counter[tuple[int, int]] = Counter()
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
-        hub = self._hub
+        hub = self.hub
         with hub.changed:
             for peer, tensor in outgoing.items():
                 number = self._sent[peer, kind]
@@ -223,20 +223,20 @@ class LocalTransport(Transport):
         return _LocalWork(hub, expected, self.timeout)
 
     def close(self) -> None:
-        with self._hub.changed:
-            self._hub.closed.add(self.rank)
-            self._hub.changed.notify_all()
+        with self.hub.changed:
+            self.hub.closed.add(self.rank)
+            self.hub.changed.notify_all()
 
 
 class _LocalWork(Work):
     def __init__(self, hub: LocalHub, expected: list[tuple[tuple[int, int, int, int], torch.Tensor]], timeout: timedelta) -> None:
-        self._hub = hub
+        self.hub = hub
         self._expected = expected
         self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
-        hub = self._hub
+        hub = self.hub
         for key, tensor in self._expected:
             peer, rank = key[0], key[1]
             with hub.changed:

@@ -1,4 +1,7 @@
-"""Putting a trainer together: from a job, a schedule and a place in it to the parts that `foreload.trainer.compute.step.Trainer` runs."""
+"""Putting a trainer together: the parts that outlive terms, lanes that are opened and closed, and a term that is joined.
+
+`foreload.trainer.compute.program.Trainer` runs what comes of it.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,19 @@ from foreload.pipelines.planning.sizing import staging_rows
 from foreload.pipelines.schedule.format import Arrivals, Event
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import Position, state_after
+from foreload.pipelines.schedule.replay import LaneState, Position, state_after
 from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
-from foreload.trainer.compute.exchange import Exchange
+from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.layouts import (
     BlockLayout,
     UpdateRules,
     layouts,
     model_spec,
 )
-from foreload.trainer.compute.step import TrainerParts
+from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.program import Trainer
+from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import Transport
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.job import TrainJob
@@ -80,6 +85,22 @@ class DenseModel:
         module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)
         optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
         return cls(module, optimizer, rows)
+
+    def parts(self, job: TrainJob, schedule: Schedule) -> TrainerParts:
+        """What a trainer of this model has as long as it lives."""
+        return TrainerParts(
+            schedule=schedule,
+            module=self.module,
+            parameters=[parameter for parameter in self.module.parameters() if parameter.requires_grad],
+            optimizer=self.optimizer,
+            layouts=self.layouts,
+            block=BlockLayout.of(schedule.header.features, self.layouts),
+            rules=UpdateRules.of(self.layouts),
+            kernels=kernels_for(job.device),
+            seed=job.seed,
+            device=torch.device(job.device),
+            allow_nan=job.allow_nan,
+        )
 
 
 def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
@@ -123,12 +144,6 @@ def stored_rows_at(
     return stored
 
 
-def _lane_plan(schedule: Schedule, position: Position, lane: int, start: Start, protected: bool) -> LanePlan:
-    # What was given an ordinal was trained, and so written back when the step before `start` was the last.
-    written = np.array(position.lanes[lane].ordinals, np.int64) if protected else None
-    return LanePlan(lane, _plan(schedule, position, lane), start.last_batches[lane], start.step, written)
-
-
 def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
     """The events from a position on."""
     if position.next_event is None:
@@ -138,9 +153,31 @@ def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
             yield event
 
 
-def _enter(partition: Partition, position: Position, lane: int, stored: StoredRows) -> None:
-    """Fill a lane's slots with the rows that sat there, as a clean stop wrote them back."""
-    state = position.lanes[lane]
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """The store that has a run's rows, as an owner of lanes comes to it.
+
+    log, check_tags, on_shard: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
+    """
+
+    store: Store
+    placement: Placement
+    namespace: str
+    log: BatchLog | None = None
+    check_tags: bool = True
+    ownership: Ownership = UNFENCED
+    on_shard: Callable[[ShardChange], None] | None = None
+
+
+def _new_partition(parts: TrainerParts, lane: int, with_base: bool) -> Partition:
+    """A lane's arrays, every slot free."""
+    schedule, rules = parts.schedule, parts.rules
+    evaluation_slots = schedule.manifest["evaluation_slots"][lane] if schedule.complete else 0
+    return Partition(schedule.slots[lane], evaluation_slots, rules.width, rules.state_width, parts.device, with_base)
+
+
+def _fill(partition: Partition, state: LaneState, lane: int, stored: StoredRows) -> None:
+    """Put the rows that sat in a lane's slots there, as whoever closed the lane wrote them back."""
     who = state.occupants
     if not len(state.slots):
         return
@@ -149,65 +186,56 @@ def _enter(partition: Partition, position: Position, lane: int, stored: StoredRo
     partition.admit(arrivals, Staged(rows.weights, rows.state, timedelta()))
 
 
-def assemble(
-    job: TrainJob,
-    schedule: Schedule,
-    dense: DenseModel,
-    start: Start,
-    lane_map: Sequence[int],
-    transport: Transport,
-    store: Store,
-    placement: Placement,
-    log: BatchLog | None = None,
-    check_tags: bool = True,
-    ownership: Ownership = UNFENCED,
-    on_shard: Callable[[ShardChange], None] | None = None,
-) -> tuple[TrainerParts, Iterator[Event]]:
-    """One trainer's parts, and the events that it runs, from `start` on. log, ownership, on_shard: as Traffic has them, where there is parity.
+def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
+    """Take lanes over, which rest since the step that `start` tells, and begin their traffic. position: of the schedule after that step.
+
+    From here on this trainer alone may write them, until `close_lanes`. Raises CacheError.
+    """
+    schedule, protected = parts.schedule, access.placement.r > 0
+    stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
+    given = np.array([state.ordinals for state in position.lanes], np.int64)
+    stored.stripes = _written_stripes(access.placement, lambda: given)
+    take_over(stored, access.ownership, {lane: start.last_batches[lane] for lane in lanes})
+    partitions = {}
+    for lane in lanes:
+        partitions[lane] = _new_partition(parts, lane, with_base=protected)
+        _fill(partitions[lane], position.lanes[lane], lane, stored)
+    traffic = Traffic(
+        stored,
+        parts.seed,
+        staging_rows=staging_rows(max(schedule.slots)),
+        check_tags=access.check_tags,
+        log=access.log,
+        ownership=access.ownership,
+        on_shard=access.on_shard,
+    )
+    for lane in lanes:
+        # What was given an ordinal was trained, and so written back when the step before was the last.
+        written = given[lane] if protected else None
+        traffic.add_lane(LanePlan(lane, _plan(schedule, position, lane), start.last_batches[lane], start.step, written))
+    return HostedLanes(partitions, traffic)
+
+
+def close_lanes(lanes: HostedLanes, step: int) -> dict[int, int]:
+    """Write everything back that lanes hold after training step `step`, and end their traffic; they rest then, and anyone may open them.
+
+    Returns of each lane the number of its last write-back batch. Raises CacheError.
+    """
+    with lanes.traffic:
+        lanes.write_everything_back(step + 1, at_stop=True)
+        return lanes.last_batches()
+
+
+def join_term(parts: TrainerParts, transport: Transport, lane_map: Sequence[int]) -> TermSession:
+    """A trainer's part in a term, whose group `transport` is. lane_map: of each lane, the rank that hosts it."""
+    return TermSession(transport, lane_map, parts.kernels, parts.rules.width)
+
+
+def begin_term(parts: TrainerParts, access: StoreAccess, session: TermSession, start: Start) -> tuple[Trainer, Iterator[Event]]:
+    """Open the lanes that a term gives this trainer, which all rest after `start.step`: who trains them, and the program from there on.
 
     Raises CacheError.
     """
-    device = torch.device(job.device)
-    rows = dense.layouts
-    rules = UpdateRules.of(rows)
-    hosted = [lane for lane, host in enumerate(lane_map) if host == transport.rank]
-    position = state_after(schedule, start.step)
-    stored = StoredRows(store, placement, rows, job.run_namespace)
-    evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
-    partitions = {
-        lane: Partition(schedule.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, device, placement.r > 0)
-        for lane in hosted
-    }
-    given = np.array([lane.ordinals for lane in position.lanes], np.int64)
-    stored.stripes = _written_stripes(placement, lambda: given)
-    take_over(stored, ownership, {lane: start.last_batches[lane] for lane in hosted})
-    for lane, partition in partitions.items():
-        _enter(partition, position, lane, stored)
-    traffic = Traffic(
-        stored,
-        job.seed,
-        staging_rows=staging_rows(max(schedule.slots)),
-        check_tags=check_tags,
-        log=log,
-        ownership=ownership,
-        on_shard=on_shard,
-    )
-    for lane in hosted:
-        traffic.add_lane(_lane_plan(schedule, position, lane, start, protected=placement.r > 0))
-    kernels = kernels_for(job.device)
-    part = TrainerParts(
-        schedule=schedule,
-        module=dense.module,
-        optimizer=dense.optimizer,
-        block=BlockLayout.of(schedule.header.features, rows),
-        rules=rules,
-        kernels=kernels,
-        exchange=Exchange(transport, lane_map, kernels, rules.width),
-        traffic=traffic,
-        partitions=partitions,
-        seed=job.seed,
-        device=device,
-        allow_nan=job.allow_nan,
-        bytes_sent=lambda: sum(transport.bytes_sent.values()),
-    )
-    return part, remaining(schedule, position)
+    position = state_after(parts.schedule, start.step)
+    lanes = open_lanes(parts, access, session.hosted, start, position)
+    return Trainer(parts, lanes, session), remaining(parts.schedule, position)

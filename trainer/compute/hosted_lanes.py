@@ -1,0 +1,99 @@
+"""The lanes that a trainer hosts: who sits in their slots, and the traffic with the store that brings and takes rows. They outlive terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numba as nb
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreload.cache.rows.partition import Partition
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.schedule.format import Event, LaneEvent
+from foreload.trainer.compute.clock import Clock
+from foreload.trainer.compute.kernels import Kernels
+
+
+@nb.njit(nogil=True, cache=True)
+def _arrival_of(slots: np.ndarray, arriving: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+    """out[i]: which arrival takes slots[i], or -1. scratch int32 [slots]: all -1, before and after."""
+    for a in range(arriving.size):
+        scratch[arriving[a]] = a
+    for i in range(slots.size):
+        out[i] = scratch[slots[i]]
+    for a in range(arriving.size):
+        scratch[arriving[a]] = -1
+
+
+class HostedLanes:
+    """Partitions by lane, and the one traffic that serves them. The trainer's thread uses it; the traffic has a thread of its own."""
+
+    def __init__(self, partitions: Mapping[int, Partition], traffic: Traffic) -> None:
+        self.partitions = dict(partitions)
+        self.traffic = traffic
+        self._arrivals = {lane: np.full(partition.slots, -1, np.int32) for lane, partition in partitions.items()}
+        self._boundary = -1  # the last one whose ended residencies left for write-back
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which lanes they are."""
+        return list(self.partitions)
+
+    def weights(self) -> dict[int, Tensor]:
+        """Lane -> float32 [slots, W], the partition itself."""
+        return {lane: partition.weights for lane, partition in self.partitions.items()}
+
+    def pass_boundary(self, event: Event, moves: Sequence[LaneEvent], clock: Clock) -> None:
+        """The boundary before an event: rows of ended residencies leave for write-back, arrived rows take their slots.
+
+        A boundary is passed once, and stays behind whatever becomes of the step: what left is with the traffic, and rows that arrived are as the
+        store has them until the step is applied. Evaluation ends no residency.
+        """
+        for lane, partition in self.partitions.items():
+            own = moves[lane]
+            if event.kind == "train":
+                self.traffic.write_back(lane, event.step, partition.end(own.ends))
+                self._boundary = event.step
+            clock.lap("compute")
+            staged = self.traffic.take(lane, event.index)
+            clock.lap("waiting")
+            partition.admit(own.arrivals, staged)
+        clock.lap("compute")
+
+    def take_early(self, event: Event, lane: int, moves: LaneEvent, places: np.ndarray, out: Tensor, kernels: Kernels) -> None:
+        """The weights of rows that a coming event uses, before its boundary: from their slots or, of those yet to be admitted, from staging.
+
+        moves: the lane's part of that event; places: int32 [n] in its list of rows; out: float32 [n, W]. Waits for the arrivals among them.
+        """
+        slots = moves.slots[places]
+        arrival = np.empty(slots.size, np.int32)
+        _arrival_of(slots, moves.arrivals.slot, self._arrivals[lane], arrival)
+        kernels.take_rows(self.partitions[lane].weights, slots, out)
+        arriving = np.flatnonzero(arrival >= 0)
+        if arriving.size:
+            wanted = np.zeros(len(moves.arrivals), bool)
+            wanted[arrival[arriving]] = True
+            values = self.traffic.rows_ready(lane, event.index, wanted).weights[arrival[arriving]]
+            kernels.put_rows(out, arriving.astype(np.int32), torch.from_numpy(values).to(out.device))
+
+    def write_everything_back(self, boundary: int, at_stop: bool) -> int:
+        """End every residency and wait until the store has all rows. Returns how many sat in slots, beyond the schedule only changed ones.
+
+        boundary: of the step after the last one trained. at_stop: on a clean stop, or at the end of a term; these write-backs are none of the
+        schedule's and are counted apart.
+        """
+        count = 0
+        # That of a step which was not finished is behind already.
+        boundary = max(boundary, self._boundary + 1)
+        for lane, partition in self.partitions.items():
+            ended = partition.end(partition.occupied())
+            count += int((ended.tag != ended.stored_tag).sum()) if at_stop else len(ended)
+            self.traffic.write_back(lane, boundary, ended, at_stop)
+        self.traffic.flush()
+        return count
+
+    def last_batches(self) -> dict[int, int]:
+        """Of each lane the number of its last write-back batch that all shards acknowledged: who opens the lane next begins there."""
+        return {lane: self.traffic.last_batch(lane) for lane in self.partitions}

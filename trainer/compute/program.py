@@ -1,0 +1,138 @@
+"""A trainer within a term: it runs the schedule's program, training steps and evaluation passes, over the lanes that it hosts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from foreload.pipelines.schedule.format import Event
+from foreload.trainer.compute import slices
+from foreload.trainer.compute.clock import Clock
+from foreload.trainer.compute.exchange import ExchangePlan
+from foreload.trainer.compute.gradient_bucket import GradientBucket
+from foreload.trainer.compute.hosted_lanes import HostedLanes
+from foreload.trainer.compute.metrics import BinaryMetrics
+from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.slices import LocalRows
+from foreload.trainer.compute.step import TrainingStep
+from foreload.trainer.compute.term_session import TermSession
+from foreload.trainer.errors import LossNotFinite
+
+
+class Trainer:
+    """Runs events over hosted lanes, in one term. One thread uses it; the traffic with the store has a thread of its own.
+
+    parts and lanes outlive it: in the next term another Trainer goes on with them, in that term's session.
+    """
+
+    def __init__(self, parts: TrainerParts, lanes: HostedLanes, session: TermSession) -> None:
+        if sorted(lanes.numbers) != sorted(session.hosted):
+            raise ValueError(f"lanes: must be those that the term says, {session.hosted}; {lanes.numbers} are open")
+        self.parts, self.lanes, self.session = parts, lanes, session
+        self._bucket = GradientBucket(parts.parameters, session.transport.world)
+        self._metrics: BinaryMetrics | None = None
+        self._not_finite: tuple[int, int] | None = None  # of this evaluation pass: the first step and lane with such a loss
+
+    def run(
+        self,
+        events: Iterator[Event],
+        stop_after: Callable[[int], bool],
+        on_step: Callable[[StepReport], None],
+        on_evaluation: Callable[[EvaluationReport], None],
+    ) -> int | None:
+        """Run events until they end, or until stop_after(step), asked after every training step, says so.
+
+        All trainers must get the same answers. Returns the last step if stopped, None at the end. on_evaluation is called on the trainer that leads
+        alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the last step reported left them; and PeerLost, after
+        which the term is over.
+        """
+        event = next(events, None)
+        ahead: ExchangePlan | None = None
+        last_step = None
+        while event is not None:
+            if event.kind == "train":
+                step = TrainingStep(self.parts, self.lanes, self.session, self._bucket, event, ahead)
+                following = self._train(step, events, on_step)
+                last_step, ahead = event.step, step.ahead
+                if stop_after(event.step):
+                    step.break_off()
+                    return last_step
+            else:
+                following = next(events, None)
+                last = following is None or following.kind == "train"
+                self._evaluate(event, last, last_step, on_evaluation)
+            event = following
+        return None
+
+    def _train(self, step: TrainingStep, events: Iterator[Event], on_step: Callable[[StepReport], None]) -> Event | None:
+        """One step through its phases; returns the event after it."""
+        # A following segment may not be published yet, so rows go early within a segment only; the end of a segment is known to all.
+        segment = self.parts.schedule.segment(step.event.segment)
+        assert segment is not None
+        following = next(events) if step.event.row + 1 < len(segment.samples) else None
+        try:
+            step.boundary()
+            step.exchange(following)
+            step.compute()
+            step.reduce()
+            step.apply()
+        except LossNotFinite:
+            # Every trainer has the same losses, so all are here.
+            step.break_off()
+            raise
+        on_step(step.report())
+        return following if following is not None else next(events, None)
+
+    def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:
+        """An evaluation step, the last of its pass or not; it changes nothing that is trained."""
+        parts, exchange = self.parts, self.session.exchange
+        segment = parts.schedule.segment(event.segment)
+        assert segment is not None
+        for lane, partition in self.lanes.partitions.items():
+            partition.reserve_evaluation(segment.evaluation_slots[lane])
+        plan = exchange.plan(parts.moves(event), early=False)
+        self.lanes.pass_boundary(event, plan.events, Clock())
+        weights = self.lanes.weights()
+        exchange.finish_rows(plan, weights)
+        parts.module.eval()
+        logits = {}
+        with torch.no_grad():
+            for lane in self.session.hosted:
+                if len(plan.events[lane].labels):
+                    local = LocalRows(*exchange.local_rows(plan, lane, weights))
+                    logits[lane] = slices.forward(parts, plan.events[lane], local, requires_grad=False)[1]
+                else:
+                    logits[lane] = torch.empty(0, device=parts.device)
+        gathered = exchange.collect_logits(logits, [len(moves.labels) for moves in plan.events])
+        if gathered is not None:
+            self._metrics = self._metrics or BinaryMetrics()
+            for lane, (moves, values) in enumerate(zip(plan.events, gathered, strict=True)):
+                self._metrics.add(values.cpu().numpy(), moves.labels)
+                if self._not_finite is None and not values.isfinite().all():
+                    self._not_finite = event.step, lane
+        if last:
+            self._agree_on_evaluation()
+        if last and self._metrics is not None:
+            found, self._metrics = self._metrics.result(), None
+            on_evaluation(
+                EvaluationReport(
+                    step=-1 if step is None else step,
+                    epoch=event.epoch,
+                    samples=found.samples,
+                    log_loss=found.log_loss,
+                    auc=found.auc,
+                    normalized_entropy=found.normalized_entropy,
+                )
+            )
+
+    def _agree_on_evaluation(self) -> None:
+        """At the end of an evaluation pass: raise LossNotFinite on every trainer where a loss of the pass is not finite."""
+        if self.parts.allow_nan:
+            return
+        found = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.parts.device)
+        step, lane = self.session.exchange.agree(found).tolist()
+        if step >= 0:
+            raise LossNotFinite(f"evaluation step {step}", lane, math.nan)

@@ -102,11 +102,30 @@ def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     yield rows.run(values["run"], values["store"]), b""
 
 
+def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import predict
+
+    records = predict.Records(tuple(values["sources"]), values["format"], values["steps_of"])
+    for logits in predict.run(values["run"], values["store"], records):
+        scores = logits if values["logits"] else predict.probabilities(logits)
+        yield {"records": len(scores)}, scores.tobytes()
+
+
+def _rows(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import lookup
+
+    found = lookup.run(values["run"], values["store"], values["table"], values["values"], values["ids"])
+    told = {"rows": len(found.ids), "columns": found.weights.shape[1], "step": found.step}
+    yield told, found.ids.tobytes() + found.weights.tobytes() + found.trained.tobytes()
+
+
 CALLS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Iterator[Part]]] = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,
     "export": _export,
     "digest": _digest,
+    "predict": _predict,
+    "rows": _rows,
     "delete": _delete,
 }

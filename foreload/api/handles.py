@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from foreload.api import client
 from foreload.api.client import Numerics
@@ -18,12 +19,16 @@ from foreload.api.results import (
     EvaluationMetrics,
     Export,
     PrepareSummary,
+    Rows,
     StepMetrics,
     TrainSummary,
 )
 from foreload.api.settings import PrepareSettings, TrainSettings
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import ModelError, RunError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 AnyPath = str | os.PathLike[str]
 
@@ -93,6 +98,61 @@ class Run:
     def evaluate(self, schedule: AnyPath | None = None, *, progress: bool = False) -> Evaluation:
         """Measure its model on the evaluation steps of a schedule, its own by default."""
         return Evaluation.of(self._call("evaluate", {"schedule": None if schedule is None else os.fspath(schedule)}, progress))
+
+    def rows(self, table: str, *, values: Sequence[str | int | None] | None = None, ids: Sequence[int] | None = None) -> Rows:
+        """Rows of a table, by raw values (None where missing), encoded as the schedule says, or by ids. One of the two must be given."""
+        import numpy as np
+
+        if (values is None) == (ids is None):
+            raise SettingError("rows: needs values=[...] or ids=[...], one of them")
+        asked = {"table": table, "values": _plain_list(values), "ids": _plain_list(ids)}
+        with contextlib.closing(client.parts("rows", self._named(asked), self._numerics())) as parts:
+            message = list(parts)[-1]
+        count, columns = message.values["rows"], message.values["columns"]
+        data = message.payload
+        vectors = np.frombuffer(data, np.float32, count * columns, 8 * count).reshape(count, columns)
+        trained = np.frombuffer(data, np.bool_, count, 8 * count + vectors.nbytes)
+        return Rows(table, np.frombuffer(data, np.int64, count), vectors, trained, message.values["step"])
+
+    def predict(
+        self,
+        *sources: AnyPath,
+        format: str | None = None,
+        steps_of: AnyPath | None = None,
+        logits: bool = False,
+        progress: bool = False,
+    ) -> np.ndarray:
+        """The probability that each record's label is 1, float32 [records], in order; see `predict_batches`, which takes bounded memory."""
+        import numpy as np
+
+        found = self.predict_batches(*sources, format=format, steps_of=steps_of, logits=logits, progress=progress)
+        return np.concatenate([np.empty(0, np.float32), *found])
+
+    def predict_batches(
+        self,
+        *sources: AnyPath,
+        format: str | None = None,
+        steps_of: AnyPath | None = None,
+        logits: bool = False,
+        progress: bool = False,
+    ) -> Iterator[np.ndarray]:
+        """The same batch after batch, as they are computed.
+
+        sources: files or globs of raw records, whose labels are not needed; malformed ones are left out, as many as the schedule's max_rejects
+        allows. format: by default that of the schedule, or what the names say. steps_of: a schedule whose evaluation samples these are, in
+        order: the logits are those of `evaluate` on it, bit for bit. logits: give these, instead of probabilities.
+        """
+        import numpy as np
+
+        asked = {
+            "sources": [os.fspath(source) for source in sources],
+            "format": format,
+            "steps_of": None if steps_of is None else os.fspath(steps_of),
+            "logits": logits,
+        }
+        with contextlib.closing(client.parts("predict", self._named(asked), self._numerics(), progress)) as parts:
+            for message in parts:
+                yield np.frombuffer(message.payload, np.float32)
 
     def export(self, out: AnyPath, *, progress: bool = False) -> Export:
         """Write its model into a new folder: rows as Parquet, the dense part as safetensors."""
@@ -188,6 +248,10 @@ def _plain(value: object) -> Any:
     if hasattr(value, "item"):  # a NumPy number
         return value.item()
     raise SettingError(f"settings: must be numbers, texts, paths, lists or mappings; got {value!r}")
+
+
+def _plain_list(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else [_plain(value) for value in values]
 
 
 def _location(model: type) -> tuple[str, str]:

@@ -42,28 +42,33 @@ class Encoder:
         if scales is None and any(d.transform == "standard" for d in spec.dense):
             raise FeatureError('dense: transform = "standard" needs the statistics of the training data; count them first')
 
+    @property
+    def vocabularies(self) -> Mapping[int, Vocabulary]:
+        """Place of the table -> vocabulary, for every table that has one."""
+        return self._vocabularies
+
     def encode(self, records: Records) -> Samples:
         """The records as samples, in their order."""
         dense = transform(records.dense, self._spec.dense, self._scales)
         if not self._spec.multi_valued:
-            columns = [self._ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
+            columns = [self.ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
             return Samples(records.labels, dense, rows_of(columns, len(records), np.int64).reshape(-1))
         bounds, values = [], []
         for feature, column in zip(self._spec.features, records.categorical, strict=True):
             if feature.pooling == "single":
                 bounds.append(np.arange(len(records) + 1))
-                values.append(self._ids(feature, column))
+                values.append(self.ids(feature, column))
             else:
                 bounds.append(column.offsets.to_numpy() - column.offsets[0].as_py())
-                values.append(self._ids(feature, column.flatten()))
+                values.append(self.ids(feature, column.flatten()))
         offsets = _offsets(bounds, len(records))
         ids = np.zeros(offsets[-1], np.int64)
         for place, (starts, column_ids) in enumerate(zip(bounds, values, strict=True)):
             _scatter(column_ids, starts, place, len(bounds), offsets, ids)
         return Samples(records.labels, dense, ids, offsets)
 
-    def _ids(self, feature: Feature, values: pa.Array) -> np.ndarray:
-        """Single values of a feature -> whole numbers [n], int64 or narrower, 0 where missing."""
+    def ids(self, feature: Feature, values: pa.Array) -> np.ndarray:
+        """Single values of a feature, as Records has them -> whole numbers [n], int64 or narrower, 0 where missing."""
         if feature.encoding == "id":
             return values.fill_null(0).to_numpy()
         if feature.encoding == "vocabulary":

@@ -90,8 +90,8 @@ class TextFormat:
 class FeatureSpec:
     """The columns of a source and how they become samples (docs/definitions.md, Encoding and Order).
 
-    order_by: the column of the global order, or None. order_type: how it is compared; None: in Parquet by the column's type, in text
-    files as numbers where the first rows hold numbers, else by bytes.
+    label: empty where a source is read for its features alone; labels are 0 then. order_by: the column of the global order, or None. order_type:
+    how it is compared; None: in Parquet by the column's type, in text files as numbers where the first rows hold numbers, else by bytes.
     """
 
     label: str
@@ -113,7 +113,7 @@ class FeatureSpec:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a source must have, each once: label, dense, features, order_by."""
-        names = [self.label, *(d.column for d in self.dense), *(f.column for f in self.features)]
+        names = [*([self.label] if self.label else []), *(d.column for d in self.dense), *(f.column for f in self.features)]
         if self.order_by is not None:
             names.append(self.order_by)
         return tuple(dict.fromkeys(names))
@@ -134,6 +134,10 @@ class FeatureSpec:
     def vocabulary_tables(self) -> tuple[int, ...]:
         """Places of the tables whose ids come from a vocabulary."""
         return tuple(sorted({f.table for f in self.features if f.encoding == "vocabulary"}))
+
+    def unlabelled(self) -> FeatureSpec:
+        """The spec for sources of which only the features are wanted, in the order in which they stand."""
+        return replace(self, label="", order_by=None, order_type=None)
 
     def min_count(self, table: int) -> int:
         """The occurrences that a value of this vocabulary table needs."""
@@ -178,8 +182,6 @@ class FeatureSpec:
 
 def _check(spec: FeatureSpec) -> None:
     """Raise FeatureError at the first rule that the spec breaks."""
-    if not spec.label:
-        raise FeatureError("label: must name a column; it is empty")
     if not spec.features:
         raise FeatureError("feature: at least one is needed; add a [[feature]]")
     if len(spec.tables) > _MAX_TABLES:

@@ -124,10 +124,10 @@ def convert(
     columns: name -> Arrow array [n], all of one length. path: for messages. line_of: rows (int64) -> lines from 1, asked only about
     malformed rows. Raises SourceError where a whole column has a type that its use does not allow.
     """
-    rows = len(columns[spec.label])
+    rows = len(next(iter(columns.values())))
     faults = Faults()
     cells = {name: _plain(column, spec.text.missing, path, name) for name, column in columns.items()}
-    labels = _labels(cells[spec.label], spec.label, path, faults)
+    labels = _labels(cells[spec.label], spec.label, path, faults) if spec.label else np.zeros(rows, np.float32)
     dense = np.empty((len(spec.dense), rows), np.float64).T  # column after column, as it is filled and transformed
     for place, entry in enumerate(spec.dense):
         dense[:, place] = _dense(cells[entry.column], entry, path, faults)

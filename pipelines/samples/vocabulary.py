@@ -79,6 +79,11 @@ class Vocabulary:
         out[np.asarray(texts.is_null())] = 0
         return out
 
+    def texts(self, ids: np.ndarray) -> pa.Array:
+        """The values of ids (int64 [n]): string [n], null for 0 and 1, which no single value has."""
+        places = pa.array(ids - 2, mask=ids < 2)
+        return self._values.take(places).cast(pa.string())
+
     def save(self, path: str | Path) -> None:
         """Write the values as an Arrow IPC file, by temporary name and rename."""
         path = Path(path)

@@ -103,7 +103,7 @@ class _Layout:
         """Where the columns stand that are read as numbers and as nothing else, unless a number means a missing value."""
         if any(parses(text.strip(), pa.float64()) for text in self.text.missing):
             return set()
-        names = {self.spec.label, *(entry.column for entry in self.spec.dense)}
+        names = {*([self.spec.label] if self.spec.label else []), *(entry.column for entry in self.spec.dense)}
         return {self.columns.index(name) for name in names - {f.column for f in self.spec.features} - {self.spec.order_by}}
 
 
@@ -213,7 +213,8 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
     valid = _is_utf8(data)
     fields = Fields.of(data, delimiter, len(layout.columns), text.quoting) if valid else None
     if fields is not None:
-        columns = fields.columns(places, layout.numbers, {layout.columns.index(layout.spec.label)})
+        binary = {layout.columns.index(layout.spec.label)} if layout.spec.label else set()
+        columns = fields.columns(places, layout.numbers, binary)
         return _Block(columns, np.arange(len(fields)), [], lines_before)
     bounds = bounds or Bounds.of(data, delimiter, text.quoting, text.most_lines)
     characters = np.frombuffer(data, np.uint8)

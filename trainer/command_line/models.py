@@ -1,4 +1,4 @@
-"""`foreload evaluate`, `export` and `digest`: what a run's model is worth, and what it is."""
+"""`foreload evaluate`, `predict`, `lookup`, `export` and `digest`: what a run's model is worth, what it says, and what it is."""
 
 from __future__ import annotations
 
@@ -16,9 +16,35 @@ def add_to(commands: Any) -> None:
         "Computes log loss, AUC and normalised entropy of the model on the evaluation steps of a schedule.",
     )  # fmt: skip
     evaluate.add_argument("schedule", nargs="?", metavar="SCHEDULE", help="evaluate on this one instead of the run's own")
+    predict = add_command(
+        commands, "predict", _predict, "what a run's model says of raw records",
+        "Writes the probability of each record, in order: records are read and encoded as those that the run was trained on, labels are not "
+        "needed, and values never seen are as in evaluation. Malformed records are left out, as many as the schedule's --max-rejects allows.",
+    )  # fmt: skip
+    predict.add_argument(
+        "sources", nargs="+", metavar="FILE", help="files or quoted globs, read in the order given; .gz and .zst too"
+    )
+    predict.add_argument("--out", required=True, metavar="SCORES", help="file to write, .csv or .parquet, with one column: score")
+    predict.add_argument(
+        "--format", metavar="NAME", help="criteo, csv, tsv or parquet (default: as the files' names or the schedule say)"
+    )
+    predict.add_argument(
+        "--steps-of", metavar="SCHEDULE",
+        help="whose evaluation samples these records are, in order: the logits are then those of `foreload evaluate`, bit for bit",
+    )  # fmt: skip
+    predict.add_argument("--logits", action="store_true", help="write logits instead, as a column logit")
+    lookup = add_command(
+        commands, "lookup", _lookup, "rows of a run's model by raw value",
+        "Prints the embedding of each value of a table, encoded as the schedule says: value, id, whether the row was trained (else it has its "
+        "initial value), and the vector.",
+    )  # fmt: skip
+    lookup.add_argument("table", metavar="TABLE", help="as the feature file names it; a feature of its own has one of its name")
+    lookup.add_argument("values", nargs="+", metavar="VALUE", help="raw values; an empty one is a missing value")
+    lookup.add_argument("--ids", action="store_true", help="the values are ids")
     export = add_command(
         commands, "export", _export, "write a run's model to files",
-        "Writes every trained row as Parquet, one file a table with columns id, weight and state, and the dense part as safetensors.",
+        "Writes every trained row as Parquet, one file a table with columns id, weight and state, and value where a vocabulary has "
+        "it, and the dense part as safetensors; encoding.json says how values that are hashed become ids.",
     )  # fmt: skip
     export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
     add_command(
@@ -36,6 +62,36 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         f"({found['samples']:,} samples, after step {found['step']})"
     )
     return tell(parsed, found, text)
+
+
+def _predict(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import predict
+
+    predict.check_out(parsed.out)
+    records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
+    batches = predict.run(parsed.run, parsed.store, records)
+    if parsed.logits:
+        found = predict.write(parsed.out, batches, "logit")
+    else:
+        found = predict.write(parsed.out, map(predict.probabilities, batches), "score")
+    return tell(parsed, found, f"{parsed.out}: {found['records']:,} {'logits' if parsed.logits else 'scores'}")
+
+
+def _lookup(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import lookup
+
+    found = lookup.run(
+        parsed.run, parsed.store, parsed.table, None if parsed.ids else parsed.values, parsed.values if parsed.ids else None
+    )
+    rows = [
+        {"value": value, "id": int(row_id), "trained": bool(trained), "vector": vector.tolist()}
+        for value, row_id, trained, vector in zip(parsed.values, found.ids, found.trained, found.weights, strict=True)
+    ]
+    lines = [
+        "  ".join([repr(row["value"]), f"id {row['id']}", "trained" if row["trained"] else "initial", " ".join(map(str, vector))])
+        for row, vector in zip(rows, found.weights, strict=True)
+    ]
+    return tell(parsed, {"table": parsed.table, "step": found.step, "rows": rows}, "\n".join(lines))
 
 
 def _export(parsed: argparse.Namespace) -> int:

@@ -9,21 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foreload.cache.protocol.reading import Expected, read_rows
-from foreload.cache.rows.initial import initial_weights
 from foreload.pipelines.schedule.format import Event, LaneEvent
-from foreload.pipelines.schedule.kept import last_occupants, ordinals_after
+from foreload.pipelines.schedule.kept import last_occupants
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import numerics
-from foreload.trainer.compute.choose_kernels import kernels_for
-from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.compute.metrics import BinaryMetrics
 from foreload.trainer.errors import LossNotFinite, RunError
-from foreload.trainer.models import build_model, load_model
-from foreload.trainer.run.dense_file import load_parameters
 from foreload.trainer.run.saved_run import SavedRun, open_saved
+from foreload.trainer.run.trained_model import DenseForward, ModelRowReader
 
 _KEY = np.dtype([("table", np.int16), ("id", np.int64)])
 
@@ -37,24 +32,26 @@ class EvaluationStep:
     rows: tuple[np.ndarray, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A slice of an evaluation step: the samples' numbers int64 [b], labels and logits float32 [b]."""
+
+    numbers: np.ndarray
+    labels: np.ndarray
+    logits: np.ndarray
+
+
 def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
     """Evaluate on the run's own schedule, or on another one of the same features.
 
     Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
     """
+    metrics = BinaryMetrics()
     with open_saved(path, store) as saved:
-        numerics.set_up(saved.job.threads, cpu_capability=saved.job.cpu_capability)
-        used = saved.schedule if schedule is None else _fitting(saved, Schedule(schedule))
-        wanted = _distinct_rows(used)
-        weights = _weights(saved, wanted)
-        module = _module(saved)
-        metrics = BinaryMetrics()
-        for step in _last_pass(used):
-            for lane, logits in _logits(saved, module, step, wanted, weights):
-                if not logits.isfinite().all():
-                    raise LossNotFinite(f"run {path}, evaluation step {step.number}", lane, math.nan)
-                metrics.add(logits.numpy(), step.lanes[lane].labels)
-        found = metrics.result()
+        used = saved.schedule if schedule is None else fitting(saved, Schedule(schedule))
+        for one in evaluated(saved, used):
+            metrics.add(one.logits, one.labels)
+    found = metrics.result()
     return {
         "schedule": str(used.path),
         "step": saved.status.step,
@@ -65,7 +62,20 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
     }
 
 
-def _fitting(saved: SavedRun, schedule: Schedule) -> Schedule:
+def evaluated(saved: SavedRun, schedule: Schedule) -> Iterator[Evaluated]:
+    """Every slice of the evaluation after a schedule's last epoch, with the model's logits. Raises RunError and LossNotFinite."""
+    numerics.set_up(saved.job.threads, cpu_capability=saved.job.cpu_capability)
+    wanted = _distinct_rows(schedule)
+    weights, dense_part = _weights(saved, wanted), DenseForward(saved)
+    for step in last_pass(schedule):
+        for lane, logits in _logits(dense_part, step, wanted, weights):
+            if not logits.isfinite().all():
+                raise LossNotFinite(f"run {saved.run.path}, evaluation step {step.number}", lane, math.nan)
+            yield Evaluated(step.lanes[lane].numbers, step.lanes[lane].labels, logits.numpy())
+
+
+def fitting(saved: SavedRun, schedule: Schedule) -> Schedule:
+    """A schedule on which a run can be evaluated. Raises RunError where its features or their encoding are others."""
     mine, other = saved.schedule.header, schedule.header
     if other.features != mine.features or other.settings.get("encoding") != mine.settings.get("encoding"):
         raise RunError(
@@ -75,7 +85,7 @@ def _fitting(saved: SavedRun, schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
+def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
     """The evaluation steps after the last epoch."""
     header = schedule.header
     first = next(
@@ -103,52 +113,22 @@ def _step(schedule: Schedule, event: Event, held: list[np.ndarray]) -> Evaluatio
 
 def _distinct_rows(schedule: Schedule) -> np.ndarray:
     """All rows that the pass uses, by (table, id): _KEY [n]."""
-    found = [np.unique(np.concatenate(step.rows)) for step in _last_pass(schedule)]
+    found = [np.unique(np.concatenate(step.rows)) for step in last_pass(schedule)]
     return np.unique(np.concatenate(found))
 
 
 def _weights(saved: SavedRun, wanted: np.ndarray) -> Tensor:
     """The rows' weights, float32 [n, W of the widest]: from the store where trained, else initial."""
     weights = np.zeros((len(wanted), max(layout.width for layout in saved.layouts)), np.float32)
+    reader = ModelRowReader(saved)
     for table, layout in enumerate(saved.layouts):
         of_table = np.flatnonzero(wanted["table"] == table)
-        own = np.zeros((len(of_table), weights.shape[1]), np.float32)
-        ids = np.ascontiguousarray(wanted["id"][of_table])
-        initial_weights(saved.job.seed, table, ids, layout.scale, own, layout.init_columns)
-        weights[of_table] = own
-    ordinals = None
-    if saved.status.step < saved.schedule.header.end_step - 1:
-        ordinals = ordinals_after(saved.schedule, saved.status.step)
-    for batch in saved.schedule.rows():
-        keys = np.empty(len(batch["id"]), _KEY)
-        keys["table"], keys["id"] = batch["table"], batch["id"]
-        places = np.searchsorted(wanted, keys)
-        hit = (places < len(wanted)) & (wanted[np.minimum(places, len(wanted) - 1)] == keys)
-        if ordinals is not None:
-            hit &= batch["ordinal"] < ordinals[batch["lane"], batch["table"]]
-        for lane in np.unique(batch["lane"][hit]):
-            chosen = np.flatnonzero(hit & (batch["lane"] == lane))
-            tags = np.minimum(batch["tag"][chosen], saved.status.step + 1)
-            tables, ordinals_here, ids = (batch[name][chosen] for name in ("table", "ordinal", "id"))
-            expected = Expected(int(lane), tables, ordinals_here, ids, tags, tag_at_most=True)
-            weights[places[chosen]] = read_rows(saved.stored, expected, saved.last_batches[lane]).weights
+        weights[of_table, : layout.width] = reader.read(table, wanted["id"][of_table])[0]
     return torch.from_numpy(weights)
 
 
-def _module(saved: SavedRun) -> nn.Module:
-    job = saved.job
-    spec = model_spec(saved.schedule.header.features, job.dim)
-    module = build_model(load_model(job.model, job.model_folder), spec, job.model_options, job.seed)
-    load_parameters(module, saved.dense()[0])
-    return module.eval()
-
-
-def _logits(
-    saved: SavedRun, module: nn.Module, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
-) -> Iterator[tuple[int, Tensor]]:
+def _logits(dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, weights: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Lane and logits float32 [b] of each slice that has samples."""
-    block_layout = BlockLayout.of(saved.schedule.header.features, saved.layouts)
-    kernels = kernels_for("cpu")
     places = [np.searchsorted(wanted, rows) for rows in step.rows]
     for lane, moves in enumerate(step.lanes):
         if not len(moves.labels):
@@ -156,11 +136,4 @@ def _logits(
         used = [
             found[(owner.users >> np.uint64(lane)) & np.uint64(1) == 1] for found, owner in zip(places, step.lanes, strict=True)
         ]
-        rows = weights[torch.from_numpy(np.concatenate(used))]
-        block = torch.empty((len(moves.labels), len(block_layout.names), block_layout.width))
-        dense = torch.empty(moves.dense.shape, dtype=torch.float32)
-        # A mapped view may lie at any address, and the bits of a product depend on its alignment.
-        dense.numpy()[...] = moves.dense
-        kernels.gather_block(rows, Lookups(moves.index, moves.offsets, block_layout), block)
-        with torch.no_grad():
-            yield lane, module(dense, block_layout.embeddings(block))
+        yield lane, dense_part.logits(weights[torch.from_numpy(np.concatenate(used))], moves.index, moves.offsets, moves.dense)

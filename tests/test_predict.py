@@ -1,0 +1,224 @@
+"""What a run's model says of raw records, and its rows by raw value: the same bits as evaluation's and the export's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as pq
+import pytest
+from command_line import done, refused
+
+import foreload
+from foreload.pipelines.errors import RecordError, SettingError, SourceError
+from foreload.trainer.commands.evaluate import evaluated
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.saved_run import open_saved
+
+ROWS, HELD_OUT = 2400, 400
+FEATURES = """
+label = "clicked"
+[text]
+missing = ["none"]
+[[dense]]
+name = "price"
+transform = "standard"
+[[feature]]
+name = "ad"
+rows = 300
+encoding = "id"
+[[feature]]
+name = "user"
+rows = 500
+[[feature]]
+name = "item"
+encoding = "vocabulary"
+min_count = 2
+[[feature]]
+name = "words"
+rows = 100
+pooling = "mean"
+separator = " "
+"""
+
+
+def write_log(path: Path, start: int, end: int, labels: bool = True) -> Path:
+    """Rows start .. end - 1 of a log that is a function of their numbers; none of the users from 2,000 on was seen before."""
+    names = [*(["clicked"] if labels else []), "price", "ad", "user", "item", "words"]
+    lines = [",".join(names)]
+    for k in range(start, end):
+        words = " ".join(f"w{(k * j) % 37}" for j in range(k % 4))
+        item = "none" if k % 11 == 0 else f"B{(k * 7) % 90:02d}X"
+        row = [
+            str(int(k % 3 == 0 or k % 7 == 1)),
+            f"{k % 13}.5",
+            str(k * 5 % 300),
+            f"u{k * k % 211 + (k >= 2000) * k}",
+            item,
+            words,
+        ]
+        lines.append(",".join(row if labels else row[1:]))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("predict")
+    write_log(home / "clicks.csv", 0, ROWS)
+    write_log(home / "held-out.csv", ROWS - HELD_OUT, ROWS)
+    write_log(home / "new.csv", ROWS - HELD_OUT, ROWS, labels=False)
+    (home / "clicks.toml").write_text(FEATURES)
+    return home
+
+
+@pytest.fixture(scope="module")
+def schedule(folder: Path) -> foreload.Schedule:
+    return foreload.prepare(
+        folder / "clicks.csv", features=folder / "clicks.toml", out=folder / "clicks", batch_size=96, lanes=2, epochs=2,
+        eval_fraction=HELD_OUT / ROWS,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, schedule: foreload.Schedule) -> foreload.Run:
+    return foreload.train(schedule, run=folder / "run", store="local:3", dim=8, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def logits(run: foreload.Run) -> np.ndarray:
+    """Those of the evaluation, in the order of the samples."""
+    found = np.full(HELD_OUT, np.nan, np.float32)
+    with open_saved(os.fspath(run), None) as saved:
+        for part in evaluated(saved, saved.schedule):
+            found[part.numbers] = part.logits
+    assert not np.isnan(found).any()
+    return found
+
+
+@pytest.mark.parametrize("log", ["held-out.csv", "new.csv"])
+def test_in_the_evaluations_steps_and_slices_logits_are_its_bit_for_bit(
+    run: foreload.Run, schedule: foreload.Schedule, folder: Path, logits: np.ndarray, log: str
+) -> None:
+    found = run.predict(folder / log, steps_of=schedule, logits=True)
+    assert found.tobytes() == logits.tobytes()
+
+
+def test_otherwise_they_are_within_a_millionth(run: foreload.Run, folder: Path, logits: np.ndarray) -> None:
+    np.testing.assert_allclose(run.predict(folder / "new.csv", logits=True), logits, rtol=0, atol=1e-6)
+    scores = run.predict(folder / "new.csv")
+    np.testing.assert_allclose(scores, 1 / (1 + np.exp(-logits.astype(np.float64))), rtol=0, atol=1e-6)
+
+
+def test_batches_come_one_by_one_and_may_be_left(run: foreload.Run, folder: Path) -> None:
+    whole = run.predict(folder / "new.csv")
+    batches = run.predict_batches(folder / "new.csv")
+    first = next(batches)
+    assert 0 < len(first) < HELD_OUT
+    assert first.tobytes() == whole[: len(first)].tobytes()
+    batches.close()  # type: ignore[attr-defined]
+    assert run.evaluate().samples == HELD_OUT
+
+
+def test_the_command_writes_one_score_a_record(
+    run: foreload.Run, schedule: foreload.Schedule, folder: Path, tmp_path: Path
+) -> None:
+    scores = run.predict(folder / "new.csv")
+    out = done("predict", run.path, folder / "new.csv", "--out", tmp_path / "scores.csv", "--json", tmp_path / "told.json")
+    assert out == f"{tmp_path / 'scores.csv'}: {HELD_OUT} scores\n"
+    assert json.loads((tmp_path / "told.json").read_text())["records"] == HELD_OUT
+    written = arrow_csv.read_csv(tmp_path / "scores.csv")["score"].cast(pa.float32())
+    assert written.to_numpy().tobytes() == scores.tobytes()
+    done(
+        "predict",
+        run.path,
+        folder / "held-out.csv",
+        "--out",
+        tmp_path / "scores.parquet",
+        "--logits",
+        "--steps-of",
+        schedule.path,
+    )
+    assert pq.read_table(tmp_path / "scores.parquet").column_names == ["logit"]
+
+
+def test_a_parquet_file_gives_the_scores_of_the_same_text(run: foreload.Run, folder: Path, tmp_path: Path) -> None:
+    table = arrow_csv.read_csv(folder / "new.csv", convert_options=arrow_csv.ConvertOptions(strings_can_be_null=True))
+    words = pa.array([[] if text is None else text.split(" ") for text in table["words"].to_pylist()], pa.list_(pa.string()))
+    pq.write_table(table.set_column(table.column_names.index("words"), "words", words), tmp_path / "new.parquet")
+    assert run.predict(tmp_path / "new.parquet").tobytes() == run.predict(folder / "new.csv").tobytes()
+
+
+def test_what_cannot_be_predicted_is_refused(
+    run: foreload.Run, schedule: foreload.Schedule, folder: Path, tmp_path: Path
+) -> None:
+    bad = write_log(tmp_path / "bad.csv", 0, 50)
+    bad.write_text(bad.read_text().replace(",10,", ",1000,"))
+    with pytest.raises(RecordError, match=r"more than 0 records are malformed.*bad\.csv:\d+: ad: an id must be"):
+        run.predict(bad)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SourceError, match="no column 'price'"):
+        run.predict(tmp_path / "other.csv")
+    with pytest.raises(RunError, match="has fewer records than the evaluation samples"):
+        run.predict(write_log(tmp_path / "short.csv", ROWS - HELD_OUT, ROWS - 1), steps_of=schedule)
+    with pytest.raises(RunError, match="has other records, or in another order"):
+        run.predict(write_log(tmp_path / "other.csv", 1, 1 + HELD_OUT), steps_of=schedule)
+    assert refused("predict", run.path, bad, "--out", tmp_path / "scores.txt").startswith("--out: must end in .csv or .parquet")
+
+
+def test_rows_are_those_of_the_export(run: foreload.Run, tmp_path: Path) -> None:
+    about = run.export(tmp_path / "out")
+    assert about.encoding == "encoding.json"
+    how = json.loads((tmp_path / "out" / "encoding.json").read_text())
+    assert {one["name"]: one["encoding"] for one in how["features"]}["user"] == "hash"
+    for table in about.tables:
+        exported = pq.read_table(tmp_path / "out" / table["file"])
+        ids, weights = exported["id"].to_pylist(), np.array(exported["weight"].to_pylist(), np.float32)
+        found = run.rows(table["name"], ids=ids)
+        assert found.vectors.tobytes() == weights.tobytes()
+        assert found.trained.all()
+        assert ("value" in exported.column_names) == (table["name"] == "item")
+    items = pq.read_table(tmp_path / "out" / "item.parquet")
+    known = [
+        (value, weight) for value, weight in zip(items["value"].to_pylist(), items["weight"].to_pylist(), strict=True) if value
+    ]
+    assert known
+    by_value = run.rows("item", values=[value for value, _ in known])
+    assert by_value.vectors.tolist() == [weight for _, weight in known]
+
+
+def test_rows_never_trained_have_their_initial_value_and_say_so(run: foreload.Run) -> None:
+    found = run.rows("user", ids=range(500))
+    again = run.rows("user", ids=[499, 0, 0])
+    assert not found.trained.all()
+    assert found.trained.any()
+    assert again.vectors[1].tobytes() == again.vectors[2].tobytes() == found.vectors[0].tobytes()
+    bound = 1 / np.sqrt(np.float32(500))
+    assert (np.abs(found.vectors[~found.trained]) <= bound).all()
+    # Missing, any other value, and the same value twice.
+    items = run.rows("item", values=[None, "none", "never seen", "B07X", "B07X"])
+    assert items.ids[:3].tolist() == [0, 0, 1]
+    assert items.ids[3] == items.ids[4] >= 2
+    assert run.rows("ad", values=[5, "5"]).ids.tolist() == [5, 5]
+    with pytest.raises(SettingError, match="TABLE: must be one of ad, user, item, words; got 'site'"):
+        run.rows("site", values=["x"])
+    with pytest.raises(SettingError, match=r"an id must be a whole number in 0 \.\. 299; got 300"):
+        run.rows("ad", ids=[300])
+    with pytest.raises(SettingError, match="one of them"):
+        run.rows("ad")
+
+
+def test_lookup_prints_what_rows_gives(run: foreload.Run, tmp_path: Path) -> None:
+    out = done("lookup", run.path, "item", "B07X", "never seen", "--json", tmp_path / "rows.json")
+    found = run.rows("item", values=["B07X", "never seen"])
+    told = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["id"] for row in told] == found.ids.tolist()
+    assert np.array([row["vector"] for row in told], np.float32).tobytes() == found.vectors.tobytes()
+    first = out.splitlines()[0].split("  ")
+    assert first[:3] == ["'B07X'", f"id {found.ids[0]}", "trained"]
+    assert np.array(first[3].split(), np.float32).tobytes() == found.vectors[0].tobytes()
+    assert done("lookup", run.path, "item", "0", "--ids").startswith("'0'  id 0  trained")

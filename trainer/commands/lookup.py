@@ -1,0 +1,63 @@
+"""`foreload lookup`: rows of a run's model by raw value, encoded as the schedule says, or by id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.commands.predict import encoding_of
+from foreload.trainer.run.saved_run import open_saved
+from foreload.trainer.run.trained_model import ModelRowReader
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """Rows in the order asked for: ids int64 [n], weights float32 [n, W], trained bool [n] (else the initial value); step: the last one trained."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    trained: np.ndarray
+    step: int
+
+
+def run(
+    path: str, store: str | None, table: str, values: Sequence[str | int | None] | None, ids: Sequence[int] | None = None
+) -> FoundRows:
+    """The rows of a table for raw values (None or "" where missing), or for ids, if these are given. Raises SettingError for what is neither."""
+    with open_saved(path, store) as saved:
+        names = [one.name for one in saved.schedule.header.features.tables]
+        if table not in names:
+            raise SettingError(f"TABLE: must be one of {', '.join(names)}; got {table!r}")
+        place = names.index(table)
+        wanted = _ids_of(saved.schedule, place, values or ()) if ids is None else _checked(saved.schedule, place, ids)
+        distinct, inverse = np.unique(wanted, return_inverse=True)
+        weights, trained = ModelRowReader(saved).read(place, distinct)
+        return FoundRows(wanted, weights[inverse], trained[inverse], saved.status.step)
+
+
+def _ids_of(schedule: Schedule, table: int, values: Sequence[str | int | None]) -> np.ndarray:
+    features, encoder = encoding_of(schedule)
+    feature = next(one for one in features.features if one.table == table)
+    if feature.encoding == "id":
+        given = [0 if value in (None, "") else value for value in values]
+        return _checked(schedule, table, given)
+    texts = [None if value is None else str(value) for value in values]
+    missing = set(features.text.missing)
+    texts = [None if text in missing else text for text in texts]
+    return np.asarray(encoder.ids(feature, pa.array(texts, pa.string())), np.int64)
+
+
+def _checked(schedule: Schedule, table: int, given: Sequence[object]) -> np.ndarray:
+    rows = schedule.header.features.table_rows[table]
+    found = []
+    for value in given:
+        text = str(value).strip()
+        if not text.isdecimal() or int(text) >= rows:
+            raise SettingError(f"VALUE: an id must be a whole number in 0 .. {rows - 1}; got {value!r}")
+        found.append(int(text))
+    return np.array(found, np.int64)

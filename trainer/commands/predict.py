@@ -1,0 +1,267 @@
+"""`foreload predict`: what a run's model says of raw records, encoded as the schedule says that it was trained on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as pq
+
+from foreload.pipelines.base.files import replacing
+from foreload.pipelines.base.progress import Display
+from foreload.pipelines.errors import RecordError, SettingError, SourceError
+from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.sources import Source, plan_splits, read_records
+from foreload.pipelines.sources.splits import Format
+from foreload.trainer.commands.evaluate import fitting, last_pass
+from foreload.trainer.compute import numerics
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.saved_run import SavedRun, open_saved
+from foreload.trainer.run.trained_model import DenseForward, ModelRowReader
+
+FORMATS = ("criteo", "csv", "tsv", "parquet")
+_READ_SAMPLES = 1 << 14  # whose rows are read from the store at once
+_LINE_SECONDS = 10.0  # between two lines of progress where stderr is not a terminal
+_SHOWN = 3  # malformed records that are named
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What is to be predicted: files or globs; their format, by default that of the schedule, or what their names say.
+
+    steps_of: a schedule whose evaluation samples the records are, in order: they are cut into its steps and slices, so that the logits are
+    those of `evaluate`, bit for bit. Otherwise they are cut as they come, at the run's batch size.
+    """
+
+    sources: tuple[str, ...]
+    format: str | None = None
+    steps_of: str | None = None
+
+
+def run(path: str, store: str | None, records: Records) -> Iterator[np.ndarray]:
+    """Logits, float32 [n], batch after batch, one a well-formed record, in their order; memory is bounded by a batch.
+
+    Records that are malformed are left out, as many as --max-rejects of the schedule allows; that, and how far it is, stderr is told. Raises
+    RecordError where there are more, SourceError, and RunError where they are not the evaluation's of `steps_of`.
+    """
+    with open_saved(path, store) as saved:
+        numerics.set_up(saved.job.threads, cpu_capability=saved.job.cpu_capability)
+        samples = _samples(saved.schedule, records)
+        header = saved.schedule.header
+        if records.steps_of is None:
+            cuts = _in_order(header.batch_size, header.lanes)
+        else:
+            cuts = _evaluated(fitting(saved, Schedule(records.steps_of)))
+        count = 0
+        with closing(Display(lambda: f"predict: {count:,} records", _LINE_SECONDS)) as display:
+            for logits in _predicted(saved, _cut(samples, cuts, records)):
+                count += len(logits)
+                display.tick()
+                yield logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A step: samples, the places among them of each slice, int64 [b] each, and, of an evaluation's, the slices' dense values."""
+
+    size: int
+    slices: tuple[np.ndarray, ...]
+    dense: tuple[np.ndarray, ...] | None = None
+
+
+def _in_order(batch: int, lanes: int) -> Iterator[_Cut]:
+    """Steps of as many samples as training's, without end, cut into slices of equal size as they come."""
+    bounds = [batch * lane // lanes for lane in range(lanes + 1)]
+    while True:
+        yield _Cut(batch, tuple(np.arange(start, end) for start, end in pairwise(bounds)))
+
+
+def _evaluated(schedule: Schedule) -> Iterator[_Cut]:
+    """The steps of a schedule's evaluation after its last epoch."""
+    for step in last_pass(schedule):
+        numbers = [np.asarray(lane.numbers) for lane in step.lanes]
+        # Steps go through the samples in order, whatever their numbers begin with.
+        order = np.sort(np.concatenate(numbers))
+        places = tuple(np.searchsorted(order, lane) for lane in numbers)
+        yield _Cut(len(order), places, tuple(lane.dense for lane in step.lanes))
+
+
+def _cut(samples: Iterator[Samples], cuts: Iterator[_Cut], records: Records) -> Iterator[tuple[Samples, _Cut]]:
+    """The samples of each step; the last of steps in order may be smaller. Raises RunError where they are not those of an evaluation."""
+    held: list[Samples] = []
+    exact = records.steps_of is not None
+
+    def filled(size: int) -> int:
+        while sum(map(len, held)) < size and (more := next(samples, None)) is not None:
+            held.append(more)
+        return sum(map(len, held))
+
+    for cut in cuts:
+        count = filled(cut.size)
+        if not count and not exact:
+            return
+        if count < cut.size and exact:
+            raise _no_evaluation(records, "has fewer records")
+        whole = Samples.concat(held)
+        step, rest = whole.slice(0, min(count, cut.size)), whole.slice(min(count, cut.size), count)
+        held = [rest] if len(rest) else []
+        if cut.dense is not None:
+            for places, dense in zip(cut.slices, cut.dense, strict=True):
+                if not np.array_equal(step.dense[places], dense):
+                    raise _no_evaluation(records, "has other records, or in another order")
+        slices = tuple(places[places < len(step)] for places in cut.slices)
+        yield step, replace(cut, slices=slices)
+    if filled(1):
+        raise _no_evaluation(records, "has more records")
+
+
+def _no_evaluation(records: Records, what: str) -> RunError:
+    return RunError(
+        f"predict: {', '.join(records.sources)}: {what} than the evaluation samples of {records.steps_of}; give what that was prepared with, "
+        "or leave out --steps-of"
+    )
+
+
+def _predicted(saved: SavedRun, steps: Iterator[tuple[Samples, _Cut]]) -> Iterator[np.ndarray]:
+    reader, dense_part = ModelRowReader(saved), DenseForward(saved)
+    features = saved.schedule.header.features
+    tables = np.array([feature.table for feature in features.features], np.int64)
+    at_once = max(1, _READ_SAMPLES // saved.schedule.header.batch_size)
+    while group := list(islice(steps, at_once)):
+        known = _rows(saved, reader, [samples for samples, _ in group], tables)
+        for samples, cut in group:
+            logits = np.empty(len(samples), np.float32)
+            for places in cut.slices:
+                if len(places):
+                    part = samples.take(places)
+                    index, rows = _local(part, tables, known)
+                    offsets = None if part.offsets is None else part.offsets.astype(np.int32)
+                    logits[places] = dense_part.logits(rows, index, offsets, part.dense).numpy()
+            yield logits
+
+
+def _lookup_tables(samples: Samples, tables: np.ndarray) -> np.ndarray:
+    """The table of each lookup: int64 [lookups]."""
+    if samples.offsets is None:
+        return np.tile(tables, len(samples))
+    return np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
+
+
+_Known = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Per table the ids known, int64 [n] ascending, and their weights, float32 [n, W]."""
+
+
+def _rows(saved: SavedRun, reader: ModelRowReader, group: Sequence[Samples], tables: np.ndarray) -> _Known:
+    of_lookup = np.concatenate([_lookup_tables(samples, tables) for samples in group])
+    ids = np.concatenate([samples.ids for samples in group])
+    found = {}
+    for table in range(len(saved.layouts)):
+        wanted = np.unique(ids[of_lookup == table])
+        found[table] = wanted, reader.read(table, wanted)[0]
+    return found
+
+
+def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndarray, np.ndarray]:
+    """The lookups of a slice as places among its distinct rows, int32 [lookups], and these rows, float32 [U, W of the widest table]."""
+    of_lookup = _lookup_tables(samples, tables)
+    index = np.empty(len(samples.ids), np.int32)
+    rows, first = [], 0
+    width = max(weights.shape[1] for _, weights in known.values())
+    for table, (ids, weights) in known.items():
+        here = np.flatnonzero(of_lookup == table)
+        own, inverse = np.unique(samples.ids[here], return_inverse=True)
+        wide = np.zeros((len(own), width), np.float32)
+        wide[:, : weights.shape[1]] = weights[np.searchsorted(ids, own)]
+        rows.append(wide)
+        index[here] = first + inverse
+        first += len(own)
+    return index, np.concatenate(rows)
+
+
+# -- Raw records ------------------------------------------------------------------------------------------------------------------
+
+
+def encoding_of(schedule: Schedule) -> tuple[FeatureSpec, Encoder]:
+    """The features of a schedule, and what encodes by its vocabularies and scales. Raises ScheduleError."""
+    folder, features = schedule.path / encoding_state.FOLDER, schedule.header.features
+    if encoding_state.identity(folder) != schedule.header.settings.get("encoding"):
+        raise RunError(f"schedule {schedule.path}: its encoding is not what it was prepared with; put that folder back")
+    return encoding_state.load(folder, features)
+
+
+def _samples(schedule: Schedule, records: Records) -> Iterator[Samples]:
+    """The well-formed records, encoded, in pieces. Raises SourceError and RecordError."""
+    spec, encoder = encoding_of(schedule)
+    kind = records.format or _format(schedule, records.sources)
+    if kind not in FORMATS:
+        raise SettingError(f"--format: must be one of {', '.join(FORMATS)}; got {kind!r}")
+    spec = spec.unlabelled()
+    if kind in ("csv", "tsv") and kind != schedule.made_with("format"):
+        spec = replace(spec, text=replace(spec.text, delimiter="\t" if kind == "tsv" else None))
+    source_kind: Format = "parquet" if kind == "parquet" else "criteo" if kind == "criteo" else "csv"
+    allowed, rejected = schedule.made_with("max_rejects") or 0, 0
+    first: list[str] = []
+    for split in plan_splits(Source(source_kind, records.sources), spec):
+        for piece in read_records(split, spec):
+            rejected += piece.rejected
+            first += [str(reject) for reject in piece.rejects[: _SHOWN - len(first)]]
+            if rejected > allowed:
+                raise RecordError(
+                    f"predict: more than {allowed} records are malformed, as --max-rejects of the schedule allows; correct them: {'; '.join(first)}"
+                )
+            if len(piece):
+                yield encoder.encode(piece)
+    if rejected:
+        sys.stderr.write(f"foreload: warning: {rejected:,} malformed records are left out: {'; '.join(first)}\n")
+
+
+def _format(schedule: Schedule, sources: Sequence[str]) -> str:
+    made = schedule.made_with("format")
+    endings = {Path(source).name.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2] for source in sources}
+    if endings == {"parquet"} or (made not in ("criteo", "csv", "tsv") and len(endings) == 1 and endings <= {"csv", "tsv"}):
+        return endings.pop()
+    if made in ("criteo", "csv", "tsv"):
+        return str(made)
+    raise SourceError(f"{', '.join(sources)}: the name does not say the format; give --format, one of {', '.join(FORMATS)}")
+
+
+# -- Scores -----------------------------------------------------------------------------------------------------------------------
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-logit)), computed in float64, float32 [n]."""
+    exponentials = np.exp(-np.abs(logits.astype(np.float64)))
+    return (np.where(logits >= 0, 1.0, exponentials) / (1.0 + exponentials)).astype(np.float32)
+
+
+def check_out(out: str) -> None:
+    """Raise SettingError where scores cannot be written there."""
+    if Path(out).suffix not in (".csv", ".parquet"):
+        raise SettingError(f"--out: must end in .csv or .parquet; got {out!r}")
+    if not Path(out).absolute().parent.is_dir():
+        raise SettingError(f"--out: cannot write {out}: there is no such folder")
+
+
+def write(out: str, batches: Iterator[np.ndarray], name: str) -> dict[str, Any]:
+    """Write one column, CSV or Parquet, whole or not at all; returns {"out", "records"}."""
+    check_out(out)
+    schema, count = pa.schema([pa.field(name, pa.float32(), nullable=False)]), 0
+    with replacing(Path(out)) as temporary:
+        kind = pq.ParquetWriter if Path(out).suffix == ".parquet" else arrow_csv.CSVWriter
+        with kind(str(temporary), schema) as writer:
+            for batch in batches:
+                writer.write_table(pa.table([pa.array(batch)], schema=schema))
+                count += len(batch)
+    return {"out": out, "records": count}

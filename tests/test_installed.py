@@ -1,0 +1,90 @@
+"""A wheel, installed apart from the repository, in a folder whose modules have the names of foreload's folders: they are the user's, and found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_pages import ROOT, blocks
+
+pytestmark = pytest.mark.full
+
+OWN_MODEL = """
+import torch
+import cache, pipelines.own, trainer
+
+class Net(torch.nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.out = torch.nn.Linear(spec.width, trainer.OUTPUTS)
+
+    def forward(self, dense, embeddings):
+        return self.out(torch.cat(list(embeddings.values()), 1)).squeeze(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs."""
+    built, target = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    # From a copy: building leaves things behind.
+    source = tmp_path_factory.mktemp("source") / "foreload"
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{ROOT}", source], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", built, source], check=True)
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, *built.glob("*.whl")], check=True)
+    return target
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder of a user who has a trainer.py, a cache.py and a pipelines/."""
+    (tmp_path / "trainer.py").write_text("OUTPUTS = 1\n")
+    (tmp_path / "cache.py").write_text("")
+    (tmp_path / "pipelines").mkdir()
+    (tmp_path / "pipelines" / "own.py").write_text("")
+    (tmp_path / "own.py").write_text(OWN_MODEL)
+    return tmp_path
+
+
+def run(home: Path, installed: Path, *command: str) -> str:
+    """What a command prints that must succeed, as started in that folder with what is installed, the folder itself on Python's path."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_CURRENT_TEST")}
+    environment |= {
+        "PYTHONPATH": f"{installed}{os.pathsep}.",
+        "PATH": os.pathsep.join([str(installed / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    ended = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_a_page_of_documentation_from_top_to_bottom(installed: Path, home: Path) -> None:
+    program = []
+    for block in blocks(ROOT / "docs" / "api.md"):
+        if block.file is not None:
+            (home / block.file).write_text(block.text)
+        elif block.language == "python":
+            program.append(block.text)
+    (home / "page.py").write_text("\n".join([*program, "print(foreload.__file__)"]))
+    run(home, installed, sys.executable, "make_clicks.py")
+    assert run(home, installed, sys.executable, "page.py").splitlines()[-1] == str(installed / "foreload" / "__init__.py")
+
+
+def test_a_model_of_ones_own_that_imports_its_own_trainer(installed: Path, home: Path) -> None:
+    prepared = ["--format", "synthetic", "--rows", "3000", "--batch-size", "256", "--lanes", "2", "--eval-fraction", "0.1"]
+    run(home, installed, "foreload", "prepare", *prepared, "--out", "clicks")
+    training = ["train", "clicks", "--store", "local:3", "--dim", "4", "--model", "own.py:Net", "--digest"]
+    here = run(home, installed, "foreload", *training, "--run", "here", "--trainers", "2")
+    there = run(
+        home, installed, "torchrun", "--nproc-per-node", "2", "--master-port", "0", "--no-python", "foreload", *training,
+        "--run", "there",
+    )  # fmt: skip
+    digest = [line for line in here.splitlines() if line.startswith("digest")]
+    assert digest
+    assert digest[0] in there.splitlines()
+    assert run(home, installed, "foreload", "digest", "here").split() == digest[0].split()[1:]
+    assert run(home, installed, "foreload", "evaluate", "there").startswith("log loss")

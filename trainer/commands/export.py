@@ -25,7 +25,9 @@ from foreload.trainer.run.model_rows import ModelRows
 from foreload.trainer.run.saved_run import SavedRun, open_saved
 
 MODEL, DENSE_STATE, ABOUT, ENCODING = "model.safetensors", "optimizer.safetensors", "export.json", "encoding.json"
-_HASH = "id = 1 + hash64(UTF-8 bytes of the text) mod (rows - 1), 0 where missing; hash64 is defined (docs/definitions.md, Mixing)"
+_HASH = (
+    "id = 1 + hash64(UTF-8 bytes of the text) mod (rows - 1), 0 where missing; hash64 is defined (docs/definitions.md, Mixing)"
+)
 
 
 def run(path: str, store: str | None, out: str) -> dict[str, Any]:

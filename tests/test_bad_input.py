@@ -363,7 +363,7 @@ def test_dlrm_over_tables_of_different_dimension(clicks: Clicks, tmp_path: Path)
         (("--model-options", "bottom=8-5"), "dlrm: the last size of bottom must be the dimension of the embeddings, 4; got 5"),
         (("--trainers", 3), "--trainers: must be at most the schedule's lanes, 2; got 3"),
         (("--frobnicate", 3), "unrecognized arguments: --frobnicate 3"),
-        (("--lr", "fast"), "argument --lr: invalid float value: 'fast'"),
+        (("--lr", "fast"), "--lr: must be a finite number; got 'fast'"),
         (("--model", "transformer"), "model: must be one of"),
         (("--memory", "1KB"), "--memory: 40 slots of this model take"),
     ],

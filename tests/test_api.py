@@ -209,6 +209,35 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on(long_schedule: foreload.Schedu
     assert len(stopped.digest()) == 64
 
 
+def test_ctrl_c_before_anything_has_begun(schedule: foreload.Schedule, tmp_path: Path) -> None:
+    client.close_all()  # so that importing takes a while
+
+    def interrupt() -> None:
+        while not processes():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        foreload.train(schedule, run=tmp_path / "never", store="local:1", dim=2)
+    thread.join()
+    assert not (tmp_path / "never" / "status.json").exists()
+
+
+@pytest.mark.full
+def test_a_process_forked_from_the_caller_has_a_fork_server_of_its_own(run: foreload.Run) -> None:
+    run.evaluate()
+    mine = processes()
+    pid = os.fork()
+    if not pid:
+        samples = run.evaluate().samples
+        client.close_all()
+        os._exit(0 if samples == HELD_OUT else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert processes() == mine
+
+
 @pytest.fixture
 def owner(long_schedule: foreload.Schedule, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that trains a run in tmp_path."""

@@ -89,7 +89,7 @@ class _Call:
             "folder": os.getcwd(),
         }
         try:
-            self._server, self._process = _start(numerics or Numerics(), request, [theirs.fileno(), output])
+            self._server, self._process, self._interrupted = _start(numerics or Numerics(), request, [theirs.fileno(), output])
         except BaseException:
             self._reply.close()
             os.close(self._output)
@@ -99,6 +99,8 @@ class _Call:
             os.close(output)
 
     def __enter__(self) -> _Call:
+        if self._interrupted:
+            self._stop()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -183,9 +185,7 @@ class _Server:
     """A fork server of this process. running: how many of its calls are under way."""
 
     def __init__(self, numerics: Numerics) -> None:
-        self.owner = os.getpid()
         self.running = 0
-        self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
         variables = (
             os.environ | environment(numerics.cpu_capability, numerics.threads) | {"PYTHONPATH": program_path()} | _THREADLESS
@@ -197,16 +197,33 @@ class _Server:
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip
 
-    def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-        """Have a request answered; gives a descriptor of the process that does. Raises OSError where the server is no more."""
-        with self._lock:
-            send(self._control, request, descriptors=descriptors)
-            answer = receive(self._control)
+    def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[int, bool]:
+        """Have a request answered: a descriptor of the process that does, and whether Ctrl-C came meanwhile, as importing takes seconds.
+
+        Raises OSError where the server is no more.
+        """
+        send(self._control, request, descriptors=descriptors)
+        interrupted = False
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        # The answer is waited for in any case, for it is of a process that must be stopped.
+        while True:
+            try:
+                poll.poll()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+        answer = receive(self._control)
         if answer is None:
             raise BrokenPipeError("the fork server has ended")
         self.running += 1
         (process,) = answer.descriptors
-        return process
+        return process, interrupted
+
+    def abandon(self) -> None:
+        """Let go of it in a process that was forked from its owner."""
+        self._control.close()
+        self._process.returncode = 0  # it is no child of this one
 
     def close(self) -> None:
         """End it; what still runs is stopped first."""
@@ -214,31 +231,38 @@ class _Server:
         self._process.wait()
 
 
-def _start(numerics: Numerics, request: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[_Server, int]:
-    """Start a call in the fork server for these numerics, which is started if it is not there."""
+def _start(numerics: Numerics, request: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[_Server, int, bool]:
+    """Start a call in the fork server for these numerics, which is started if it is not there; the rest is as _Server.start gives it."""
     read_at_start = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}
     key = numerics, tuple(sorted(read_at_start.items()))
     with _lock:
         for other, server in list(_servers.items()):
-            if server.owner != os.getpid():
-                del _servers[other]  # of the process that this one was forked from
-            elif other != key and not server.running:
+            if other != key and not server.running:
                 _servers.pop(other).close()
         if key in _servers:
             with contextlib.suppress(OSError):
-                return _servers[key], _servers[key].start(request, descriptors)
+                return _servers[key], *_servers[key].start(request, descriptors)
             _servers.pop(key).close()
         server = _servers[key] = _Server(numerics)
-        return server, server.start(request, descriptors)
+        return server, *server.start(request, descriptors)
+
+
+def _abandon_all() -> None:
+    """In a process that is forked from this one: the servers, and the lock, are the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    for server in _servers.values():
+        server.abandon()
+    _servers.clear()
 
 
 def close_all() -> None:
     """End this process's fork servers: what still runs in them is stopped first. The next call starts one anew."""
     with _lock:
         for server in _servers.values():
-            if server.owner == os.getpid():
-                server.close()
+            server.close()
         _servers.clear()
 
 
 atexit.register(close_all)
+os.register_at_fork(after_in_child=_abandon_all)

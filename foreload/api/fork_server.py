@@ -97,8 +97,8 @@ def _preload() -> None:
 def main() -> int:
     """The process; see above."""
     client.forbid()
-    # Ctrl-C is for the owner, which hands it on.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C is for the owner, which hands it on, maybe before a child is ready to heed it: it waits there.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with socket.socket(fileno=int(sys.argv[1])) as control:
         control.set_inheritable(False)
         ForkServer(control).run()

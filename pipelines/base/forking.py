@@ -36,9 +36,12 @@ def _run(main: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         status = main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:

@@ -45,7 +45,8 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "trainer.py").write_text("OUTPUTS = 1\n")
     (tmp_path / "cache.py").write_text("")
     (tmp_path / "pipelines").mkdir()
-    (tmp_path / "pipelines" / "own.py").write_text("")
+    for name in ("__init__.py", "own.py"):
+        (tmp_path / "pipelines" / name).write_text("")
     (tmp_path / "own.py").write_text(OWN_MODEL)
     return tmp_path
 

@@ -52,7 +52,7 @@ def test_a_schedule_of_which_is_not_known_how_it_was_made_is_continued_once_told
     parent = clicks.copy(tmp_path / "parent")
     (parent / "provenance.json").unlink()
     words = ("prepare", clicks.log, "--after", parent, "--out", tmp_path / "out")
-    assert refused(*words).startswith("--format: is required and missing")
+    assert refused(*words).startswith("--format: is missing")
     done(*words, "--format", "csv")
 
 

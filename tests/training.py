@@ -13,16 +13,16 @@ from pathlib import Path
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.ownership import Ownership
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.dense_optimizers import load_optimizer_state, optimizer_state
+from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.compute.transport import LocalHub
 from foreload.trainer.errors import LossNotFinite
-from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, close_lanes, join_term, stored_rows_at
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, stored_rows_at
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.model_rows import model_rows
@@ -79,8 +79,9 @@ def train(
     """Run a schedule to its end, or to a stop, with `trainers` trainers in threads, in one term or, if told, in several.
 
     parity: k and r; (1, 0): none. break_it: may put faults into a trainer, by its number. on_step: called by the trainer that leads after each step.
-    With parity, shards that are lost meanwhile are waited for at the end. Between terms each lane is closed by the trainer that hosted it, and opened
-    by the one that will; a trainer lives on with its connections and its dense part, which one that was not in the term before gets from its leader.
+    With parity, shards that are lost meanwhile are waited for at the end. Between terms a lane that moves is closed by the trainer that hosted it,
+    and opened by the one that will; a trainer lives on with its other lanes, its connections and its dense part, which one that was not in the
+    term before gets from its leader.
     """
     together = _Together(job, schedule, urls, tuple(terms) or (Term(spread(schedule.header.lanes, trainers)),), resume)
     together.check_tags, together.placement, together.timeout = check_tags, Placement.spread(len(urls), *parity), timeout
@@ -131,25 +132,23 @@ class _Together:
     def run(self, number: int) -> None:
         """A trainer, from its first term to its last."""
         parts = self.denses[number].parts(self.job, self.schedule)
+        hosted: HostedLanes | None = None
         try:
             with Store(self.urls, self.timeout) as store:
-                for place, term in enumerate(self.terms):
-                    # All have come here, so every lane rests, and nobody has begun to train.
-                    self._between.wait()
-                    start = Start(self.step, tuple(self.batches))
-                    if place and number in term.members and number not in self.terms[place - 1].members:
-                        _copy_dense(self.denses[self.terms[place - 1].hosts[0]], self.denses[number])
-                    self._between.wait()
-                    if number in term.members:
-                        access = StoreAccess(
-                            store,
-                            self.placement,
-                            self.job.run_namespace,
-                            FileLog(self.logs),
-                            self.check_tags,
-                            Ownership(place),
-                        )
-                        self._run_term(number, place, parts, access, start)
+                access = StoreAccess(store, self.placement, self.job.run_namespace, FileLog(self.logs), self.check_tags)
+                try:
+                    for place, term in enumerate(self.terms):
+                        # All have come here, so every lane that moves rests, and nobody has begun to train.
+                        self._between.wait()
+                        start = Start(self.step, tuple(self.batches))
+                        if place and number in term.members and number not in self.terms[place - 1].members:
+                            _copy_dense(self.denses[self.terms[place - 1].hosts[0]], self.denses[number])
+                        self._between.wait()
+                        if number in term.members:
+                            hosted = self._run_term(number, place, parts, access, start, hosted)
+                finally:
+                    if hosted is not None:
+                        hosted.traffic.abort()
         except BaseException as error:
             # Noted before the others see that this one is gone.
             self.failures.append(error)
@@ -158,23 +157,28 @@ class _Together:
                 if number in group:
                     group[number].close()
 
-    def _run_term(self, number: int, place: int, parts: TrainerParts, access: StoreAccess, start: Start) -> None:
+    def _run_term(
+        self, number: int, place: int, parts: TrainerParts, access: StoreAccess, start: Start, hosted: HostedLanes | None
+    ) -> HostedLanes:
+        """One term; returns the lanes that the trainer still hosts, those that the next term gives to others closed."""
         term, transport = self.terms[place], self._groups[place][number]
         session = join_term(parts, transport, [term.members.index(host) for host in term.hosts])
-        trainer, events = begin_term(parts, access, session, start)
-        lanes = trainer.lanes
+        trainer, events = begin_term(parts, access, session, start, hosted)
         try:
             self.break_it(number, trainer)
             if term.last_step is None:
                 self._run_to_the_end(trainer, events, start.step)
             else:
                 assert trainer.run(events, lambda step: step == term.last_step, *self._told(trainer)) == term.last_step
-                for lane, batch in close_lanes(lanes, term.last_step).items():
-                    self.batches[lane] = batch
+                for lane in trainer.lanes.numbers:
+                    if self.terms[place + 1].hosts[lane] != number:
+                        self.batches[lane] = trainer.lanes.close_lane(lane, term.last_step)
                 self.step = term.last_step
-        finally:
-            lanes.traffic.abort()
+        except BaseException:
+            trainer.lanes.traffic.abort()
+            raise
         session.close()
+        return trainer.lanes
 
     def _run_to_the_end(self, trainer: Trainer, events: Iterator[Event], before: int) -> None:
         """The last term: to the end of the schedule, or to a stop."""

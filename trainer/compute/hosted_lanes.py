@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numba as nb
 import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Event, LaneEvent
@@ -28,18 +30,42 @@ def _arrival_of(slots: np.ndarray, arriving: np.ndarray, scratch: np.ndarray, ou
 
 
 class HostedLanes:
-    """Partitions by lane, and the one traffic that serves them. The trainer's thread uses it; the traffic has a thread of its own."""
+    """Partitions by lane, and the one traffic that serves them, of the rows `stored`. Lanes come and go between steps.
 
-    def __init__(self, partitions: Mapping[int, Partition], traffic: Traffic) -> None:
-        self.partitions = dict(partitions)
-        self.traffic = traffic
-        self._arrivals = {lane: np.full(partition.slots, -1, np.int32) for lane, partition in partitions.items()}
+    The trainer's thread uses it; the traffic has a thread of its own, to which `stored` belongs.
+    """
+
+    def __init__(self, stored: StoredRows, traffic: Traffic) -> None:
+        self.stored, self.traffic = stored, traffic
+        self.partitions: dict[int, Partition] = {}
+        self._arrivals: dict[int, np.ndarray] = {}  # scratch, int32 [slots]
         self._boundary = -1  # the last one whose ended residencies left for write-back
 
     @property
     def numbers(self) -> list[int]:
         """Which lanes they are."""
         return list(self.partitions)
+
+    def add(self, partition: Partition, plan: LanePlan) -> None:
+        """Host one more lane, which was taken over, with its rows in its slots. Raises CacheError."""
+        self.traffic.add_lane(plan)
+        self.partitions[plan.lane] = partition
+        self._arrivals[plan.lane] = np.full(partition.slots, -1, np.int32)
+
+    def close_lane(self, lane: int, step: int) -> int:
+        """Write back what a lane holds after training step `step`, and host it no more: it rests, and anyone may take it over.
+
+        Returns the number of its last write-back batch, at which the next owner begins. The other lanes go on. Raises CacheError.
+        """
+        partition = self.partitions[lane]
+        self.traffic.write_back(lane, self._boundary_after(step + 1), partition.end(partition.occupied()), at_stop=True)
+        batch = self.traffic.release_lane(lane)
+        del self.partitions[lane], self._arrivals[lane]
+        return batch
+
+    def _boundary_after(self, boundary: int) -> int:
+        """That of a step which was not finished is behind already."""
+        return max(boundary, self._boundary + 1)
 
     def weights(self) -> dict[int, Tensor]:
         """Lane -> float32 [slots, W], the partition itself."""
@@ -81,12 +107,11 @@ class HostedLanes:
     def write_everything_back(self, boundary: int, at_stop: bool) -> int:
         """End every residency and wait until the store has all rows. Returns how many sat in slots, beyond the schedule only changed ones.
 
-        boundary: of the step after the last one trained. at_stop: on a clean stop, or at the end of a term; these write-backs are none of the
-        schedule's and are counted apart.
+        boundary: of the step after the last one trained. at_stop: on a clean stop; these write-backs are none of the schedule's and are counted
+        apart.
         """
         count = 0
-        # That of a step which was not finished is behind already.
-        boundary = max(boundary, self._boundary + 1)
+        boundary = self._boundary_after(boundary)
         for lane, partition in self.partitions.items():
             ended = partition.end(partition.occupied())
             count += int((ended.tag != ended.stored_tag).sum()) if at_stop else len(ended)

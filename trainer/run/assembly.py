@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 
 import numpy as np
@@ -29,14 +28,13 @@ from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.cache.protocol.server_probe import ShardChange
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
-from foreload.cache.rows.staging import Staged
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.planning.sizing import staging_rows
 from foreload.pipelines.schedule.format import Arrivals, Event
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import LaneState, Position, state_after
+from foreload.pipelines.schedule.replay import Position, state_after
 from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
 from foreload.trainer.compute.hosted_lanes import HostedLanes
@@ -169,61 +167,70 @@ class StoreAccess:
     on_shard: Callable[[ShardChange], None] | None = None
 
 
-def _new_partition(parts: TrainerParts, lane: int, with_base: bool) -> Partition:
-    """A lane's arrays, every slot free."""
+def _free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:
+    """The lanes' arrays, every slot free."""
     schedule, rules = parts.schedule, parts.rules
-    evaluation_slots = schedule.manifest["evaluation_slots"][lane] if schedule.complete else 0
-    return Partition(schedule.slots[lane], evaluation_slots, rules.width, rules.state_width, parts.device, with_base)
+    evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
+    return {
+        lane: Partition(schedule.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, parts.device, with_base)
+        for lane in lanes
+    }
 
 
-def _fill(partition: Partition, state: LaneState, lane: int, stored: StoredRows) -> None:
-    """Put the rows that sat in a lane's slots there, as whoever closed the lane wrote them back."""
-    who = state.occupants
-    if not len(state.slots):
-        return
-    rows = read_rows(stored, Expected(lane, who.table, who.ordinal, who.id, who.tag))
-    arrivals = Arrivals(state.slots, who.table, who.ordinal, who.id, who.tag, np.full(len(state.slots), -1, np.int32))
-    partition.admit(arrivals, Staged(rows.weights, rows.state, timedelta()))
+def _take_lanes(
+    stored: StoredRows, ownership: Ownership, partitions: Mapping[int, Partition], start: Start, position: Position
+) -> None:
+    """Fence lanes that rest, and fill their slots with the rows that sat there, as whoever closed them wrote them back."""
+    given = np.array([state.ordinals for state in position.lanes], np.int64)
+    stored.stripes = _written_stripes(stored.placement, lambda: given)
+    take_over(stored, ownership, {lane: start.last_batches[lane] for lane in partitions})
+    for lane, partition in partitions.items():
+        slots, who = position.lanes[lane].slots, position.lanes[lane].occupants
+        rows = read_rows(stored, Expected(lane, who.table, who.ordinal, who.id, who.tag))
+        partition.admit(Arrivals(slots, who.table, who.ordinal, who.id, who.tag, np.full(len(slots), -1, np.int32)), rows)
+
+
+def _host(
+    parts: TrainerParts, hosted: HostedLanes, partitions: Mapping[int, Partition], start: Start, position: Position
+) -> None:
+    """Have lanes that were taken over among the hosted ones, their traffic begun."""
+    for lane, partition in partitions.items():
+        # What was given an ordinal was trained, and so written back when the lane was closed.
+        written = np.array(position.lanes[lane].ordinals, np.int64) if hosted.stored.placement.r else None
+        plan = _plan(parts.schedule, position, lane)
+        hosted.add(partition, LanePlan(lane, plan, start.last_batches[lane], start.step, written))
 
 
 def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
     """Take lanes over, which rest since the step that `start` tells, and begin their traffic. position: of the schedule after that step.
 
-    From here on this trainer alone may write them, until `close_lanes`. Raises CacheError.
+    From here on this trainer alone may write them, until they are closed. Raises CacheError.
     """
-    schedule, protected = parts.schedule, access.placement.r > 0
     stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
-    given = np.array([state.ordinals for state in position.lanes], np.int64)
-    stored.stripes = _written_stripes(access.placement, lambda: given)
-    take_over(stored, access.ownership, {lane: start.last_batches[lane] for lane in lanes})
-    partitions = {}
-    for lane in lanes:
-        partitions[lane] = _new_partition(parts, lane, with_base=protected)
-        _fill(partitions[lane], position.lanes[lane], lane, stored)
+    partitions = _free_partitions(parts, lanes, with_base=access.placement.r > 0)
+    _take_lanes(stored, access.ownership, partitions, start, position)
     traffic = Traffic(
         stored,
         parts.seed,
-        staging_rows=staging_rows(max(schedule.slots)),
+        staging_rows=staging_rows(max(parts.schedule.slots)),
         check_tags=access.check_tags,
         log=access.log,
         ownership=access.ownership,
         on_shard=access.on_shard,
     )
-    for lane in lanes:
-        # What was given an ordinal was trained, and so written back when the step before was the last.
-        written = given[lane] if protected else None
-        traffic.add_lane(LanePlan(lane, _plan(schedule, position, lane), start.last_batches[lane], start.step, written))
-    return HostedLanes(partitions, traffic)
+    hosted = HostedLanes(stored, traffic)
+    _host(parts, hosted, partitions, start, position)
+    return hosted
 
 
-def close_lanes(lanes: HostedLanes, step: int) -> dict[int, int]:
-    """Write everything back that lanes hold after training step `step`, and end their traffic; they rest then, and anyone may open them.
-
-    Returns of each lane the number of its last write-back batch. Raises CacheError.
-    """
-    with lanes.traffic:
-        lanes.write_everything_back(step + 1, at_stop=True)
-        return lanes.last_batches()
+def open_further_lanes(
+    parts: TrainerParts, access: StoreAccess, hosted: HostedLanes, lanes: Sequence[int], start: Start, position: Position
+) -> None:
+    """The same for lanes that come to others while these are served. Raises CacheError, and ends the traffic where taking over does."""
+    if lanes:
+        partitions = _free_partitions(parts, lanes, with_base=access.placement.r > 0)
+        hosted.traffic.between_rounds(lambda: _take_lanes(hosted.stored, access.ownership, partitions, start, position))
+        _host(parts, hosted, partitions, start, position)
 
 
 def join_term(parts: TrainerParts, transport: Transport, lane_map: Sequence[int]) -> TermSession:
@@ -231,11 +238,18 @@ def join_term(parts: TrainerParts, transport: Transport, lane_map: Sequence[int]
     return TermSession(transport, lane_map, parts.kernels, parts.rules.width)
 
 
-def begin_term(parts: TrainerParts, access: StoreAccess, session: TermSession, start: Start) -> tuple[Trainer, Iterator[Event]]:
-    """Open the lanes that a term gives this trainer, which all rest after `start.step`: who trains them, and the program from there on.
+def begin_term(
+    parts: TrainerParts, access: StoreAccess, session: TermSession, start: Start, hosted: HostedLanes | None = None
+) -> tuple[Trainer, Iterator[Event]]:
+    """Who trains the lanes that a term gives this trainer, and the program from there on. start: after which step that is, and of each lane.
 
-    Raises CacheError.
+    hosted: the trainer's lanes in the term before, of which it has closed those that go to others; the rest stay as they are, and what this
+    term gives it beside them is opened. None: it had none yet. Raises CacheError.
     """
     position = state_after(parts.schedule, start.step)
-    lanes = open_lanes(parts, access, session.hosted, start, position)
-    return Trainer(parts, lanes, session), remaining(parts.schedule, position)
+    if hosted is None:
+        hosted = open_lanes(parts, access, session.hosted, start, position)
+    else:
+        further = [lane for lane in session.hosted if lane not in hosted.partitions]
+        open_further_lanes(parts, access, hosted, further, start, position)
+    return Trainer(parts, hosted, session), remaining(parts.schedule, position)

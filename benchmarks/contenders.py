@@ -35,7 +35,7 @@ from foreload.trainer.compute.transport import LocalHub  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from interleaved import InterleavedRuns, Ranks, ready  # noqa: E402
-from workload import PARITY, ROOT, job  # noqa: E402
+from workload import PARITY, ROOT, job, last_batches  # noqa: E402
 
 PROTECTED = "foreload, 2+1"
 FORELOAD = {"foreload": (1, 0), PROTECTED: PARITY}  # this project's contenders, and how many rows and parity rows a stripe has
@@ -106,7 +106,9 @@ def run_foreload(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, int
         log = FileLog(Path(spec.log)) if placement.r else None
         parts = dense.parts(training, schedule)
         access = StoreAccess(store, placement, training.run_namespace, log)
-        trainer, events = begin_term(parts, access, join_term(parts, transport, [0]), Start.anew(schedule))
+        trainer, events = begin_term(
+            parts, access, join_term(parts, transport, [0]), Start(schedule.header.first_step - 1, last_batches(schedule))
+        )
 
         def on_step(report: StepReport) -> None:
             interleaved.step(report.loss, {name: getattr(report, of_report) for name, of_report in _OF_A_REPORT.items()})

@@ -31,7 +31,7 @@ from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
-from workload import SHARDS, job  # noqa: E402
+from workload import SHARDS, job, last_batches  # noqa: E402
 
 SILENCE = timedelta(minutes=10)
 TOLD = ("seconds_compute", "seconds_exchange", "seconds_waiting", "rows_arrived", "rows_fetched", "rows_used", "bytes_sent")
@@ -67,7 +67,9 @@ def main() -> None:
     with Store(list(spec.urls), timedelta(seconds=60)) as store:
         parts = dense.parts(training, schedule)
         access = StoreAccess(store, Placement.spread(SHARDS), training.run_namespace)
-        trainer, events = begin_term(parts, access, join_term(parts, transport, lane_map), Start.anew(schedule))
+        trainer, events = begin_term(
+            parts, access, join_term(parts, transport, lane_map), Start(schedule.header.first_step - 1, last_batches(schedule))
+        )
         with trainer.lanes.traffic:
             ready()
             interleaved.begin()

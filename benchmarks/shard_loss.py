@@ -32,7 +32,7 @@ from foreload.trainer.run.directory import DENSE, STORES, Run  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from foreload.trainer.run.manifest import Status, new_manifest  # noqa: E402
 from foreload.trainer.run.timeline import StepTimes, Timeline  # noqa: E402
-from workload import RUN_ID, SHARDS, Workload, job  # noqa: E402
+from workload import FILLED, RUN_ID, SHARDS, Workload, job  # noqa: E402
 
 
 def launched(schedule: Schedule, run: Path, **settings: Any) -> dict[str, Any]:
@@ -193,5 +193,5 @@ def stopped_run(work: Workload, second: Schedule, folder: Path, protected: bool)
     save_dense(run.path / DENSE, dense.module, dense.optimizer, last)
     (run.path / STORES).mkdir()
     work.copy_store("parity" if protected else "rows", run.path / STORES)
-    run.write_status(Status("ended", last, {str(lane): 0 for lane in range(work.first.header.lanes)}))
+    run.write_status(Status("ended", last, {str(lane): FILLED for lane in range(work.first.header.lanes)}))
     return TrainJob.of(settings | {"schedule": str(second.path), "resume": True})

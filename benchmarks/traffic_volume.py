@@ -15,7 +15,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.transport import LocalHub
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term
 from foreload.trainer.run.job import TrainJob
-from workload import PARITY, SHARDS, Workload, job
+from workload import PARITY, SHARDS, Workload, job, last_batches
 
 
 def rows_moved(work: Workload, schedule: Schedule) -> dict[str, int]:
@@ -31,7 +31,9 @@ def rows_moved(work: Workload, schedule: Schedule) -> dict[str, int]:
     ):
         parts = dense.parts(training, schedule)
         access = StoreAccess(store, placement, training.run_namespace, FileLog(Path(logs)))
-        trainer, events = begin_term(parts, access, join_term(parts, transport, [0]), Start.anew(schedule))
+        trainer, events = begin_term(
+            parts, access, join_term(parts, transport, [0]), Start(schedule.header.first_step - 1, last_batches(schedule))
+        )
         with trainer.lanes.traffic as traffic:
             trainer.run(events, lambda step: False, lambda report: None, lambda report: None)
             trainer.lanes.write_everything_back(schedule.header.end_step, at_stop=False)

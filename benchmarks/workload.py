@@ -52,6 +52,7 @@ SHARDS = 3
 SEED = 0
 LR = 0.05
 NAMESPACE = RUN_ID = "bench"
+FILLED = 1  # the last write-back batch that each lane of a filled store is said to have had
 PARITY = (2, 1)
 Filled = Literal["rows", "parity", "plain"]
 Kind = Filled | Literal["empty"]
@@ -175,6 +176,13 @@ class Workload:
                             some = places[start : start + COMMAND_ROWS]
                             writes.append(Write(shard, lane_key(NAMESPACE, lane, 0), names[some], rows[some]))
                 store.exchange([], writes)
+            self._mark(store)
+
+    def _mark(self, store: Store) -> None:
+        """Say that every lane has had its write-back batches, so that its next owner finds its rows and keeps them."""
+        for lane in range(self.first.header.lanes):
+            marker = Marker(FILLED, FILLED).stored()
+            store.exchange([], [Write(shard, lane_key(NAMESPACE, lane, 0), *NO_ROWS, marker) for shard in range(SHARDS)])
 
     def _claim(self, store: Store) -> None:
         """What a run's beginning leaves on its store."""
@@ -203,9 +211,7 @@ class Workload:
                 for lane in map(int, np.unique(lanes)):
                     mine = lanes == lane
                     _write_stripes(store, placement, lane, table, ordinals[mine], rows[mine])
-            for lane in range(self.first.header.lanes):
-                marker = Marker(0, 0).stored()
-                store.exchange([], [Write(shard, lane_key(NAMESPACE, lane, 0), *NO_ROWS, marker) for shard in range(SHARDS)])
+            self._mark(store)
 
     def _fill_plain(self, stores: LocalStores) -> None:
         """As a user would store them: one key a row (8 bytes: table and id), MGET and MSET; the shard is id mod shards."""
@@ -335,6 +341,11 @@ def shares(schedule: Schedule, begin: int, end: int) -> dict[str, float]:
         "ended": ended / steps,
         "fetched_share": fetched / max(arrived, 1),
     }
+
+
+def last_batches(schedule: Schedule) -> tuple[int, ...]:
+    """The last write-back batch of each lane before a training: of the first schedule, with an empty store, none; else those of a filled one."""
+    return (FILLED if schedule.header.first_step else 0,) * schedule.header.lanes
 
 
 def describe(work: Workload) -> str:

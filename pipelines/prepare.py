@@ -19,7 +19,7 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.base.progress import Progress
 from foreload.pipelines.errors import DiskError, ForeloadError, ScheduleError, SettingError
-from foreload.pipelines.planning.command_line import parser, quiet_import, read
+from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
 from foreload.pipelines.planning.disk import check_disk, estimate_rows
 from foreload.pipelines.planning.options import PrepareOptions
@@ -42,6 +42,7 @@ from foreload.pipelines.schedule.format import (
     WORK,
 )
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.sources.files import quiet_import
 
 __all__ = ["main", "parser", "prepare", "run"]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NoReturn
 
 from foreload.pipelines.base.settings import add_arguments, given, read_job_file
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import PrepareOptions
+from foreload.pipelines.sources.files import quiet_import
 
 DESCRIPTION = """\
 Read click logs and compile them into a schedule, the folder that `foreload train` trains from.
@@ -97,18 +96,3 @@ def beam_flags() -> dict[str, argparse.Action]:
         if options.__module__.startswith("apache_beam."):
             options._add_argparse_args(declared)
     return dict(declared._option_string_actions)
-
-
-@contextmanager
-def quiet_import() -> Iterator[None]:
-    """Import Beam without its warning about Google's client libraries, which nothing here uses."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "apitools" not in record.getMessage()
-
-    root = logging.getLogger()
-    root.addFilter(keep)
-    try:
-        yield
-    finally:
-        root.removeFilter(keep)

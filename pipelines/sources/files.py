@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import logging
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -54,9 +55,25 @@ class File:
     size_bytes: int
 
 
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Import Beam without its warning about Google's client libraries, which nothing here uses."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "apitools" not in record.getMessage()
+
+    root = logging.getLogger()
+    root.addFilter(keep)
+    try:
+        yield
+    finally:
+        root.removeFilter(keep)
+
+
 def match_files(patterns: Sequence[str]) -> list[File]:
     """The files of paths or globs: patterns in the order given, each one's files by path. SourceError where one names none."""
-    from apache_beam.io.filesystems import FileSystems
+    with quiet_import():
+        from apache_beam.io.filesystems import FileSystems
 
     files = []
     for pattern in patterns:
@@ -74,8 +91,9 @@ def match_files(patterns: Sequence[str]) -> list[File]:
 
 def open_file(path: str) -> BinaryIO:
     """The file as it is, never decompressed: a readable, seekable binary object. Raises SourceError."""
-    from apache_beam.io.filesystem import CompressionTypes
-    from apache_beam.io.filesystems import FileSystems
+    with quiet_import():
+        from apache_beam.io.filesystem import CompressionTypes
+        from apache_beam.io.filesystems import FileSystems
 
     try:
         return FileSystems.open(path, compression_type=CompressionTypes.UNCOMPRESSED)
@@ -85,7 +103,8 @@ def open_file(path: str) -> BinaryIO:
 
 def open_arrow(path: str) -> pa.NativeFile:
     """The file as Arrow reads it; a local one without Python in between, whose lock workers in threads share. Raises SourceError."""
-    from apache_beam.io.filesystems import FileSystems
+    with quiet_import():
+        from apache_beam.io.filesystems import FileSystems
 
     if FileSystems.get_scheme(path) is not None:
         return pa.PythonFile(open_file(path), "r")

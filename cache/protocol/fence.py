@@ -83,6 +83,21 @@ def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known:
     raise StoreError(f"store {store.urls[shard]}: lane {lane} is being fenced by others all the time; is the run trained twice?")
 
 
+def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:
+    """What a lane has on a store shard, by lane, for who does not fence it. Raises StoreError and StoreUnavailable as `Store.command` does."""
+    epochs = [
+        _parse(value)[0] for value in store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in lanes])
+    ]
+    keys = [lane_key(namespace, lane, epoch) for lane, epoch in zip(lanes, epochs, strict=True)]
+    answers = store.commands_at_once(shard, [command for key in keys for command in (("HGET", key, MARKER), ("HLEN", key))])
+    found = {}
+    for lane, epoch, marker, fields in zip(lanes, epochs, answers[::2], answers[1::2], strict=True):
+        assert marker is None or isinstance(marker, bytes)
+        assert isinstance(fields, int)
+        found[lane] = Found(epoch, Marker.parse(marker), marker is not None, fields - (marker is not None))
+    return found
+
+
 def fence_all(
     store: Store, shard: int, namespace: str, lanes: Sequence[int], term: int, known: Mapping[int, int] | None = None
 ) -> dict[int, Found]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreAuth, StoreError, StoreFull
-from foreload.cache.protocol.fence import fence_all, read_epochs
+from foreload.cache.protocol.fence import Found, fence_all, look_at
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import is_of, lane_key
+from foreload.cache.protocol.namespace import is_of
 from foreload.cache.protocol.reading import StoredRows
 
 
@@ -30,6 +29,28 @@ class Ownership:
 UNFENCED = Ownership()
 
 
+def inspect_shards(
+    store: Store,
+    look: Callable[[int], Mapping[int, Found]],
+    belongs: Callable[[int], bool] = lambda shard: True,
+    may_lose: bool = False,
+) -> Iterator[tuple[int, Mapping[int, Found] | None]]:
+    """Each store shard with what `look` finds of its lanes; None for one that is down, or is none of the run's.
+
+    may_lose: one that refuses is given up, and counts as down. Raises StoreError.
+    """
+    for shard in range(store.shards):
+        found = None
+        try:
+            if shard not in store.down and belongs(shard):
+                found = look(shard)
+        except (StoreFull, StoreAuth) as error:
+            if not may_lose:
+                raise
+            store.give_up(shard, str(error))
+        yield shard, found
+
+
 def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[int, int]) -> None:
     """Fence lanes on every store shard, and lose (in stored.shards) those that do not have all of their rows.
 
@@ -37,20 +58,18 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
     """
     doubtful: dict[int, None] = {}
     expected = {lane: stored.expected(lane) for lane in last_batches}
-    for shard in range(stored.placement.shard_count):
-        try:
-            there = shard not in stored.store.down and ownership.has(stored.store, stored.namespace, shard)
-            fenced = fence_all(stored.store, shard, stored.namespace, list(last_batches), ownership.term) if there else {}
-        except (StoreFull, StoreAuth) as error:
-            if not stored.placement.r:
-                raise
-            there = False
-            stored.store.give_up(shard, str(error))
-        if not there and not stored.placement.r:
+    fenced_shards = inspect_shards(
+        stored.store,
+        lambda shard: fence_all(stored.store, shard, stored.namespace, list(last_batches), ownership.term),
+        lambda shard: ownership.has(stored.store, stored.namespace, shard),
+        may_lose=bool(stored.placement.r),
+    )
+    for shard, fenced in fenced_shards:
+        if fenced is None and not stored.placement.r:
             raise StoreError(
                 f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
             )
-        if not there:
+        if fenced is None:
             lose(stored, shard)
             continue
         for lane, found in fenced.items():
@@ -92,31 +111,22 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
 
     Without parity these are noticed when they are read.
     """
-    for shard in range(stored.placement.shard_count):
-        if shard in stored.store.down:
+    numbers = dict(enumerate(last_batches))
+    for shard, lanes in inspect_shards(stored.store, lambda shard: look_at(stored.store, shard, stored.namespace, list(numbers))):
+        if lanes is None:
             lose(stored, shard)
             continue
-        for lane, epoch in enumerate(read_epochs(stored.store, shard, stored.namespace, len(last_batches))):
-            stored.shards.of(lane).epochs[shard] = int(epoch)
-            if not stored.placement.r:
-                continue
-            found = stored.store.command(shard, "HGET", stored.key(lane, shard), MARKER)
-            assert found is None or isinstance(found, bytes)
-            if Marker.parse(found) != Marker(last_batches[lane], last_batches[lane]):
+        for lane, found in lanes.items():
+            stored.shards.of(lane).epochs[shard] = found.epoch
+            if stored.placement.r and found.marker != Marker(numbers[lane], numbers[lane]):
                 lose(stored, shard)
     stored.shards.check_covered()
 
 
 def stale_shards(store: Store, namespace: str, last_batches: Sequence[int]) -> list[int]:
     """The store shards that cannot be reached, or whose marker of a lane is not that of the lane's write-back batch `last_batches[lane]`."""
-    stale = []
-    for shard in range(store.shards):
-        if shard not in store.down:
-            epochs = read_epochs(store, shard, namespace, len(last_batches))
-            keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
-            found = [store.command(shard, "HGET", key, MARKER) for key in keys]
-            markers = [Marker.parse(value if isinstance(value, bytes) else None) for value in found]
-            if markers == [Marker(number, number) for number in last_batches]:
-                continue
-        stale.append(shard)
-    return stale
+    whole = {lane: Marker(number, number) for lane, number in enumerate(last_batches)}
+    inspected = inspect_shards(store, lambda shard: look_at(store, shard, namespace, list(whole)))
+    return [
+        shard for shard, lanes in inspected if lanes is None or {lane: found.marker for lane, found in lanes.items()} != whole
+    ]

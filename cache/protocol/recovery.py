@@ -11,7 +11,7 @@ from foreload.cache.parity.stripes import ALL_STRIPES, Arrangement
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.fence import fence
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.ownership import Ownership, lose
+from foreload.cache.protocol.ownership import Ownership, inspect_shards, lose
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.fields import unpack
 
@@ -29,11 +29,16 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     batch = log.held(lane) or LoggedBatch(0, NO_ROWS[0], NO_ROWS[1], NO_ROWS[1])
     found: dict[int, Marker] = {}
     doubtful: list[int] = []
-    for shard in range(stored.placement.shard_count):
-        if shard in stored.store.down or not ownership.has(stored.store, stored.namespace, shard):
+    fenced_shards = inspect_shards(
+        stored.store,
+        lambda shard: {lane: fence(stored.store, shard, stored.namespace, lane, ownership.term)},
+        lambda shard: ownership.has(stored.store, stored.namespace, shard),
+    )
+    for shard, fenced in fenced_shards:
+        if fenced is None:
             lose(stored, shard)
             continue
-        there = fence(stored.store, shard, stored.namespace, lane, ownership.term)
+        there = fenced[lane]
         stored.shards.of(lane).epochs[shard], marker = there.epoch, there.marker
         if max(marker.parity, marker.data) > batch.number:
             raise CacheError(

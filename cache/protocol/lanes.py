@@ -154,9 +154,7 @@ class LaneTraffic:
         return due
 
     def _planned(self, event: EventStaging, places: np.ndarray) -> PlannedFetch:
-        arrivals = event.arrivals
-        arrays = (arrivals.table[places], arrivals.ordinal[places], arrivals.id[places], arrivals.tag[places])
-        return PlannedFetch(self.writes, Expected(self.lane, *arrays), event, places)
+        return PlannedFetch(self.writes, Expected(*event.arrivals.columns(places), self.lane), event, places)
 
     # Whoever holds the monitor.
 

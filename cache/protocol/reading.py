@@ -25,6 +25,7 @@ from foreload.cache.protocol.shard_table import ShardTable
 from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
 from foreload.cache.rows.layout import RowLayout, decode_rows
 from foreload.cache.rows.staging import Rows, RowShapes, put_rows
+from foreload.pipelines.schedule.format import RowColumns
 
 READ_ROWS = 1 << 16  # of one exchange when many rows are read at once
 
@@ -88,26 +89,18 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """Rows of one lane and what the schedule says of them: table int16, ordinal int64, id int64, tag int32, all [n].
+class Expected(RowColumns):
+    """Rows of one lane and what the schedule says of them.
 
     Any tag from 1 to `tag` is right where `tag_at_most` is set, else only `tag` itself.
     """
 
     lane: int
-    table: np.ndarray
-    ordinal: np.ndarray
-    id: np.ndarray
-    tag: np.ndarray
     tag_at_most: bool = False
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def select(self, which: np.ndarray | slice) -> Expected:
         """The rows of a mask, of places or of a slice."""
-        arrays = (self.table[which], self.ordinal[which], self.id[which], self.tag[which])
-        return Expected(self.lane, *arrays, tag_at_most=self.tag_at_most)
+        return Expected(*self.columns(which), self.lane, self.tag_at_most)
 
 
 @dataclass(slots=True)

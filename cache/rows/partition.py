@@ -18,42 +18,42 @@ from foreload.cache.rows.staging import (
 )
 from foreload.pipelines.base.memory import HUGE_BYTES, zeros_in_huge_pages
 from foreload.pipelines.base.prefetch import prefetch
-from foreload.pipelines.schedule.format import Arrivals
+from foreload.pipelines.schedule.format import Arrivals, Occupants
 
 FREE = -1
 _AHEAD = 32  # slots that are asked for early
 
 
 @nb.njit(nogil=True, cache=True)
-def _admit(slots, bound, new, table, ordinal, row_id, tag, stored_tag):  # type: ignore[no-untyped-def]
-    """Note who takes which slot; new: their (table, ordinal, id, tag). Returns the place of the first training slot that is taken, or -1."""
+def _admit(slots, bound, new, here, stored_tag):  # type: ignore[no-untyped-def]
+    """Note who takes which slot; new, here: (table, ordinal, id, tag). Returns the place of the first training slot that is taken, or -1."""
     for i in range(slots.size):
-        if slots[i] < bound and table[slots[i]] != FREE:
+        if slots[i] < bound and here[0][slots[i]] != FREE:
             return i
     for i in range(slots.size):
         slot = slots[i]
-        table[slot] = new[0][i]
-        ordinal[slot] = new[1][i]
-        row_id[slot] = new[2][i]
-        tag[slot] = new[3][i]
+        here[0][slot] = new[0][i]
+        here[1][slot] = new[1][i]
+        here[2][slot] = new[2][i]
+        here[3][slot] = new[3][i]
         stored_tag[slot] = new[3][i]
     return -1
 
 
 @nb.njit(nogil=True, cache=True)
-def _leave(slots, table, ordinal, row_id, tag, stored_tag, left):  # type: ignore[no-untyped-def]
-    """Note who leaves, into `left` (table, ordinal, id, tag, stored tag), and free the slots. Returns the place of the first free one, or -1."""
+def _leave(slots, here, stored_tag, left, left_stored_tag):  # type: ignore[no-untyped-def]
+    """Note who leaves, into `left` (table, ordinal, id, tag), and free the slots. Returns the place of the first free one, or -1."""
     for i in range(slots.size):
-        if table[slots[i]] == FREE:
+        if here[0][slots[i]] == FREE:
             return i
     for i in range(slots.size):
         slot = slots[i]
-        left[0][i] = table[slot]
-        left[1][i] = ordinal[slot]
-        left[2][i] = row_id[slot]
-        left[3][i] = tag[slot]
-        left[4][i] = stored_tag[slot]
-        table[slot] = FREE
+        left[0][i] = here[0][slot]
+        left[1][i] = here[1][slot]
+        left[2][i] = here[2][slot]
+        left[3][i] = here[3][slot]
+        left_stored_tag[i] = stored_tag[slot]
+        here[0][slot] = FREE
     return -1
 
 
@@ -79,9 +79,8 @@ class Partition:
     """Rows of one lane in trainer memory.
 
     Training slots are 0 .. slots-1, evaluation slots follow. weights: float32 [slots + evaluation_slots, width], state: float32
-    [slots + evaluation_slots, state_width], on `device`; on the CPU `weights.numpy()` shares their memory. Occupants, on the CPU always:
-    table int16 (-1: the slot is free), ordinal int64, id int64, tag int32 (of the row as it is here), stored_tag int32 (of the version that
-    the store holds, 0: never written), all [slots + evaluation_slots].
+    [slots + evaluation_slots, state_width], on `device`; on the CPU `weights.numpy()` shares their memory. occupants: who sits in each of these
+    slots, on the CPU always; table -1 where a slot is free.
 
     with_base: the *base* of each row in a training slot is kept too, its value as the store has it: base_weights float32 [slots, width],
     base_state float32 [slots, state_width], on the CPU; undefined where the stored tag is 0.
@@ -107,11 +106,8 @@ class Partition:
         count = slots + evaluation_slots
         self.weights = _zeros(count, width, self.device)
         self.state = _zeros(count, state_width, self.device)
-        self.table = np.full(count, FREE, np.int16)
-        self.ordinal = np.zeros(count, np.int64)
-        self.id = np.zeros(count, np.int64)
-        self.tag = np.zeros(count, np.int32)
-        self.stored_tag = np.zeros(count, np.int32)
+        self.occupants = Occupants.zeros(count)
+        self.occupants.table[:] = FREE
         cpu = torch.device("cpu")
         self.base_weights = _zeros(slots, width, cpu).numpy() if with_base else None
         self.base_state = _zeros(slots, state_width, cpu).numpy() if with_base else None
@@ -119,7 +115,7 @@ class Partition:
     @property
     def bytes(self) -> int:
         """Memory of all arrays together."""
-        arrays = (self.table, self.ordinal, self.id, self.tag, self.stored_tag)
+        arrays = (*self.occupants.columns(), self.occupants.stored_tag)
         base = sum(array.nbytes for array in (self.base_weights, self.base_state) if array is not None)
         return self.weights.nbytes + self.state.nbytes + base + sum(array.nbytes for array in arrays)
 
@@ -134,10 +130,13 @@ class Partition:
             grown = _zeros(old.shape[0] + more, old.shape[1], self.device)
             grown[: old.shape[0]] = old
             setattr(self, name, grown)
-        self.table = np.concatenate([self.table, np.full(more, FREE, np.int16)])
-        for name in ("ordinal", "id", "tag", "stored_tag"):
-            array = getattr(self, name)
-            setattr(self, name, np.concatenate([array, np.zeros(more, array.dtype)]))
+        before, grown_occupants = self.occupants, Occupants.zeros(len(self.occupants) + more)
+        for old, new in zip(
+            (*before.columns(), before.stored_tag), (*grown_occupants.columns(), grown_occupants.stored_tag), strict=True
+        ):
+            new[: len(before)] = old
+        grown_occupants.table[len(before) :] = FREE
+        self.occupants = grown_occupants
 
     def admit(self, arrivals: Arrivals, staged: Staged | Rows) -> None:
         """Move arrived rows (or, on a resume, the rows of an entry state) into their slots.
@@ -148,12 +147,12 @@ class Partition:
         slots = arrivals.slot
         if not len(slots):
             return
-        new = (arrivals.table, arrivals.ordinal, arrivals.id, arrivals.tag)
-        taken = _admit(slots, self.slots, new, self.table, self.ordinal, self.id, self.tag, self.stored_tag)
+        here = self.occupants
+        taken = _admit(slots, self.slots, arrivals.columns(), here.columns(), here.stored_tag)
         if taken >= 0:
             slot = slots[taken]
             raise CacheError(
-                f"slot {slot}: must be free when a row arrives, but table {self.table[slot]} id {self.id[slot]} sits there: "
+                f"slot {slot}: must be free when a row arrives, but table {here.table[slot]} id {here.id[slot]} sits there: "
                 "the schedule is damaged; prepare it again"
             )
         _put(self.weights, slots, staged.weights)
@@ -165,15 +164,13 @@ class Partition:
 
     def end(self, slots: np.ndarray) -> EndedRows:
         """Copy out the rows in `slots` (integers [E], distinct) for their write-back, and free the slots. Raises CacheError for a free one."""
-        kinds = (np.int16, np.int64, np.int64, np.int32, np.int32)
-        who = tuple(np.empty(len(slots), kind) for kind in kinds)
-        left = (who[0], who[1], who[2], who[3], who[4])
-        free = _leave(slots, self.table, self.ordinal, self.id, self.tag, self.stored_tag, left)
+        here, left = self.occupants, Occupants.zeros(len(slots))
+        free = _leave(slots, here.columns(), here.stored_tag, left.columns(), left.stored_tag)
         if free >= 0:
             raise CacheError(
                 f"slot {slots[free]}: a residency ends there, but it is free: the schedule is damaged; prepare it again"
             )
-        rows = EndedRows(_take(self.weights, slots), _take(self.state, slots), *left)
+        rows = EndedRows(*left.columns(), left.stored_tag, _take(self.weights, slots), _take(self.state, slots))
         if self.base_weights is None or self.base_state is None:
             return rows
         return replace(
@@ -185,12 +182,12 @@ class Partition:
     def mark_trained(self, slots: np.ndarray, step: int) -> np.ndarray:
         """Note that training step `step` changes the rows in `slots`: their tag is step + 1. Returns their tables, int16."""
         tables = np.empty(len(slots), np.int16)
-        _train(slots, self.tag, step + 1, self.table, tables)
+        _train(slots, self.occupants.tag, step + 1, self.occupants.table, tables)
         return tables
 
     def occupied(self) -> np.ndarray:
         """The training slots that hold a row, ascending: int32."""
-        return np.flatnonzero(self.table[: self.slots] != FREE).astype(np.int32)
+        return np.flatnonzero(self.occupants.table[: self.slots] != FREE).astype(np.int32)
 
 
 def _take(source: torch.Tensor, slots: np.ndarray) -> np.ndarray:

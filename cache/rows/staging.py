@@ -15,7 +15,7 @@ from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.prefetch import prefetch
 from foreload.pipelines.planning.sizing import stored_bytes
-from foreload.pipelines.schedule.format import Arrivals
+from foreload.pipelines.schedule.format import Arrivals, Occupants
 
 _AHEAD = 16  # rows that are asked for early: they lie at random in a partition
 _LINE = 16  # 4-byte values in a cache line
@@ -118,29 +118,21 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedRows:
-    """Copies of the rows whose residency ended, for their write-back.
+class EndedRows(Occupants):
+    """Copies of the rows whose residency ended, for their write-back: who sat there, and what with.
 
-    weights: float32 [E, Wmax]; state: float32 [E, Smax]; table int16, ordinal int64, id int64, tag int32, stored_tag int32, all [E].
+    weights: float32 [E, Wmax]; state: float32 [E, Smax].
     base_weights, base_state: the same rows as the store has them, undefined where the stored tag is 0; None where no base is kept.
     """
 
     weights: np.ndarray
     state: np.ndarray
-    table: np.ndarray
-    ordinal: np.ndarray
-    id: np.ndarray
-    tag: np.ndarray
-    stored_tag: np.ndarray
     base_weights: np.ndarray | None = None
     base_state: np.ndarray | None = None
 
-    def __len__(self) -> int:
-        return len(self.table)
-
     def select(self, which: np.ndarray) -> EndedRows:
         """The rows of a mask or of places."""
-        rows = EndedRows(*(getattr(self, name)[which] for name in self.__slots__[:7]))
+        rows = EndedRows(*self.columns(which), self.stored_tag[which], self.weights[which], self.state[which])
         if self.base_weights is None or self.base_state is None:
             return rows
         return replace(rows, base_weights=self.base_weights[which], base_state=self.base_state[which])

@@ -161,22 +161,31 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
-    """Rows that arrive in slots of one lane before an event.
+class RowColumns:
+    """Rows of one lane, by columns: table int16, ordinal int64 (-1: never trained, evaluation only), id int64, tag int32, all [n]."""
 
-    slot int32, table int16, ordinal int64 (-1: never trained, evaluation only), id int64, tag int32 (0: initial, nothing is asked of the
-    store), after int32: the boundary of the row's last write-back, which the fetch must follow; -1: stored before this schedule. All [A].
-    """
-
-    slot: np.ndarray
     table: np.ndarray
     ordinal: np.ndarray
     id: np.ndarray
     tag: np.ndarray
-    after: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.slot)
+        return len(self.table)
+
+    def columns(self, which: np.ndarray | slice = slice(None)) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The four columns of the rows of a mask, of places or of a slice; of all by default, in no memory of their own."""
+        return self.table[which], self.ordinal[which], self.id[which], self.tag[which]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals(RowColumns):
+    """Rows that arrive in slots of one lane before an event. tag 0: initial, nothing is asked of the store.
+
+    slot int32; after int32: the boundary of the row's last write-back, which the fetch must follow; -1: stored before this schedule. Both [A].
+    """
+
+    slot: np.ndarray
+    after: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +211,15 @@ class LaneEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Occupants:
-    """A partition's entry state: slots 0..n-1 and who sits there. table int16, ordinal int64, id int64, tag int32, stored int32, all [n]."""
+class Occupants(RowColumns):
+    """Rows that sit in slots: of a partition's entry state, in slots 0 .. n-1. tag: of the row as it is there.
 
-    table: np.ndarray
-    ordinal: np.ndarray
-    id: np.ndarray
-    tag: np.ndarray
-    stored: np.ndarray
+    stored_tag: int32 [n], of the version that the store has, 0 where the row was never stored.
+    """
+
+    stored_tag: np.ndarray
+
+    @classmethod
+    def zeros(cls, count: int) -> Occupants:
+        """Columns of so many rows, to be written to."""
+        return cls(*(np.zeros(count, kind) for kind in (np.int16, np.int64, np.int64, np.int32, np.int32)))

@@ -61,6 +61,11 @@ def _mapped(path: Path, entry: dict[str, Any], what: str) -> mmap.mmap:
     return source
 
 
+# Columns of moves and of entry states, in the order of the fields of Arrivals and Occupants.
+_ARRIVAL_COLUMNS = ("table", "ordinal", "id", "tag", "slot", "after")
+_ENTRY_COLUMNS = ("table", "ordinal", "id", "tag", "stored")
+
+
 class MappedLists:
     """A mapped Arrow file of list columns: `column(name, row)` is a view."""
 
@@ -317,10 +322,10 @@ class Schedule:
     def arrivals(self, event: Event, lane: int) -> Arrivals:
         """The rows that arrive in a lane before an event."""
         _, moves = self._open(event.segment, lane)
-        slot, *rest = (moves.column(f"arrival_{name}", event.row) for name in Arrivals.__slots__)
+        table, ordinal, row_id, tag, slot, after = (moves.column(f"arrival_{name}", event.row) for name in _ARRIVAL_COLUMNS)
         if event.kind == "evaluate" and self._unused(lane):
             slot = slot - np.int32(self._unused(lane))
-        return Arrivals(slot, *rest)
+        return Arrivals(table, ordinal, row_id, tag, slot, after)
 
     def _unused(self, lane: int) -> int:
         return self.header.slots[lane] - self.slots[lane]
@@ -337,7 +342,7 @@ class Schedule:
         if entry is None:
             return None
         lists = MappedLists(self.path / entry["name"], entry)
-        return Occupants(*(lists.column(name, 0) for name in Occupants.__slots__))
+        return Occupants(*(lists.column(name, 0) for name in _ENTRY_COLUMNS))
 
     def rows(self, batch_rows: int = 1 << 18) -> Iterator[dict[str, np.ndarray]]:
         """The row table by (table, id), in batches: table int16, id int64, lane uint8, ordinal int64, tag int32."""

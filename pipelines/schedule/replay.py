@@ -52,42 +52,38 @@ def state_after(schedule: Schedule, step: int) -> Position:
     assert first is not None
     assert first.ordinals is not None
     size = max(schedule.slots)
-    # Who sits in each slot, free ones too, as arrays that the moves are applied to: the columns of Occupants, what is occupied, ordinals.
+    # Who sits in each slot, free ones too, as arrays that the moves are applied to; what is occupied; ordinals.
     tracked = []
     for lane, entry in enumerate(entries):
         assert entry is not None
-        arrays = [np.zeros(size, kind) for kind in (np.int16, np.int64, np.int64, np.int32, np.int32)]
-        for array, values in zip(arrays, (entry.table, entry.ordinal, entry.id, entry.tag, entry.stored), strict=True):
-            array[: len(values)] = values
-        occupied = np.zeros(size, bool)
-        occupied[: len(entry.table)] = True
-        tracked.append((arrays, occupied, np.array(first.ordinals[lane], np.int64)))
+        count = len(entry)
+        here, occupied = Occupants.zeros(size), np.zeros(size, bool)
+        here.table[:count], here.ordinal[:count], here.id[:count], here.tag[:count] = entry.columns()
+        here.stored_tag[:count] = entry.stored_tag
+        occupied[:count] = True
+        tracked.append((here, occupied, np.array(first.ordinals[lane], np.int64)))
     following = None
     for event in schedule.events(begin):
         if event.kind == "train":
             if event.step > step:
                 following = event
                 break
-            for lane, ((table, ordinal, row_id, tag, stored), occupied, ordinals) in enumerate(tracked):
+            for lane, (here, occupied, ordinals) in enumerate(tracked):
                 moves = schedule.lane(event, lane)
                 arrivals = moves.arrivals
                 occupied[moves.ends] = False
                 occupied[arrivals.slot] = True
-                table[arrivals.slot], ordinal[arrivals.slot], row_id[arrivals.slot] = (
-                    arrivals.table,
-                    arrivals.ordinal,
-                    arrivals.id,
-                )
-                stored[arrivals.slot] = arrivals.tag
-                tag[moves.slots] = event.step + 1
+                slot = arrivals.slot
+                here.table[slot], here.ordinal[slot], here.id[slot], here.stored_tag[slot] = arrivals.columns()
+                here.tag[moves.slots] = event.step + 1
                 ordinals += np.bincount(arrivals.table[arrivals.tag == 0], minlength=ordinals.size)
         elif _follows(schedule, event, step):
             following = event
             break
     lanes = []
-    for arrays, occupied, ordinals in tracked:
+    for here, occupied, ordinals in tracked:
         slots = np.flatnonzero(occupied).astype(np.int32)
-        lanes.append(LaneState(slots, Occupants(*(array[slots] for array in arrays)), ordinals))
+        lanes.append(LaneState(slots, Occupants(*here.columns(slots), here.stored_tag[slots]), ordinals))
     return Position(tuple(lanes), begin if following is None else following.segment, following)
 
 

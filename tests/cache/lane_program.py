@@ -126,11 +126,11 @@ def _arrivals(
     rows: list[tuple[int, int]], slots: list[int], program: LaneProgram, ended_at: dict[tuple[int, int], int]
 ) -> Arrivals:
     return Arrivals(
-        np.array(slots, np.int32),
         np.array([table for table, _ in rows], np.int16),
         np.array([program.ordinals.get(row, -1) for row in rows], np.int64),
         np.array([id for _, id in rows], np.int64),
         np.array([program.tags.get(row, 0) for row in rows], np.int32),
+        np.array(slots, np.int32),
         np.array([ended_at.get(row, -1) for row in rows], np.int32),
     )
 
@@ -158,7 +158,7 @@ def values(partition: Partition, slots: np.ndarray) -> np.ndarray:
 
 def train_slots(partition: Partition, slots: np.ndarray, step: int) -> None:
     """Train the rows in slots as `Truth.train` does."""
-    new = trained(values(partition, slots), partition.table[slots], step)
+    new = trained(values(partition, slots), partition.occupants.table[slots], step)
     partition.weights.numpy()[slots] = new[:, :WIDTH]
     partition.state.numpy()[slots] = new[:, WIDTH:]
     partition.mark_trained(slots, step)

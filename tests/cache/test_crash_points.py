@@ -287,7 +287,7 @@ def compare_rows(stored: StoredRows, lane: int, truth: Truth, batches: int) -> N
         ids = np.ascontiguousarray(stored_bytes[:, -12:-4]).view(np.int64)[:, 0]
         tags = np.ascontiguousarray(stored_bytes[:, -4:]).view(np.int32)[:, 0]
         ordinals = np.array([int.from_bytes(name, "big") & ((1 << 48) - 1) for name, _ in rows])
-        found = read_rows(stored, Expected(lane, np.full(len(rows), table, np.int16), ordinals, ids, tags), batches)
+        found = read_rows(stored, Expected(np.full(len(rows), table, np.int16), ordinals, ids, tags, lane), batches)
         weights = np.ascontiguousarray(stored_bytes[:, : 4 * layout.width]).view(np.int32)
         state = np.ascontiguousarray(stored_bytes[:, 4 * layout.width : -12]).view(np.int32)
         assert np.array_equal(found.weights[:, : layout.width].view(np.int32), weights)

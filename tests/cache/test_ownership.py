@@ -52,7 +52,7 @@ def found(stored: StoredRows, store: Store, batches: int, tag: int) -> np.ndarra
     reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
     find_rows(reader, [batches])
     ordinal = np.arange(COUNT)
-    expected = Expected(0, np.ones(COUNT, np.int16), ordinal, ordinal + 1000, np.full(COUNT, tag, np.int32))
+    expected = Expected(np.ones(COUNT, np.int16), ordinal, ordinal + 1000, np.full(COUNT, tag, np.int32), 0)
     return read_rows(reader, expected, batches).weights[:, 0]
 
 

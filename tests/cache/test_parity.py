@@ -173,7 +173,7 @@ def test_every_stripe_agrees_with_its_members_and_only_what_must_move_moves(
             names = sorted(program.tags)
             arrays = np.array([table for table, _ in names], np.int16), np.array([program.ordinals[name] for name in names])
             expected = Expected(
-                lane, *arrays, np.array([id for _, id in names]), np.array([program.tags[n] for n in names], np.int32)
+                *arrays, np.array([id for _, id in names]), np.array([program.tags[n] for n in names], np.int32), lane
             )
             found = read_rows(stored, expected, last_batch=traffic.last_batch(lane))
             assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truths[lane].of(names))

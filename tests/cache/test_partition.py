@@ -22,7 +22,7 @@ def arrivals(slots: list[int], first_id: int = 100, tag: int = 0) -> Arrivals:
     ids = np.arange(first_id, first_id + count, dtype=np.int64)
     after = np.full(count, -1, np.int32)
     table, tags = np.arange(count).astype(np.int16) % 3, np.full(count, tag, np.int32)
-    return Arrivals(np.array(slots, np.int32), table, ids - first_id, ids, tags, after)
+    return Arrivals(table, ids - first_id, ids, tags, np.array(slots, np.int32), after)
 
 
 def staged(count: int, seed: int = 0) -> Staged:
@@ -52,7 +52,7 @@ def test_training_changes_the_tag_and_not_the_stored_tag() -> None:
     partition.mark_trained(np.array([0, 2], np.int32), 30)
     ended = partition.end(partition.occupied())
     assert (ended.tag.tolist(), ended.stored_tag.tolist()) == ([31, 7, 31], [7, 7, 7])
-    assert partition.table.tolist() == [FREE] * 4
+    assert partition.occupants.table.tolist() == [FREE] * 4
 
 
 def test_tensors_and_arrays_share_memory_on_the_cpu() -> None:
@@ -71,7 +71,7 @@ def test_a_slot_holds_one_row_at_a_time() -> None:
         partition.end(np.array([1, 0], np.int32))
     # Evaluation slots are taken over by the next evaluation step.
     partition.admit(arrivals([4, 5], first_id=200), staged(2))
-    assert partition.id[4:].tolist() == [200, 201]
+    assert partition.occupants.id[4:].tolist() == [200, 201]
 
 
 def test_a_partition_without_slots_is_refused() -> None:

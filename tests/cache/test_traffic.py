@@ -34,6 +34,7 @@ from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Arrivals
 
 SLOTS, EVALUATION_SLOTS = 12, 6
+COLUMNS = ("table", "ordinal", "id", "tag", "stored_tag", "weights", "state")  # of EndedRows, without base
 
 
 class RecordingStore(Store):
@@ -106,15 +107,15 @@ def expected(lane: int, program: LaneProgram) -> tuple[Expected, list[tuple[int,
     names = sorted(program.tags)
     table, ids = np.array([table for table, _ in names], np.int16), np.array([id for _, id in names], np.int64)
     ordinals = np.array([program.ordinals[name] for name in names], np.int64)
-    return Expected(lane, table, ordinals, ids, np.array([program.tags[name] for name in names], np.int32)), names
+    return Expected(table, ordinals, ids, np.array([program.tags[name] for name in names], np.int32), lane), names
 
 
 def arriving(*rows: tuple[int, int, int, int, int]) -> Arrivals:
     """Arrivals from (table, ordinal, id, tag, after), in slots 0, 1, ..."""
     table, ordinal, ids, tag, after = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [], [], [])
     return Arrivals(
-        np.arange(len(rows), dtype=np.int32), np.array(table, np.int16), np.array(ordinal, np.int64), np.array(ids, np.int64),
-        np.array(tag, np.int32), np.array(after, np.int32),
+        np.array(table, np.int16), np.array(ordinal, np.int64), np.array(ids, np.int64), np.array(tag, np.int32),
+        np.arange(len(rows), dtype=np.int32), np.array(after, np.int32),
     )  # fmt: skip
 
 
@@ -122,8 +123,8 @@ def ending(count: int, tag: int, table: int = 1, value: float = 1.0, stored: int
     """Rows 0 .. count-1 of a table, id 1000 + ordinal, all weights `value`; `stored`: their tag in the store."""
     ordinal = np.arange(count, dtype=np.int64)
     return EndedRows(
-        np.full((count, WIDTH), value, np.float32), np.zeros((count, STATE_WIDTH), np.float32), np.full(count, table, np.int16),
-        ordinal, ordinal + 1000, np.full(count, tag, np.int32), np.full(count, stored, np.int32),
+        np.full(count, table, np.int16), ordinal, ordinal + 1000, np.full(count, tag, np.int32), np.full(count, stored, np.int32),
+        np.full((count, WIDTH), value, np.float32), np.zeros((count, STATE_WIDTH), np.float32),
     )  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def test_batches_are_numbered_and_marked_on_every_shard_and_hold_2048_rows_a_sha
 ) -> None:
     stored = stored_rows(recording)
     narrow, wide = ending(13_000, 1), ending(500, 1, table=0)
-    both = EndedRows(*(np.concatenate([getattr(narrow, name), getattr(wide, name)]) for name in EndedRows.__slots__[:7]))
+    both = EndedRows(*(np.concatenate([getattr(narrow, name), getattr(wide, name)]) for name in COLUMNS))
     with serving(stored, [LanePlan(5, iter([]), last_batch=6)], SEED) as traffic:
         traffic.write_back(5, 1, both)
         traffic.flush()
@@ -337,10 +338,10 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
         ended = partition.end(slots)
         traffic.write_back(0, 15, ended, at_stop=True)
     resumed = partition_for()
-    rows = read_rows(stored, Expected(0, ended.table, ended.ordinal, ended.id, ended.tag), traffic.last_batch(0))
+    rows = read_rows(stored, Expected(*ended.columns(), 0), traffic.last_batch(0))
     assert rows.weights.tobytes() == ended.weights.tobytes()
     rest = [(index, event.arrivals) for index, event in enumerate(program.events) if index >= half]
-    occupants = Arrivals(slots, ended.table, ended.ordinal, ended.id, ended.tag, np.full(len(slots), -1, np.int32))
+    occupants = Arrivals(*ended.columns(), slots, np.full(len(slots), -1, np.int32))
     resumed.admit(occupants, rows)
     plans = [LanePlan(0, iter(rest), traffic.last_batch(0), released_boundary=15)]
     with serving(stored, plans, SEED) as traffic:
@@ -432,7 +433,7 @@ def test_a_stale_or_foreign_shard_is_noticed_by_its_marker(store: Store) -> None
         plans = [LanePlan(0, iter([(0, wanted)]), batches)]
         with pytest.raises(StoreError, match=message), serving(stored_rows(store), plans, SEED) as traffic:
             traffic.take(0, 0)
-    rows = Expected(0, wanted.table, wanted.ordinal, wanted.id, wanted.tag)
+    rows = Expected(*wanted.columns(), 0)
     with pytest.raises(StoreError, match="stale shard"):
         read_rows(stored_rows(store), rows, last_batch=2)
     assert read_rows(stored_rows(store), rows, last_batch=3).tag.tolist() == [5]
@@ -489,11 +490,11 @@ def test_reading_up_to_a_tag_takes_any_version_until_then(store: Store) -> None:
     write_one(store, 5)
     table, zero, ids = np.array([1], np.int16), np.zeros(1, np.int64), np.array([1000])
     for limit in (5, 9):
-        assert read_rows(stored_rows(store), Expected(0, table, zero, ids, np.array([limit]), tag_at_most=True)).tag.tolist() == [
+        assert read_rows(stored_rows(store), Expected(table, zero, ids, np.array([limit]), 0, tag_at_most=True)).tag.tolist() == [
             5
         ]
     with pytest.raises(RowError, match="tag must be at most 4, found 5"):
-        read_rows(stored_rows(store), Expected(0, table, zero, ids, np.array([4]), tag_at_most=True))
+        read_rows(stored_rows(store), Expected(table, zero, ids, np.array([4]), 0, tag_at_most=True))
 
 
 def test_a_failure_of_the_thread_reaches_every_call(store: Store) -> None:

@@ -296,7 +296,7 @@ def test_entering_at_any_step_gives_the_state_of_running_through(case: Case) -> 
 
 def occupants(slots: Any, found: Any) -> dict[int, tuple[int, ...]]:
     """slot -> (table, id, ordinal, tag, stored tag)"""
-    columns = zip(slots, found.table, found.id, found.ordinal, found.tag, found.stored, strict=True)
+    columns = zip(slots, found.table, found.id, found.ordinal, found.tag, found.stored_tag, strict=True)
     return {int(slot): tuple(map(int, values)) for slot, *values in columns}
 
 

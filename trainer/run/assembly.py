@@ -186,8 +186,8 @@ def _take_lanes(
     take_over(stored, ownership, {lane: start.last_batches[lane] for lane in partitions})
     for lane, partition in partitions.items():
         slots, who = position.lanes[lane].slots, position.lanes[lane].occupants
-        rows = read_rows(stored, Expected(lane, who.table, who.ordinal, who.id, who.tag))
-        partition.admit(Arrivals(slots, who.table, who.ordinal, who.id, who.tag, np.full(len(slots), -1, np.int32)), rows)
+        rows = read_rows(stored, Expected(*who.columns(), lane))
+        partition.admit(Arrivals(*who.columns(), slots, np.full(len(slots), -1, np.int32)), rows)
 
 
 def _host(

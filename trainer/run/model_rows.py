@@ -57,11 +57,11 @@ def _read(
             if not places.size:
                 continue
             expected = Expected(
-                int(lane),
                 rows["table"][places],
                 rows["ordinal"][places],
                 rows["id"][places],
                 tags[places],
+                int(lane),
                 tag_at_most=not known,
             )
             stored_rows = read_rows(stored, expected, None if last_batches is None else last_batches[lane])

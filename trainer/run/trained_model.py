@@ -45,7 +45,7 @@ class ModelRowReader:
             chosen = np.flatnonzero(reached & (found.lane == lane))
             tags = np.minimum(found.tag[chosen], saved.status.step + 1)
             tables = np.full(len(chosen), table, np.int16)
-            expected = Expected(int(lane), tables, found.ordinal[chosen], found.id[chosen], tags, tag_at_most=True)
+            expected = Expected(tables, found.ordinal[chosen], found.id[chosen], tags, int(lane), tag_at_most=True)
             read = read_rows(saved.stored, expected, saved.last_batches[lane]).weights
             weights[found.places[chosen]] = read[:, : layout.width]
             trained[found.places[chosen]] = True

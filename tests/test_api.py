@@ -138,6 +138,29 @@ def test_a_run_tells_what_its_files_do(run: foreload.Run) -> None:
     assert again.summary == run.summary
 
 
+def test_a_run_that_trains_is_not_read(long_schedule: foreload.Schedule, tmp_path: Path) -> None:
+    asked, found = reached(tmp_path / "busy", 3), []
+
+    def ask() -> None:
+        while not asked():
+            time.sleep(0.01)
+        busy = foreload.open_run(tmp_path / "busy")
+        for call in (lambda: busy.rows("ad", ids=[1]), lambda: busy.predict(tmp_path / "none.csv"), busy.evaluate):
+            try:
+                call()
+            except RunError as error:
+                found.append(str(error))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        foreload.train(long_schedule, run=tmp_path / "busy", store="local:1", dim=2)
+    thread.join()
+    assert len(found) == 3
+    assert all("is being trained or read right now" in line for line in found)
+
+
 @pytest.mark.full
 def test_what_is_trained_is_what_the_command_line_trains(run: foreload.Run, schedule: foreload.Schedule, folder: Path) -> None:
     from command_line import done
@@ -209,6 +232,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on(long_schedule: foreload.Schedu
     assert len(stopped.digest()) == 64
 
 
+@pytest.mark.full
 def test_ctrl_c_before_anything_has_begun(schedule: foreload.Schedule, tmp_path: Path) -> None:
     client.close_all()  # so that importing takes a while
 

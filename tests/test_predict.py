@@ -146,11 +146,25 @@ def test_the_command_writes_one_score_a_record(
     assert pq.read_table(tmp_path / "scores.parquet").column_names == ["logit"]
 
 
+@pytest.mark.full
 def test_a_parquet_file_gives_the_scores_of_the_same_text(run: foreload.Run, folder: Path, tmp_path: Path) -> None:
     table = arrow_csv.read_csv(folder / "new.csv", convert_options=arrow_csv.ConvertOptions(strings_can_be_null=True))
     words = pa.array([[] if text is None else text.split(" ") for text in table["words"].to_pylist()], pa.list_(pa.string()))
     pq.write_table(table.set_column(table.column_names.index("words"), "words", words), tmp_path / "new.parquet")
     assert run.predict(tmp_path / "new.parquet").tobytes() == run.predict(folder / "new.csv").tobytes()
+
+
+@pytest.mark.full
+def test_files_without_a_header_line_may_lack_the_label(tmp_path: Path) -> None:
+    lines = [
+        "\t".join([str(k % 2), *(str(k * j % 9) for j in range(13)), *(f"{k * j % 50:08x}" for j in range(26))])
+        for k in range(300)
+    ]
+    (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "test.txt").write_text("\n".join(line.partition("\t")[2] for line in lines) + "\n")
+    schedule = foreload.prepare(tmp_path / "train.tsv", format="criteo", out=tmp_path / "criteo", batch_size=64)
+    run = foreload.train(schedule, run=tmp_path / "run", store="local:1", dim=4)
+    assert run.predict(tmp_path / "test.txt").tobytes() == run.predict(tmp_path / "train.tsv").tobytes()
 
 
 def test_what_cannot_be_predicted_is_refused(

@@ -24,6 +24,8 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits, read_records
+from foreload.pipelines.sources.files import match_files, open_stream
+from foreload.pipelines.sources.heads import delimiter_of
 from foreload.pipelines.sources.splits import Format
 from foreload.trainer.commands.evaluate import fitting, last_pass
 from foreload.trainer.compute import numerics
@@ -207,10 +209,14 @@ def _samples(schedule: Schedule, records: Records) -> Iterator[Samples]:
     kind = records.format or _format(schedule, records.sources)
     if kind not in FORMATS:
         raise SettingError(f"--format: must be one of {', '.join(FORMATS)}; got {kind!r}")
-    spec = spec.unlabelled()
+    label, spec = spec.label, spec.unlabelled()
     if kind in ("csv", "tsv") and kind != schedule.made_with("format"):
         spec = replace(spec, text=replace(spec.text, delimiter="\t" if kind == "tsv" else None))
-    source_kind: Format = "parquet" if kind == "parquet" else "criteo" if kind == "criteo" else "csv"
+    if kind == "criteo":
+        spec = replace(spec, text=replace(FeatureSpec.criteo().text, missing=spec.text.missing))
+    if kind != "parquet" and label in spec.text.columns and _lacks_label(records.sources, spec):
+        spec = replace(spec, text=replace(spec.text, columns=tuple(name for name in spec.text.columns if name != label)))
+    source_kind: Format = "parquet" if kind == "parquet" else "csv"  # criteo's are text files whose columns are known
     allowed, rejected = schedule.made_with("max_rejects") or 0, 0
     first: list[str] = []
     for split in plan_splits(Source(source_kind, records.sources), spec):
@@ -225,6 +231,14 @@ def _samples(schedule: Schedule, records: Records) -> Iterator[Samples]:
                 yield encoder.encode(piece)
     if rejected:
         sys.stderr.write(f"foreload: warning: {rejected:,} malformed records are left out: {'; '.join(first)}\n")
+
+
+def _lacks_label(sources: Sequence[str], spec: FeatureSpec) -> bool:
+    """Whether files without a header line have one column less than those that were prepared: that of the label."""
+    files = match_files(sources)
+    with open_stream(files[0].path) as stream:
+        line = stream.readline().decode(errors="replace")
+    return line.count(spec.text.delimiter or delimiter_of(files[0].path)) == len(spec.text.columns) - 2
 
 
 def _format(schedule: Schedule, sources: Sequence[str]) -> str:

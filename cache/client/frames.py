@@ -300,6 +300,11 @@ def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):
     requests: int64 [n, REQUEST_COLUMNS]; connections: int64 [c, CONNECTION_COLUMNS]; out, data: uint8 [c, bytes]. Returns
     (ALL_ANSWERED, 0); (PAUSED, 0) when a signal came or nothing moved for pause_ns; (SILENT, c) where connection c is silent for timeout_ns; or
     (IN_PYTHON, c) where connection c needs what only Python knows.
+
+    Before each turn every connection's requests below ANSWERED are answered as a whole, those below FILLING lie in `out` or have left, and of a
+    reply that is half there the table keeps how far it is. So whichever way this returns, calling it again goes on where it was, and Python may
+    feed a reply in between (`Channel.handle_in_python`). A turn asks `poll` for what each busy connection waits for, sends before it receives, and
+    takes replies in the order of the requests; it blocks nowhere but in `poll`, and there no longer than until the first connection is overdue.
     """
     polls = np.zeros(
         (connections.shape[0], 2), np.int32

@@ -22,7 +22,7 @@ import numpy as np
 
 from comparison import Cell, Claim, Results, Series, Table, arguments, save, tell
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.board import contiguous_lanes
+from foreload.trainer.cluster.facts import contiguous_lanes
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.job import TrainJob
 from workload import BATCH, DIM, LR, MODELS, ROOT, SEED, SHARDS, SLOTS, events_of, job

@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.cluster.board import contiguous_lanes  # noqa: E402
+from foreload.trainer.cluster.facts import contiguous_lanes  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402

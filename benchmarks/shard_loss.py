@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ numerics.set_environment(cpu_capability())
 from foreload.cache.client.local import LocalStores  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.cluster.board import ask  # noqa: E402
+from foreload.trainer.cluster.control import AskStop, ask  # noqa: E402
 from foreload.trainer.cluster.faults import RunObserver  # noqa: E402
+from foreload.trainer.cluster.messages import ShardChanged, StepEnded, TrainerEvent  # noqa: E402
 from foreload.trainer.commands.train import train  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel  # noqa: E402
 from foreload.trainer.run.dense_file import save_dense  # noqa: E402
@@ -88,15 +89,16 @@ class ShardInjector(RunObserver):
         """All steps, one at least."""
         return self._steps.timeline
 
-    def see(self, event: Mapping[str, Any]) -> None:
+    def see(self, trainer: int, event: TrainerEvent) -> None:
         """Note what happens; inject, or stop, when it is time."""
-        if event["kind"] == "step":
-            self._steps.note(event)
-            if not self.first_step_at:
-                self.first_step_at = self._whole_at = event["at"]
-        elif event["kind"] == "shard" and "at" in event:  # events of progress are no moments
-            self._note(event["shard"], event["what"], event["at"])
-        if event["kind"] != "step" or self._injected is not None or self._lost:
+        match event:
+            case StepEnded(report, at):
+                self._steps.note(report, at)
+                if not self.first_step_at:
+                    self.first_step_at = self._whole_at = at
+            case ShardChanged(change, at):
+                self._note(change.shard, change.what, at)
+        if not isinstance(event, StepEnded) or self._injected is not None or self._lost:
             return
         now = time.monotonic()
         if now - self._whole_at < self._calm_seconds:
@@ -105,7 +107,7 @@ class ShardInjector(RunObserver):
             self._inject(self._injections.pop(0))
         elif self._stop:
             self._stop = False
-            ask(self._run, {"do": "stop"})
+            ask(self._run, AskStop())
 
     def _note(self, shard: int, what: str, at: float) -> None:
         injected = self._injected

@@ -40,7 +40,7 @@ from tls import KINDS, TlsServer, write_certificates  # noqa: E402
 from foreload.cache.client.local import LocalStores  # noqa: E402
 from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.errors import CacheError  # noqa: E402
-from foreload.trainer.cluster.board import ask  # noqa: E402
+from foreload.trainer.cluster.control import training_status  # noqa: E402
 from foreload.trainer.errors import TrainerError  # noqa: E402
 
 LANES = 2
@@ -215,9 +215,9 @@ class Episode:
     def _step(self) -> int | None:
         """The last step that the run says it has trained, None while none does."""
         with contextlib.suppress(TrainerError):
-            told = ask(self._run, {"do": "status"})
-            if told is not None and told["state"] == "training":
-                return int(told["step"])
+            told = training_status(self._run)
+            if told is not None and told.state == "training":
+                return told.step
         return None
 
     def _disturb(self, call: Call, pending: list[Fault]) -> list[Fault]:
@@ -309,8 +309,8 @@ class Episode:
         """The store shards that the run itself does not call ok."""
         told = None
         with contextlib.suppress(TrainerError):
-            told = ask(self._run, {"do": "status"})
-        return {int(shard) for shard, state in (told or {}).get("shards", {}).items() if state["state"] != "ok"}
+            told = training_status(self._run)
+        return set() if told is None else {shard for shard, status in told.shards.items() if status.state != "ok"}
 
     @contextlib.contextmanager
     def _connected(self, shard: int) -> Iterator[Store]:

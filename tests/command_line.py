@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.board import ask
+from foreload.trainer.cluster.control import training_status
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 180
@@ -196,8 +196,8 @@ def reached(run: Path, step: int) -> Callable[[], bool]:
     """Whether the run tells through its control socket that it has trained a step."""
 
     def asked() -> bool:
-        told = ask(run, {"do": "status"})
-        return told is not None and told["step"] >= step
+        told = training_status(run)
+        return told is not None and told.step >= step
 
     return asked
 

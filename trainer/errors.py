@@ -40,6 +40,12 @@ class RunError(TrainerError):
     code = "run"
 
 
+class MessageError(TrainerError):
+    """A message between processes of a job, or on the control socket of a run, that is not what it must be; do both run the same foreload?"""
+
+    code = "message"
+
+
 class PeerLost(TrainerError):
     """Another trainer of the job is gone, or was silent for longer than the timeout."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl
@@ -27,7 +28,7 @@ class ShardChange:
     """
 
     shard: int
-    what: str
+    what: Literal["lost", "unreachable", "rebuilding", "ok"]
     url: str
     why: str = ""
 

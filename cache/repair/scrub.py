@@ -6,10 +6,9 @@ batch is under way. Nothing is scanned: which stripes there are follows from the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -80,14 +79,6 @@ class Findings:
     stripes_damaged: int = 0
     repaired: list[Finding] = field(default_factory=list)
     damaged: list[Finding] = field(default_factory=list)
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Findings:
-        """The inverse of dataclasses.asdict, after JSON."""
-        listed = {
-            name: [Finding(**{**one, "shards": tuple(one["shards"])}) for one in value[name]] for name in ("repaired", "damaged")
-        }
-        return cls(**{**value, **listed})
 
     def add(self, other: Findings) -> None:
         """Count in what another part found."""

@@ -11,6 +11,7 @@ from unittest import mock
 
 from foreload.cache.traffic import Traffic
 from foreload.trainer.cli import main
+from foreload.trainer.cluster.facts import ShardsLooked
 from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.cluster.worker import TrainerProcess
 from foreload.trainer.run.directory import STORES
@@ -20,7 +21,7 @@ in_time = TrainerProcess._repair_shards
 
 def late(self: TrainerProcess, traffic: Traffic) -> list[int]:
     """Strike, then do as `_repair_shards` does."""
-    while self._board.poll("repaired/0/0") is None:
+    while self._board.poll(ShardsLooked, 0, 0) is None:
         time.sleep(0.01)
     Fault(self._last_step, 1, signal.SIGKILL).inject(self._run / STORES)
     return in_time(self, traffic)

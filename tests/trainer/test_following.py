@@ -22,7 +22,7 @@ from foreload.pipelines.schedule.format import (
 )
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.board import ask
+from foreload.trainer.cluster.control import training_status
 from foreload.trainer.run.directory import Run
 
 OPTIONS = (
@@ -154,7 +154,7 @@ def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more
     run, used = tmp_path / "run", tmp_path / "used"
     shutil.copytree(schedule, used)
     job = launched(*arguments(used, run, "--store", "local:1", "--trainers", "2", "--digest"))
-    job.until(lambda: (ask(run, {"do": "status"}) or {}).get("state") == "training")
+    job.until(lambda: (told := training_status(run)) is not None and told.state == "training")
     for trainer in job.workers:
         trainer.suspend()
     if how == "removed":

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_job import step_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.base.progress import Display
 from foreload.trainer.compute.numerics import mixed_text
+from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import METRICS, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.job import TrainJob
@@ -206,22 +208,14 @@ def test_a_run_that_cannot_go_on_says_why(
         resumed(run, job(**settings), offered)
 
 
-def step_report(step: int, **changed: Any) -> dict[str, Any]:
-    return {
-        "step": step, "epoch": 0, "samples": 100, "loss": 0.5, "rows_used": 40, "rows_arrived": 10, "rows_fetched": 5,
-        "rows_written_back": 6, "seconds": 0.5, "seconds_compute": 0.25, "seconds_exchange": 0.125, "seconds_waiting": 0.125,
-        "bytes_sent": 1000,
-    } | changed  # fmt: skip
-
-
 def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 0, 2, trainers=2)
-    report.step(step_report(0))
-    report.step(step_report(1, rows_arrived=0))
+    report = RunReport(tmp_path, Totals(), 0, 2, members=(4, 7))
+    report.step(4, step_report(0))
+    report.step(4, step_report(1, rows_arrived=0))
     assert report.totals.steps == 0
-    report.step(step_report(0, seconds=1.0, seconds_waiting=0.5))
-    report.step(step_report(1))
-    report.evaluation({"step": 1, "epoch": 0, "samples": 7, "log_loss": 0.6, "auc": 0.7, "normalized_entropy": 0.9})
+    report.step(7, step_report(0, seconds=1.0, seconds_waiting=0.5))
+    report.step(7, step_report(1))
+    report.evaluation(EvaluationReport(step=1, epoch=0, samples=7, log_loss=0.6, auc=0.7, normalized_entropy=0.9))
     summary = report.summary(digest=None)
     report.close()
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
@@ -238,17 +232,17 @@ def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None
 
 
 def test_a_summary_without_a_step_has_nulls(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 0, 0, trainers=1)
+    report = RunReport(tmp_path, Totals(), 0, 0, members=(0,))
     assert report.summary()["samples_per_second"] is None
     report.close()
 
 
 def test_without_a_terminal_there_is_a_line_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    report = RunReport(tmp_path, Totals(steps=100, samples=10_000), 100, 1000, trainers=1, clock=lambda: now)
+    report = RunReport(tmp_path, Totals(steps=100, samples=10_000), 100, 1000, members=(0,), clock=lambda: now)
     for step in range(100, 220):
         now += 1.0
-        report.step(step_report(step, loss=0.75 if step < 130 else 0.25))
+        report.step(0, step_report(step, loss=0.75 if step < 130 else 0.25))
     # None ends for a while.
     for _ in range(90):
         now += 1.0
@@ -262,10 +256,11 @@ def test_without_a_terminal_there_is_a_line_a_minute(tmp_path: Path, capsys: pyt
 
 
 def test_tensorboard_has_means_over_steps_and_the_settings(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 20, None, trainers=1, settings={"lr": 0.5, "model": "dcn"})
+    report = RunReport(tmp_path, Totals(), 20, None, members=(0,), settings={"lr": 0.5, "model": "dcn"})
     for step in range(20, 110):
         report.step(
-            step_report(step, loss=step, samples=100 if step % 2 else 300, seconds=0.5 if step < 100 else 1.0, rows_arrived=step)
+            0,
+            step_report(step, loss=step, samples=100 if step % 2 else 300, seconds=0.5 if step < 100 else 1.0, rows_arrived=step),
         )
     report.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -307,7 +302,7 @@ def test_a_full_disk_that_tensorboards_thread_meets_is_told_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = threading.excepthook
-    report = RunReport(tmp_path, Totals(), 0, 1, trainers=1)
+    report = RunReport(tmp_path, Totals(), 0, 1, members=(0,))
 
     def full(data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -318,7 +313,7 @@ def test_a_full_disk_that_tensorboards_thread_meets_is_told_without_a_traceback(
         warnings.simplefilter("error")
         report._board.add_scalar("train/loss", 1.0, 0)
         writer._worker.join()
-        report.evaluation({"epoch": 0, "step": 0, "samples": 1, "log_loss": 0.5, "auc": 0.5, "normalized_entropy": 1.0})
+        report.evaluation(EvaluationReport(step=0, epoch=0, samples=1, log_loss=0.5, auc=0.5, normalized_entropy=1.0))
         report.close()
     assert threading.excepthook is before
     said = capsys.readouterr().err

@@ -6,7 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from small_job import step_report
 
+from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.timeline import (
     Moments,
     StepTimes,
@@ -18,9 +20,8 @@ STEP = 0.5
 GAP = 3.0
 
 
-def told(step: int, at: float, trainer: int = 0, seconds: float = STEP, epoch: int = 0) -> dict[str, object]:
-    report = {"step": step, "epoch": epoch, "samples": 100, "seconds": seconds}
-    return {"kind": "step", "trainer": trainer, "report": report, "at": at}
+def told(step: int, at: float, epoch: int = 0) -> tuple[StepReport, float]:
+    return step_report(step, epoch=epoch, seconds=STEP), at
 
 
 def steady(count: int, begin: float = 0.0) -> Timeline:
@@ -35,8 +36,8 @@ def joined(*parts: Timeline) -> Timeline:
 
 def test_a_step_has_ended_when_the_last_trainer_has_ended_it() -> None:
     times = StepTimes()
-    for event in (told(7, 10.0), told(8, 11.0), told(7, 10.25, trainer=1), told(8, 11.5, trainer=1)):
-        times.note(event)
+    for event in (told(7, 10.0), told(8, 11.0), told(7, 10.25), told(8, 11.5)):
+        times.note(*event)
     assert times.timeline.ended.tolist() == [10.25, 11.5]
     assert times.timeline.took.tolist() == [STEP, 1.25]
 
@@ -44,7 +45,7 @@ def test_a_step_has_ended_when_the_last_trainer_has_ended_it() -> None:
 def test_evaluation_between_epochs_is_no_step_s_time() -> None:
     times = StepTimes()
     for event in (told(0, 1.0), told(1, 1.5), told(2, 9.0, epoch=1), told(3, 9.5, epoch=1)):
-        times.note(event)
+        times.note(*event)
     assert times.timeline.took.tolist() == [STEP] * 4
 
 

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.messages import TrainerEnd
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Stage, Status
@@ -21,35 +21,41 @@ ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "byte
 SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
-def status_of(ended: Mapping[int, Mapping[str, Any]], totals: Totals) -> Status:
+def status_of(ended: Mapping[int, TrainerEnd], totals: Totals) -> Status:
     """The status of a run whose trainers have all ended. totals: of its steps; what was written at the end is added."""
-    first = ended[0]
-    written = sum(one["flushed"] for one in ended.values())
-    if first["stopped"]:
+    first = first_of(ended)
+    written = sum(one.flushed for one in ended.values())
+    if first.stopped:
         totals.rows_flushed += written
     else:
         # The end of a schedule ends every residency.
         totals.rows_written_back += written
-    batches = {lane: number for one in ended.values() for lane, number in one["batches"].items()}
-    lost = sorted({shard for one in ended.values() for shard in one["lost"]})
-    return Status("stopped" if first["stopped"] else "ended", first["step"], batches, asdict(totals), lost)
+    batches = {str(lane): number for one in ended.values() for lane, number in one.batches.items()}
+    lost = sorted({shard for one in ended.values() for shard in one.lost})
+    return Status("stopped" if first.stopped else "ended", first.step, batches, asdict(totals), lost)
 
 
-def stage_of(schedule: Schedule, ended: Mapping[int, Mapping[str, Any]]) -> Stage:
+def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
+    """Of the trainer with the least number: in what all agree on it stands for all."""
+    return ended[min(ended)]
+
+
+def stage_of(schedule: Schedule, ended: Mapping[int, TrainerEnd]) -> Stage:
     """The stage of a schedule that trainers have trained on."""
-    return replace(Stage.of(schedule), segments=ended[0]["segments"], prefix=ended[0]["prefix"])
+    first = first_of(ended)
+    return replace(Stage.of(schedule), segments=first.segments, prefix=first.prefix)
 
 
-def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, Mapping[str, Any]], before: Mapping[str, Any]) -> None:
+def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], before: Totals) -> None:
     """Do what the launcher, which was killed, would have done: publish manifest and status, save local stores. before: totals when the call began.
 
     Of times, those of the first trainer are told.
     """
-    totals = Totals(**before)
+    totals = replace(before)
     for name in ADDED:
-        setattr(totals, name, getattr(totals, name) + sum(one["totals"][name] for one in ended.values()))
+        setattr(totals, name, getattr(totals, name) + sum(getattr(one.totals, name) for one in ended.values()))
     for name in SHARED:
-        setattr(totals, name, getattr(totals, name) + ended[0]["totals"][name])
+        setattr(totals, name, getattr(totals, name) + getattr(first_of(ended).totals, name))
     status = status_of(ended, totals)
     manifest = run.manifest
     run.come_to_rest(replace(manifest, stages=(*manifest.stages[:-1], stage_of(schedule, ended))), status)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from foreload.trainer.cluster.messages import TrainerEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,8 @@ class RunObserver:
 
     faults: Sequence[Fault] = ()
 
-    def see(self, event: Mapping[str, Any]) -> None:
-        """A trainer's event: {"kind", "trainer", ...}. "at" is time.monotonic() of the trainer's machine; events of a shard's progress have none."""
+    def see(self, trainer: int, event: TrainerEvent) -> None:
+        """An event of a trainer."""
 
     def may_start(self, shard: int) -> bool:
         """Whether the dead server of a local store shard may be started again now."""

@@ -13,10 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 from foreload.pipelines.errors import SettingError
+from foreload.trainer.cluster.facts import Go, Orphaned, StopWanted
 from foreload.trainer.cluster.processes import KEEPER, ProcessStart, StartProcess
 from foreload.trainer.errors import TrainerError
 
-GO, STOP_WANTED, ORPHANED = "go", "stop/wanted", "orphaned"
 _PATIENCE = timedelta(minutes=5)
 
 
@@ -65,6 +65,7 @@ class Keeper:
 
 def main() -> int:
     """The process: HOST, then the descriptors of the listening socket, and of pipes: held open by launcher and trainers, and to say "ready"."""
+    # No more than this is imported here, since trainers wait for it.
     from foreload.trainer.cluster.board import Board, host_store
 
     host = sys.argv[1]
@@ -73,10 +74,10 @@ def main() -> int:
     os.write(ready, b"1")
     os.close(ready)
     os.read(launcher, 1)
-    if board.poll(GO) is None:
+    if board.poll(Go) is None:
         return 0
-    board.publish(ORPHANED, True)
-    board.publish(STOP_WANTED, True)
+    board.publish(Orphaned())
+    board.publish(StopWanted())
     os.read(trainers, 1)
     return 0
 

@@ -3,85 +3,118 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.traffic import Traffic
-from foreload.trainer.cluster.board import EventSender
+from foreload.trainer.cluster.control import AskScrub, Refused, RowCountsAnswer, ScrubBegun, ScrubProgress
+from foreload.trainer.cluster.events import EventSender
+from foreload.trainer.cluster.messages import CountRows, HeldRows, RowsCounted, Scrub, ScrubFailed, ScrubTold, TrainerCommand
 from foreload.trainer.run.directory import SCRUB
 from foreload.trainer.run.expected_rows import MappedRows
 
 COUNT_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socket may take
 
 
+@dataclass(slots=True)
+class _Scrub:
+    """The last scrub: what each trainer told of it last."""
+
+    number: int
+    told: dict[int, ScrubTold | ScrubFailed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Count:
+    """The last count: what each trainer counted."""
+
+    number: int
+    told: dict[int, HeldRows] = field(default_factory=dict)
+
+
 class RunRequests:
-    """The coordinator's side. scrub, scrubbed and count are called in threads of the control socket, the rest in the main one."""
+    """The coordinator's side, for the trainers of these numbers. scrub, scrubbed and row_counts are called in threads of the control socket, the
+    rest in the main one.
+    """
 
-    def __init__(self, trainers: int, protected: bool, training: Callable[[], bool]) -> None:
-        self._trainers, self._protected, self._training = trainers, protected, training
+    def __init__(self, members: Iterable[int], protected: bool, training: Callable[[], bool]) -> None:
+        self._members, self._protected, self._training = frozenset(members), protected, training
         self._condition = threading.Condition()
-        self._commands: list[dict[str, Any]] = []
+        self._commands: list[TrainerCommand] = []
         self._number = 0
-        self._told: dict[str, dict[int, dict[str, Any]]] = {}  # by request: what each trainer told of the last one
-        self._last: dict[str, int] = {}
+        self._scrub: _Scrub | None = None
+        self._count: _Count | None = None
 
-    def scrub(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to {"rows": name of a folder in RUN/scrub}."""
+    def scrub(self, request: AskScrub) -> ScrubBegun | Refused:
+        """Begin a scrub, if none is under way."""
         if not self._protected:
-            return {"error": "it has no parity, so there is nothing to check its rows against; train with --parity"}
+            return Refused("it has no parity, so there is nothing to check its rows against; train with --parity")
         if not self._training():
-            return {"error": "its trainers are still starting; try again in a moment"}
+            return Refused("its trainers are still starting; try again in a moment")
         with self._condition:
-            if "scrub" in self._last and not self._done("scrub"):
-                return {"error": "a scrub of it is under way already; wait for its end"}
-            return {"scrub": self._command("scrub", rows=str(request.get("rows")))}
+            if self._scrub is not None and not self._is_scrubbed(self._scrub):
+                return Refused("a scrub of it is under way already; wait for its end")
+            self._scrub = _Scrub(self._next_number())
+            self._commands.append(Scrub(self._scrub.number, request.rows))
+            return ScrubBegun(self._scrub.number)
 
-    def scrubbed(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """How far the last scrub is: {"done", "stripes", "trainers": [{"stripes", "findings", ...}]}, or {"error"}."""
+    def scrubbed(self) -> ScrubProgress | Refused:
+        """How far the last scrub is."""
         with self._condition:
-            parts = list(self._told.get("scrub", {}).values())
-            errors = [part["error"] for part in parts if "error" in part]
-            if errors:
-                return {"error": errors[0]}
-            return {"done": self._done("scrub"), "stripes": sum(part["stripes"] for part in parts), "trainers": parts}
+            told = self._scrub.told.values() if self._scrub is not None else ()
+            for part in told:
+                if isinstance(part, ScrubFailed):
+                    return Refused(part.error)
+            parts = tuple(part.scrubbed for part in told if isinstance(part, ScrubTold))
+            done = self._scrub is not None and self._is_scrubbed(self._scrub)
+            return ScrubProgress(done, sum(part.stripes for part in parts), parts)
 
-    def row_counts(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """What each trainer counts: {"trainers": [{"rows", "parity_rows", "row_bytes", "lag"}]}; of those that do not answer in time nothing."""
+    def row_counts(self) -> RowCountsAnswer:
+        """What each trainer counts; of those that do not answer in time nothing."""
         if not self._training():
-            return {"trainers": []}
+            return RowCountsAnswer(())
         with self._condition:
-            if "row_counts" not in self._last or self._done("row_counts"):
-                self._command("row_counts")
-            self._condition.wait_for(lambda: self._done("row_counts"), COUNT_TIMEOUT.total_seconds())
-            return {"trainers": list(self._told["row_counts"].values()) if self._done("row_counts") else []}
+            if self._count is None or self._is_counted(self._count):
+                self._count = _Count(self._next_number())
+                self._commands.append(CountRows(self._count.number))
+            count = self._count
+            counted = self._condition.wait_for(lambda: self._is_counted(count), COUNT_TIMEOUT.total_seconds())
+            return RowCountsAnswer(tuple(count.told.values()) if counted else ())
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[TrainerCommand]:
         """What is to be told to all trainers."""
         with self._condition:
             taken, self._commands = self._commands, []
             return taken
 
-    def receive(self, sender: Mapping[str, Any]) -> None:
-        """What a trainer tells of an request."""
+    def receive(self, trainer: int, event: ScrubTold | ScrubFailed | RowsCounted) -> None:
+        """What a trainer tells of a request; of one before the last it does not count."""
         with self._condition:
-            if sender["number"] == self._last[sender["request"]]:
-                self._told[sender["request"]][sender["trainer"]] = dict(sender["told"])
-                self._condition.notify_all()
+            match event:
+                case RowsCounted():
+                    if self._count is not None and self._count.number == event.number:
+                        self._count.told[trainer] = event.held
+                        self._condition.notify_all()
+                case ScrubTold() | ScrubFailed():
+                    if self._scrub is not None and self._scrub.number == event.number:
+                        self._scrub.told[trainer] = event
 
-    def _command(self, request: str, **what: Any) -> int:
+    def _next_number(self) -> int:
         self._number += 1
-        self._last[request], self._told[request] = self._number, {}
-        self._commands.append({"do": request, "number": self._number, **what})
         return self._number
 
-    def _done(self, request: str) -> bool:
-        told = self._told.get(request, {})
-        return len(told) == self._trainers and all(part.get("done", True) or "error" in part for part in told.values())
+    def _is_scrubbed(self, scrub: _Scrub) -> bool:
+        """Whether all trainers are through, or cannot do it."""
+        return scrub.told.keys() == self._members and all(
+            isinstance(part, ScrubFailed) or part.scrubbed.done for part in scrub.told.values()
+        )
+
+    def _is_counted(self, count: _Count) -> bool:
+        return count.told.keys() == self._members
 
 
 class TrainerRequests:
@@ -94,31 +127,34 @@ class TrainerRequests:
         self._scrub: int | None = None
         self._row_counts: int | None = None
 
-    def begin(self, command: Mapping[str, Any]) -> None:
-        """Begin an request that the coordinator asks for."""
-        if command["do"] == "row_counts":
-            self._row_counts = command["number"]
-            self._traffic.inspection.begin_row_counts()
-            return
-        try:
-            self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / command["rows"], self._lanes))
-            self._scrub = command["number"]
-        except (OSError, ValueError, CacheError) as error:
-            self._tell("scrub", command["number"], {"error": str(error)})
+    def begin(self, command: Scrub | CountRows) -> None:
+        """Begin what the coordinator asks for."""
+        match command:
+            case CountRows(number):
+                self._row_counts = number
+                self._traffic.inspection.begin_row_counts()
+            case Scrub(number, rows):
+                try:
+                    self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / rows, self._lanes))
+                    self._scrub = number
+                except (OSError, ValueError, CacheError) as error:
+                    self._events.send(ScrubFailed(number, str(error)))
 
     def tell(self) -> None:
-        """Tell how far errands are."""
+        """Tell how far that is."""
         counted = self._traffic.inspection.row_counts()
         if self._row_counts is not None and counted is not None:
-            told = {
-                "rows": counted.rows.sum(axis=0).tolist(), "parity_rows": counted.parity_rows.sum(axis=0).tolist(),
-                "row_bytes": counted.row_bytes(self._layouts).tolist(), "lag": asdict(self._traffic.inspection.lag()),
-            }  # fmt: skip
-            self._tell("row_counts", self._row_counts, told)
+            held = HeldRows(
+                rows=tuple(counted.rows.sum(axis=0).tolist()),
+                parity_rows=tuple(counted.parity_rows.sum(axis=0).tolist()),
+                row_bytes=tuple(counted.row_bytes(self._layouts).tolist()),
+                lag=self._traffic.inspection.lag(),
+            )
+            self._events.send(RowsCounted(self._row_counts, held))
             self._row_counts = None
         found = self._traffic.inspection.scrubbed()
         if self._scrub is not None and found is not None:
-            self._tell("scrub", self._scrub, asdict(found))
+            self._events.send(ScrubTold(self._scrub, found))
             if found.done:
                 self._scrub = None
 
@@ -127,6 +163,3 @@ class TrainerRequests:
         if self._scrub is not None:
             self._traffic.inspection.scrubbed(finish=True)
         self.tell()
-
-    def _tell(self, request: str, number: int, told: Mapping[str, Any]) -> None:
-        self._events.send("request", request=request, number=number, told=dict(told))

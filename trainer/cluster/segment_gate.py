@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
-from foreload.trainer.cluster.keeper import STOP_WANTED
+from foreload.trainer.cluster.facts import SegmentFound, SegmentVerdict, StopWanted
 
 _PAUSE_SECONDS = 0.02
+
+_Fact = TypeVar("_Fact")
 
 
 class StoppedAtSegment(Exception):
@@ -23,18 +26,18 @@ class StoppedAtSegment(Exception):
 
 
 class SegmentGate:
-    """A trainer's side of the agreement. Of `trainers` number 0 .. trainers - 1, `leader` decides, when all have a segment's files.
+    """A trainer's side of the agreement. Of the trainers `members`, `leader` decides, when all have a segment's files.
 
     events: the program, from where training begins; the segment there is opened here, before any trainer begins. Raises ScheduleError. begun: how
     many segments of the schedule were begun.
     """
 
     def __init__(
-        self, board: Board, schedule: Schedule, events: Iterator[Event], trainer: int, trainers: int, leader: int
+        self, board: Board, schedule: Schedule, events: Iterator[Event], trainer: int, members: Sequence[int], leader: int
     ) -> None:
         self._board, self._schedule, self._events = board, schedule, events
         self._trainer, self._leader = trainer, leader
-        self._others = [other for other in range(trainers) if other != leader]
+        self._others = [other for other in members if other != leader]
         self._first = next(events, None)
         self.begun = 0
         if self._first is not None:
@@ -60,32 +63,31 @@ class SegmentGate:
     def _agree(self, segment: int) -> None:
         """Return when every trainer can begin a segment, or knows that there is none."""
         if self._trainer != self._leader:
-            failure = self._found(segment, lambda: self._board.poll(f"segment/{segment}") is not None)
-            self._board.publish(f"segment/{segment}/{self._trainer}", {"failure": failure})
-            self._wait(lambda: self._board.poll(f"segment/{segment}") is not None)
-            verdict = self._board.read(f"segment/{segment}")
+            failure = self._found(segment, lambda: self._board.poll(SegmentVerdict, segment) is not None)
+            self._board.publish(SegmentFound(failure), segment, self._trainer)
+            verdict = self._awaited(SegmentVerdict, segment)
         else:
             verdict = self._verdict(segment)
             if self._others:
-                self._board.publish(f"segment/{segment}", verdict)
-        if not verdict["begin"]:
-            raise StoppedAtSegment(verdict["failure"])
+                self._board.publish(verdict, segment)
+        if not verdict.begin:
+            raise StoppedAtSegment(verdict.failure)
 
-    def _verdict(self, segment: int) -> dict[str, object]:
+    def _verdict(self, segment: int) -> SegmentVerdict:
         unwanted = False
 
         def stop() -> bool:
             nonlocal unwanted
-            unwanted = bool(self._board.poll(STOP_WANTED))
+            unwanted = self._board.poll(StopWanted) is not None
             return unwanted
 
         failure = self._found(segment, stop)
         if unwanted:
-            return {"begin": False, "failure": None}
+            return SegmentVerdict(False, None)
         for other in self._others if failure is None else ():
-            self._wait(lambda other=other: self._board.poll(f"segment/{segment}/{other}") is not None)  # type: ignore[misc]
-            failure = failure or self._board.read(f"segment/{segment}/{other}")["failure"]
-        return {"begin": failure is None, "failure": failure}
+            found = self._awaited(SegmentFound, segment, other)
+            failure = failure or found.failure
+        return SegmentVerdict(failure is None, failure)
 
     def _found(self, segment: int, enough: Callable[[], bool]) -> str | None:
         """Wait until a segment is there, and map its files; what is wrong, if it is. enough: whether to wait no more."""
@@ -100,9 +102,11 @@ class SegmentGate:
             return str(error)
         return None
 
-    def _wait(self, satisfied: Callable[[], bool]) -> None:
-        while not satisfied():
+    def _awaited(self, kind: type[_Fact], *place: int) -> _Fact:
+        """A fact of the board, waited for without end."""
+        while (fact := self._board.poll(kind, *place)) is None:
             self._pause()
+        return fact
 
     def _pause(self) -> None:
         self._meanwhile()

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
+from foreload.cache.protocol.server_probe import ShardChange
+from foreload.trainer.cluster.control import AskReplace, Refused, Replacing, ShardStatus
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.run.job import TrainJob
 
@@ -21,9 +23,9 @@ SHOWN_STEP = 0.1  # of a rebuild, after which the user is told again
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """What a trainer told of a shard: "lost", "rebuilding" or "ok", and how much of it is rebuilt, from 0 to 1."""
+    """What a trainer told of a shard, and how much of it is rebuilt, from 0 to 1."""
 
-    what: str
+    what: Literal["lost", "rebuilding", "ok"]
     rebuilt: float
 
 
@@ -69,54 +71,64 @@ class StoreShards:
             if self._observer.may_start(shard) and self._restarted.restart(shard):
                 sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
 
-    def changed(self, trainer: int, event: Mapping[str, Any]) -> None:
-        """Note what a trainer tells of a shard: a ShardChange, or {"shard", "what": "rebuilding", "done": a share}; a spare may take its place."""
-        shard, what = event["shard"], event["what"]
+    def changed(self, trainer: int, change: ShardChange) -> None:
+        """Note what became of a shard for a trainer; a spare may take its place."""
+        shard = change.shard
         # Whether it is of the server in use, and not of one that another takes the place of.
-        in_use = event.get("url") == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
+        in_use = change.url == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
+        if change.what == "unreachable":
+            if in_use:
+                sys.stderr.write(f"store shard {shard}: no server for it yet ({change.why})\n")
+        else:
+            self._note(trainer, shard, ShardState(change.what, 0.0), change.why)
+        if change.what in ("lost", "unreachable") and in_use and self._spares and self._restarted is None:
+            self._wanted.append((shard, self._spares.pop(0)))
+
+    def rebuilding(self, trainer: int, shard: int, share: float) -> None:
+        """Note how much of a shard is rebuilt for a trainer."""
+        self._note(trainer, shard, ShardState("rebuilding", share))
+
+    def _note(self, trainer: int, shard: int, state: ShardState, why: str = "") -> None:
+        """What a trainer tells, and what the user is told for it."""
         before = self._state(shard)
-        if what != "unreachable":
-            self._states.setdefault(shard, {})[trainer] = ShardState(what, event.get("done", 0.0))
+        self._states.setdefault(shard, {})[trainer] = state
         after = self._state(shard)
         if after.what == "lost" != before.what:
-            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({event['why']})\n")
+            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({why})\n")
             self._shown[shard] = 0.0
-        elif what == "unreachable" and in_use:
-            sys.stderr.write(f"store shard {shard}: no server for it yet ({event['why']})\n")
         elif after.what == "ok" != before.what:
             sys.stderr.write(f"store shard {shard}: is whole again\n")
         elif after.what == "rebuilding" and after.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
             self._shown[shard] = after.rebuilt
             sys.stderr.write(f"store shard {shard}: {after.rebuilt:.0%} rebuilt\n")
-        if what in ("lost", "unreachable") and in_use and self._spares and self._restarted is None:
-            self._wanted.append((shard, self._spares.pop(0)))
 
     def _state(self, shard: int) -> ShardState:
         """Of a shard for all trainers together: the worst that any told, and the least that any has rebuilt."""
         told = self._states.get(shard, {}).values()
-        for what in ("lost", "rebuilding"):
+        worst_first: tuple[Literal["lost", "rebuilding"], ...] = ("lost", "rebuilding")
+        for what in worst_first:
             of_these = [state.rebuilt for state in told if state.what == what]
             if of_these:
                 return ShardState(what, min(of_these))
         return ShardState("ok", 1.0)
 
-    def want_replacement(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to `replace` on the control socket: {"old": URL or number of a shard, "new": URL}."""
-        old, new = str(request.get("old")), str(request.get("new"))
+    def want_replacement(self, request: AskReplace) -> Replacing | Refused:
+        """Have a server take the place of a shard's, if it can."""
+        old = request.old
         if not self.protected:
-            return {"error": "the run has no parity, so a shard's rows are nowhere else; train with --parity"}
+            return Refused("the run has no parity, so a shard's rows are nowhere else; train with --parity")
         plain = self.plain_urls
         shard = int(old) if old.isdigit() and int(old) < len(plain) else plain.index(old) if old in plain else None
         if shard is None:
-            return {"error": f"no store shard of the run is {old}; there are {', '.join(plain)}"}
+            return Refused(f"no store shard of the run is {old}; there are {', '.join(plain)}")
         try:
-            url = parse_url(new)
+            url = parse_url(request.new)
             in_use = [*enumerate(self.urls), *list(self._wanted)]
             self._check(url, [(number, parse_url(used)) for number, used in in_use])
         except CacheError as error:
-            return {"error": str(error)}
+            return Refused(str(error))
         self._wanted.append((shard, url.plain))
-        return {"replacing": shard, "by": url.plain}
+        return Replacing(shard, url.plain)
 
     def take_replacement(self) -> tuple[int, str] | None:
         """The next shard whose server another is to take the place of from now on, and that one's URL, without password; None: there is none."""
@@ -128,10 +140,10 @@ class StoreShards:
         return shard, self.plain_urls[shard]
 
     @property
-    def states(self) -> dict[int, dict[str, Any]]:
-        """Of the shards that anything was told of: {"state": "lost", "rebuilding" or "ok", "rebuilt": a share}."""
+    def states(self) -> dict[int, ShardStatus]:
+        """Of the shards that anything was told of."""
         states = {shard: self._state(shard) for shard in list(self._states)}
         return {
-            shard: {"state": state.what} | ({"rebuilt": state.rebuilt} if state.what == "rebuilding" else {})
+            shard: ShardStatus(state.what, state.rebuilt if state.what == "rebuilding" else None)
             for shard, state in states.items()
         }

@@ -8,32 +8,60 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, assert_never
 
 from foreload.cache.errors import RowsLost
 from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.board import (
-    Board,
+from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.control import (
+    Answer,
+    AskReplace,
+    AskRowCounts,
+    AskScrub,
+    AskScrubbed,
+    AskStatus,
+    AskStop,
     ControlSocket,
-    EventReceiver,
-    contiguous_lanes,
+    Request,
+    RunStatus,
+    Stopping,
 )
-from foreload.trainer.cluster.ending import stage_of, status_of
+from foreload.trainer.cluster.ending import first_of, stage_of, status_of
+from foreload.trainer.cluster.events import EventReceiver
+from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted, Term
 from foreload.trainer.cluster.faults import RunObserver
-from foreload.trainer.cluster.keeper import (
-    GO,
-    STOP_WANTED,
-    Keeper,
+from foreload.trainer.cluster.keeper import Keeper
+from foreload.trainer.cluster.messages import (
+    Commanded,
+    Ended,
+    EvaluationEnded,
+    Failed,
+    FaultInjected,
+    LaunchSpec,
+    LostRows,
+    Ready,
+    ReplaceServer,
+    RowsCounted,
+    ScrubFailed,
+    ScrubTold,
+    ShardChanged,
+    ShardRebuilding,
+    StepEnded,
+    TrainerCommand,
+    TrainerEnd,
+    TrainerEvent,
 )
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.worker import RESTED, TERM, LaunchSpec
-from foreload.trainer.errors import FingerprintError, ShardsLost, TrainerError
+from foreload.trainer.cluster.worker import TERM
+from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
@@ -76,29 +104,29 @@ class TrainerGroup:
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
-        self._lane_map = contiguous_lanes(schedule.header.lanes, job.trainers)
+        self._term = Term.of(range(job.trainers), schedule.header.lanes)
         self._processes: dict[int, StartedProcess] = {}
-        self._ready: dict[int, dict[str, str]] = {}
-        self._ended: dict[int, dict[str, Any]] = {}
-        self._errors: list[dict[str, Any]] = []
+        self._ready: dict[int, Ready] = {}
+        self._ended: dict[int, TrainerEnd] = {}
+        self._failures: list[tuple[int, Failed]] = []
         self._stop_wanted = False
         self._stop_told = False
-        self._run_requests = RunRequests(job.trainers, shards.protected, lambda: len(self._ready) == job.trainers)
+        self._run_requests = RunRequests(self._term.members, shards.protected, self._all_ready)
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
         job = self._job
         spec = LaunchSpec(
-            job=job.to_dict(),
-            trainers=job.trainers,
+            # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
+            job=job.to_dict() | {"store": self.manifest.job["store"], "spare": None},
             start_step=self._start.step,
             last_batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
             stores=self._shards.plain_urls,
             fingerprint=None if job.accept_numerics else self.manifest.fingerprint,
             resumes=self._start.step >= self.manifest.stages[0].first_step,
             servers_return=self._shards.servers_return,
-            faults=tuple(asdict(fault) for fault in self._observer.faults),
-            totals=self._start.totals,
+            faults=tuple(self._observer.faults),
+            totals=Totals(**self._start.totals),  # type: ignore[arg-type]
         )
         self._interrupts.defer_signals = True
         with contextlib.ExitStack() as stack:
@@ -118,24 +146,13 @@ class TrainerGroup:
         self._interrupts.defer_signals = False
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
-        job = self._job
-        board.publish_lane_map(TERM, self._lane_map)
-        # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
-        board.publish("spec", asdict(replace(spec, job=spec.job | {"store": self.manifest.job["store"], "spare": None})))
+        board.publish(self._term, TERM)
+        board.publish(spec)
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
-        totals = Totals(**self._start.totals)  # type: ignore[arg-type]
-        report = RunReport(self._run.path, totals, self._start.step + 1, steps, job.trainers, self.manifest.job)
-        control = ControlSocket(
-            self._run.path,
-            {
-                "status": lambda _: self._told(report),
-                "stop": lambda _: self._want_stop(),
-                "replace": self._shards.want_replacement,
-                "scrub": self._run_requests.scrub,
-                "scrubbed": self._run_requests.scrubbed,
-                "row_counts": self._run_requests.row_counts,
-            },
+        report = RunReport(
+            self._run.path, replace(spec.totals), self._start.step + 1, steps, self._term.members, self.manifest.job
         )
+        control = ControlSocket(self._run.path, partial(self._respond, report))
         try:
             self._follow(board, report)
             ending = self._finish(report)
@@ -143,7 +160,7 @@ class TrainerGroup:
             stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
             self._run.come_to_rest(replace(self.manifest, stages=stages), self.status)
             keep_schedule(self._run, self._schedule, self.status.step)
-            board.publish(RESTED, True)
+            board.publish(RunSaved())
             self._await_exit()
             return ending
         finally:
@@ -159,14 +176,14 @@ class TrainerGroup:
             self._processes[trainer] = self._start_process(ProcessStart(WORKER, (), told.environment(), tuple(held)))
 
     def _follow(self, board: Board, report: RunReport) -> None:
-        receiver = EventReceiver(board, self._job.trainers)
+        receiver = EventReceiver(board, self._term.members)
         gone = False
-        while len(self._ended) < self._job.trainers:
+        while self._ended.keys() != set(self._term.members):
             # Before the event is read: what a process sent before it ended is then there.
             dead = [trainer for trainer, process in self._processes.items() if process.poll() is not None]
-            for event in receiver.poll():
-                self._receive(event, board, report)
-            if self._errors or set(dead) - self._ended.keys():
+            for trainer, event in receiver.poll():
+                self._receive(trainer, event, board, report)
+            if self._failures or set(dead) - self._ended.keys():
                 if gone:
                     raise self._reason()
                 gone = True
@@ -176,11 +193,11 @@ class TrainerGroup:
             for command in self._run_requests.take():
                 self._tell_all(board, command)
             report.tick()
-            if len(self._interrupts.received) > 1 or (self._interrupts.received and len(self._ready) < self._job.trainers):
+            if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._all_ready()):
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
             if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
                 self._stop_told = True
-                board.publish(STOP_WANTED, True)
+                board.publish(StopWanted())
             time.sleep(POLL.total_seconds())
 
     def _await_exit(self) -> None:
@@ -192,79 +209,87 @@ class TrainerGroup:
         """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
         deadline = time.monotonic() + GRACE.total_seconds()
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
-            for event in receiver.poll():
-                self._receive(event, board, report)
-            if any(not error["peer_lost"] and not error.get("rows_lost") for error in self._errors):
+            for trainer, event in receiver.poll():
+                self._receive(trainer, event, board, report)
+            if any(failed.code != PeerLost.code and failed.lost is None for _, failed in self._failures):
                 return
             time.sleep(POLL.total_seconds())
-        for event in receiver.poll():
-            self._receive(event, board, report)
+        for trainer, event in receiver.poll():
+            self._receive(trainer, event, board, report)
 
-    def _receive(self, event: dict[str, Any], board: Board, report: RunReport) -> None:
-        kind, trainer = event["kind"], event["trainer"]
-        self._observer.see(event)
-        if kind == "step":
-            report.step(event["report"])
-        elif kind == "evaluation":
-            report.evaluation(event["report"])
-        elif kind == "ready":
-            self._ready[trainer] = event["fingerprint"]
-            if len(self._ready) == self._job.trainers:
-                self.manifest = self.manifest.under(self._ready[0], self._start.step + 1)
-                self._run.write_manifest(self.manifest)
-                # From the first step on rows change on the store, while the dense part at rest does not.
-                self._run.write_status(self._start)
-                board.publish(GO, True)
-        elif kind == "ended":
-            self._ended[trainer] = board.read(f"ended/{trainer}")
-        elif kind == "shard":
-            self._shards.changed(trainer, event)
-        elif kind == "request":
-            self._run_requests.receive(event)
-        elif kind == "error":
-            self._errors.append(event)
+    def _receive(self, trainer: int, event: TrainerEvent, board: Board, report: RunReport) -> None:
+        self._observer.see(trainer, event)
+        match event:
+            case StepEnded():
+                report.step(trainer, event.report)
+            case EvaluationEnded():
+                report.evaluation(event.report)
+            case Ready():
+                self._ready[trainer] = event
+                if self._all_ready():
+                    self._begin(board)
+            case Ended():
+                self._ended[trainer] = board.read(TrainerEnd, trainer)
+            case ShardChanged():
+                self._shards.changed(trainer, event.change)
+            case ShardRebuilding():
+                self._shards.rebuilding(trainer, event.shard, event.share)
+            case ScrubTold() | ScrubFailed() | RowsCounted():
+                self._run_requests.receive(trainer, event)
+            case Failed():
+                self._failures.append((trainer, event))
+            case FaultInjected():
+                pass  # the observer's
+            case _:
+                assert_never(event)
 
-    def _reason(self) -> TrainerError:
-        causes = [error for error in self._errors if not error["peer_lost"]]
+    def _all_ready(self) -> bool:
+        return self._ready.keys() == set(self._term.members)
+
+    def _begin(self, board: Board) -> None:
+        """Training begins. From the first step on rows change on the store, while the dense part at rest does not."""
+        self.manifest = self.manifest.under(self._ready[self._term.members[0]].fingerprint, self._start.step + 1)
+        self._run.write_manifest(self.manifest)
+        self._run.write_status(self._start)
+        board.publish(Go())
+
+    def _reason(self) -> ForeloadError:
+        """Why trainers ended before their time: what the first said that had a reason of its own, or that one is gone without a word."""
+        causes = [failed for _, failed in self._failures if failed.code != PeerLost.code]
+        if lost := [failed.lost for failed in causes if failed.lost is not None]:
+            return _all_lost(lost)
         if causes:
-            lost = [error["rows_lost"] for error in causes if error.get("rows_lost")]
-            if lost:
-                return _all_lost(lost)
-            kind = FingerprintError if causes[0]["message"].startswith("numerics fingerprint") else TrainerError
-            return kind(causes[0]["message"])
-        spoken = {error["trainer"] for error in self._errors}
+            return error_of(causes[0].code, causes[0].message)
+        heard = {trainer for trainer, _ in self._failures} | self._ended.keys()
         for trainer, process in self._processes.items():
             status = process.poll()
-            if status is not None and trainer not in spoken | self._ended.keys():
-                hosted = ", ".join(str(lane) for lane, host in enumerate(self._lane_map) if host == trainer)
+            if status is not None and trainer not in heard:
+                hosted = ", ".join(map(str, self._term.lanes_of(trainer)))
                 how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
                 return TrainerError(
                     f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped, and the dense part since the last clean stop is lost; "
                     "--resume goes on from that stop if its rows are still there, or says what is missing"
                 )
-        return TrainerError(self._errors[0]["message"])
+        return PeerLost(self._failures[0][1].message)
 
     def _finish(self, report: RunReport) -> Ending:
         ended = self._ended.values()
-        first = self._ended[0]
-        self.failure = first["failure"]
-        stopped = bool(first["stopped"])
+        first = first_of(self._ended)
+        self.failure = first.failure
         self.status = status_of(self._ended, report.totals)
         if self.status.lost:
             sys.stderr.write(
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
                 "the next --resume, with a server there, rebuilds it\n"
             )
-        traffic = {name: sum(event["traffic"][name] for event in ended) for name in first["traffic"]}
         summary = report.summary(
             state=self.status.state,
-            trainers=self._job.trainers,
-            store_traffic=traffic,
+            trainers=len(self._term.members),
+            store_traffic={name: sum(one.traffic[name] for one in ended) for name in first.traffic},
             mixed_numerics=list(self.manifest.mixed_numerics),
         )
-        return Ending(
-            summary, first["step"], stopped, self._interrupts.received[0] if stopped and self._interrupts.received else None
-        )
+        stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
+        return Ending(summary, first.step, first.stopped, stopped_by)
 
     def _kill(self) -> None:
         for process in self._processes.values():
@@ -272,46 +297,55 @@ class TrainerGroup:
         for process in self._processes.values():
             process.wait()
 
-    def _want_stop(self) -> dict[str, Any]:
-        self._stop_wanted = True
-        return {"stopping": True}
-
     def _see_to_stores(self, board: Board) -> None:
         """Start dead local servers again, and tell all trainers of servers that take the place of others."""
         self._shards.restart_dead()
         while (replacement := self._shards.take_replacement()) is not None:
             shard, url = replacement
-            self._tell_all(board, {"do": "replace", "shard": shard, "url": url})
+            self._tell_all(board, ReplaceServer(shard, url))
             if self.manifest.local_stores is None:
                 plain = self._shards.plain_urls
                 self.manifest = replace(self.manifest, store_urls=plain, job=self.manifest.job | {"store": ",".join(plain)})
                 self._run.write_manifest(self.manifest)
             sys.stderr.write(f"store shard {shard}: {url} takes its place\n")
 
-    def _tell_all(self, board: Board, command: Mapping[str, Any]) -> None:
-        board.publish(f"commands/{self._commands}", dict(command))
+    def _tell_all(self, board: Board, command: TrainerCommand) -> None:
+        board.publish(Commanded(command), self._commands)
         self._commands += 1
 
-    def _told(self, report: RunReport) -> dict[str, Any]:
-        """The answer to `status` on the control socket."""
-        return {
-            "state": "training" if len(self._ready) == self._job.trainers else "starting",
-            "step": report.last_step,
-            "term": TERM,
-            "lanes": self._lane_map,
-            "trainers": {trainer: process.pid for trainer, process in self._processes.items()},
-            "shards": self._shards.states,
-        }
+    def _respond(self, report: RunReport, request: Request) -> Answer:
+        """The answer to a request on the control socket, in one of its threads."""
+        match request:
+            case AskStatus():
+                return RunStatus(
+                    state="training" if self._all_ready() else "starting",
+                    step=report.last_step,
+                    term=TERM,
+                    lanes=self._term.hosts,
+                    trainers={trainer: process.pid for trainer, process in list(self._processes.items())},
+                    shards=self._shards.states,
+                )
+            case AskStop():
+                self._stop_wanted = True
+                return Stopping()
+            case AskReplace():
+                return self._shards.want_replacement(request)
+            case AskScrub():
+                return self._run_requests.scrub(request)
+            case AskScrubbed():
+                return self._run_requests.scrubbed()
+            case AskRowCounts():
+                return self._run_requests.row_counts()
 
 
-def _all_lost(told: Sequence[Mapping[str, Any]]) -> ShardsLost:
-    """What trainers told of the rows that are gone: {"shards", "covered", "rows": {table: count}} each."""
+def _all_lost(told: Sequence[LostRows]) -> ShardsLost:
+    """What trainers told of the rows that are gone, as one error."""
     rows: Counter[str] = Counter()
     for one in told:
-        rows.update(one["rows"] or {})
-    shards = sorted({shard for one in told for shard in one["shards"]})
-    counted = any(one["rows"] is not None for one in told)
-    return ShardsLost(str(RowsLost(shards, told[0]["covered"], rows if counted else None)), shards)
+        rows.update(one.rows or {})
+    shards = sorted({shard for one in told for shard in one.shards})
+    counted = any(one.rows is not None for one in told)
+    return ShardsLost(str(RowsLost(shards, told[0].covered, rows if counted else None)), shards)
 
 
 def _scheduler_address() -> str:

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,28 @@ from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.board import (
-    Board,
-    EventSender,
-    StopAgreement,
-    join_store,
-)
-from foreload.trainer.cluster.ending import ADDED, SHARED, end_alone
+from foreload.trainer.cluster.board import Board, StopAgreement, join_store
+from foreload.trainer.cluster.ending import end_alone
+from foreload.trainer.cluster.events import EventSender
+from foreload.trainer.cluster.facts import Fingerprint, Go, Orphaned, RunSaved, ShardsLooked, StopWanted, Term
 from foreload.trainer.cluster.faults import Fault
-from foreload.trainer.cluster.keeper import GO, ORPHANED, STOP_WANTED
+from foreload.trainer.cluster.messages import (
+    Commanded,
+    CountRows,
+    Ended,
+    EvaluationEnded,
+    Failed,
+    FaultInjected,
+    LaunchSpec,
+    LostRows,
+    Ready,
+    ReplaceServer,
+    Scrub,
+    ShardChanged,
+    ShardRebuilding,
+    StepEnded,
+    TrainerEnd,
+)
 from foreload.trainer.cluster.processes import TrainerStart
 from foreload.trainer.cluster.run_requests import TrainerRequests
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
@@ -53,6 +66,7 @@ from foreload.trainer.run.dense_file import load_dense, save_dense
 from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
 from foreload.trainer.run.directory import STORES as STORES_FOLDER
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.report import Totals
 from foreload.trainer.run.resume import check_same
 
 JOIN_TIMEOUT = timedelta(minutes=5)
@@ -61,26 +75,9 @@ SHARDS_PAUSE = timedelta(milliseconds=250)
 LAUNCHER_PAUSE = timedelta(milliseconds=200)
 BOARD_PAUSE = timedelta(milliseconds=10)
 TERM = 0
-RESTED = "rested"
 
 _ready = threading.Event()
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchSpec:
-    """What the coordinator tells every trainer of one spec of `foreload train`; stores without passwords."""
-
-    job: dict[str, Any]
-    trainers: int
-    start_step: int
-    last_batches: tuple[int, ...]
-    stores: tuple[str, ...]
-    fingerprint: dict[str, str] | None
-    resumes: bool
-    servers_return: bool = False  # servers of lost shards are started again, or others take their place
-    faults: tuple[dict[str, int], ...] = ()  # foreload.trainer.cluster.faults.Fault
-    totals: dict[str, float] = field(default_factory=dict)  # of the run before this spec
 
 
 def main() -> int:
@@ -102,32 +99,35 @@ def _leave_with(launcher: int) -> None:
             os._exit(2)
 
 
-def work(store: Any, trainer: int, store_urls: Sequence[str] | None, interrupts: Interrupts | None = None) -> int:
-    """Train as trainer number `trainer`; returns the exit status.
+def work(rendezvous: Any, trainer: int, store_urls: Sequence[str] | None, interrupts: Interrupts | None = None) -> int:
+    """Train as trainer number `trainer`; returns the exit status. rendezvous: the store that the board is on.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers.
     """
-    board = Board(store)
+    board = Board(rendezvous)
     sender = EventSender(board, trainer)
     try:
-        spec = LaunchSpec(**board.read("spec"))
-        TrainerProcess(store, board, sender, trainer, spec, store_urls or spec.stores, interrupts).run()
+        spec = board.read(LaunchSpec)
+        TrainerProcess(rendezvous, board, sender, trainer, spec, store_urls or spec.stores, interrupts).run()
     except ForeloadError as error:
         with contextlib.suppress(PeerLost):
-            lost = {"shards": error.shards, "covered": error.covered, "rows": error.rows} if isinstance(error, RowsLost) else None
-            sender.send("error", message=str(error), peer_lost=isinstance(error, PeerLost), rows_lost=lost)
+            sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))
         return 2
     except Exception as error:
         if isinstance(error, OSError) and is_full(error):
             with contextlib.suppress(PeerLost):
-                sender.send("error", message=f"trainer {trainer}: the disk is full: free space there", peer_lost=False)
+                sender.send(Failed(TrainerError.code, f"trainer {trainer}: the disk is full: free space there"))
             return 2
         traceback.print_exc()
         with contextlib.suppress(PeerLost):
-            sender.send("error", message=f"trainer {trainer}: {type(error).__name__}: {error} (see above)", peer_lost=False)
+            sender.send(Failed(TrainerError.code, f"trainer {trainer}: {type(error).__name__}: {error} (see above)"))
         return 1
     return 0
+
+
+def _lost_rows(error: RowsLost) -> LostRows:
+    return LostRows(tuple(error.shards), error.covered, None if error.rows is None else dict(error.rows))
 
 
 class TrainerProcess:
@@ -135,7 +135,7 @@ class TrainerProcess:
 
     def __init__(
         self,
-        store: Any,
+        rendezvous: Any,
         board: Board,
         sender: EventSender,
         trainer: int,
@@ -144,12 +144,13 @@ class TrainerProcess:
         interrupts: Interrupts | None,
     ) -> None:
         self._interrupts, self._stop_asked = interrupts, False
-        self._store, self._board, self._events = store, board, sender
+        self._rendezvous, self._board, self._events = rendezvous, board, sender
         self._trainer, self._spec, self._store_urls = trainer, spec, store_urls
         self._job = TrainJob.of(spec.job)
+        self._term = board.read(Term, TERM)
         self._run = Path(self._job.run)
         self._last_step = spec.start_step
-        self._totals: Counter[str] = Counter()  # of this spec's steps, as StepReport has them
+        self._totals = Totals()  # of this call's steps
         self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
         self._commands = 0
@@ -167,9 +168,9 @@ class TrainerProcess:
         dense = DenseModel.build(job, schedule)
         if spec.resumes:
             load_dense(self._run / DENSE, dense.module, dense.optimizer, spec.start_step)
-        lane_map = self._board.lane_map(TERM)
-        if lane_map[0] == self._trainer:
-            self._faults = [Fault(**fault) for fault in spec.faults]
+        lane_map = self._term.lane_map
+        if self._term.leader == self._trainer:
+            self._faults = list(spec.faults)
         placement = Placement.load(self._run / PLACEMENT)
         parts = dense.parts(job, schedule)
         with self._transport() as transport, Store.connect(self._store_urls, job.store_silence, placement.r) as store:
@@ -182,15 +183,15 @@ class TrainerProcess:
             )  # fmt: skip
             trainer, events = begin_term(parts, access, session, start)
             lanes = trainer.lanes
-            gate = SegmentGate(self._board, schedule, events, self._trainer, spec.trainers, lane_map[0])
+            gate = SegmentGate(self._board, schedule, events, self._trainer, self._term.members, self._term.leader)
             self._run_requests = TrainerRequests(self._events, self._run, lanes.traffic, lanes.numbers, dense.layouts)
             with lanes.traffic, self._rows_lost_first(lanes.traffic):
-                self._events.send("ready", fingerprint=numerics.fingerprint(self._device()))
+                self._events.send(Ready(numerics.fingerprint(self._device())))
                 # From here on it is the keeper that tells whether the launcher is there.
                 _ready.set()
                 if self._interrupts is not None:
                     self._interrupts.defer_signals = True
-                self._board.read(GO)
+                self._board.read(Go)
                 stopped, failure = self._train(trainer, gate)
                 flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
                 lost = self._repair_shards(lanes.traffic)
@@ -204,20 +205,20 @@ class TrainerProcess:
             session.barrier()
             if session.leads:
                 save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
-            self._board.publish(f"ended/{self._trainer}", {
-                "step": self._last_step, "stopped": stopped, "failure": failure, "flushed": flushed, "batches": batches, "traffic": counters,
-                "lost": lost, "segments": gate.begun, "prefix": schedule.prefix(gate.begun),
-                "totals": {name: self._totals[name] for name in (*ADDED, *SHARED)},
-            })  # fmt: skip
-            self._events.send("ended")
+            end = TrainerEnd(
+                step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, batches=batches, traffic=counters, lost=tuple(lost),
+                segments=gate.begun, prefix=schedule.prefix(gate.begun), totals=self._totals,
+            )  # fmt: skip
+            self._board.publish(end, self._trainer)
+            self._events.send(Ended())
         if session.leads:
-            self._see_it_rest(schedule)
+            self._see_run_saved(schedule)
 
-    def _see_it_rest(self, schedule: Schedule) -> None:
+    def _see_run_saved(self, schedule: Schedule) -> None:
         """Wait until the launcher has published how far the run is; if it was killed, do that in its place, when all have ended."""
-        while not self._board.poll(RESTED):
-            if self._board.poll(ORPHANED):
-                ended = {trainer: self._board.read(f"ended/{trainer}") for trainer in range(self._spec.trainers)}
+        while self._board.poll(RunSaved) is None:
+            if self._board.poll(Orphaned) is not None:
+                ended = {trainer: self._board.read(TrainerEnd, trainer) for trainer in self._term.members}
                 end_alone(Run(self._run), schedule, ended, self._spec.totals)
                 return
             time.sleep(BOARD_PAUSE.total_seconds())
@@ -228,14 +229,13 @@ class TrainerProcess:
 
         def on_step(report: StepReport) -> None:
             self._last_step = report.step
-            told = asdict(report)
-            self._totals.update({"steps": 1} | {name: told[name] for name in (*ADDED, *SHARED) if name in told})
-            self._events.send("step", report=told, at=time.monotonic())
+            self._totals.add(report)
+            self._events.send(StepEnded(report, time.monotonic()))
             self._inject()
             self._see_to_shards(trainer.lanes.traffic)
 
         def on_evaluation(report: EvaluationReport) -> None:
-            self._events.send("evaluation", report=asdict(report))
+            self._events.send(EvaluationEnded(report))
 
         def while_waiting() -> None:
             self._events.flush()
@@ -270,31 +270,32 @@ class TrainerProcess:
             if fault.step == self._last_step:
                 at = time.monotonic()
                 fault.inject(self._run / STORES_FOLDER)
-                self._events.send("fault", shard=fault.shard, at=at)
+                self._events.send(FaultInjected(fault.shard, at))
 
     def _see_to_shards(self, traffic: Traffic) -> None:
         """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
         while self._shard_changes:
             change, at = self._shard_changes.popleft()
             self._shards_lost += change.what == "lost"
-            self._events.send("shard", **asdict(change), at=at)
+            self._events.send(ShardChanged(change, at))
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
         if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
             self._stop_asked = True
-            self._board.publish(STOP_WANTED, True)
+            self._board.publish(StopWanted())
         for shard, done in traffic.shards.not_whole.items():
             if done:
-                self._events.send("shard", shard=shard, what="rebuilding", done=done)
+                self._events.send(ShardRebuilding(shard, done))
         self._run_requests.tell()
-        while (command := self._board.poll(f"commands/{self._commands}")) is not None:
+        while (commanded := self._board.poll(Commanded, self._commands)) is not None:
             self._commands += 1
-            if command["do"] == "replace":
-                traffic.replace(command["shard"], command["url"])
-                self._shards_lost += 1  # of the server that had the shard
-            else:
-                self._run_requests.begin(command)
+            match commanded.command:
+                case ReplaceServer(shard, url):
+                    traffic.replace(shard, url)
+                    self._shards_lost += 1  # of the server that had the shard
+                case Scrub() | CountRows() as request:
+                    self._run_requests.begin(request)
 
     def _repair_shards(self, traffic: Traffic) -> list[int]:
         """Wait until all shards are whole again, for every trainer, as long as there is hope; returns those that are not.
@@ -312,27 +313,27 @@ class TrainerProcess:
                 if traffic.shards.not_whole.keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
                     break
             found, known = self._shards_lost > known, self._shards_lost
-            self._board.publish(f"repaired/{turn}/{self._trainer}", found)
-            if not any(self._found_lost(traffic, turn, trainer) for trainer in range(self._spec.trainers)):
+            self._board.publish(ShardsLooked(found), turn, self._trainer)
+            if not any(self._found_lost(traffic, turn, trainer) for trainer in self._term.members):
                 return lost
             turn += 1
 
     def _found_lost(self, traffic: Traffic, turn: int, trainer: int) -> bool:
         """Whether a trainer found a shard lost in a turn of `_repair_shards`, waited for as long as its rebuilding takes."""
-        while (found := self._board.poll(f"repaired/{turn}/{trainer}")) is None:
+        while (looked := self._board.poll(ShardsLooked, turn, trainer)) is None:
             self._see_to_shards(traffic)
             time.sleep(BOARD_PAUSE.total_seconds())
-        return bool(found)
+        return looked.found_lost
 
     def _check_fingerprint(self) -> None:
-        """That of the run, or, where it has none or another is accepted, that of trainer 0. Raises FingerprintError."""
+        """That of the run, or, where it has none or another is accepted, that of the first trainer. Raises FingerprintError."""
         mine = numerics.fingerprint(self._device())
         if self._spec.fingerprint is not None:
             numerics.check(mine, self._spec.fingerprint, resumed=True)
-        elif self._trainer:
-            numerics.check(mine, self._board.read("fingerprint"))
+        elif self._trainer != self._term.members[0]:
+            numerics.check(mine, self._board.read(Fingerprint).fields)
         else:
-            self._board.publish("fingerprint", mine)
+            self._board.publish(Fingerprint(mine))
 
     def _device(self) -> str:
         if self._job.device != "cuda":
@@ -341,16 +342,16 @@ class TrainerProcess:
 
     @contextlib.contextmanager
     def _transport(self) -> Iterator[Transport]:
-        job, trainers = self._job, self._spec.trainers
+        job, rank, trainers = self._job, self._term.members.index(self._trainer), len(self._term.members)
         transport: Transport
         if job.device == "cuda":
             if not torch.cuda.is_available():
                 raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
             torch.cuda.set_device(self._device())
             device = torch.device(self._device())
-            transport = NcclTransport(self._store, TERM, self._trainer, trainers, job.peer_silence, device)
+            transport = NcclTransport(self._rendezvous, TERM, rank, trainers, job.peer_silence, device)
         else:
-            transport = GlooTransport(self._store, TERM, self._trainer, trainers, job.peer_silence, job.address)
+            transport = GlooTransport(self._rendezvous, TERM, rank, trainers, job.peer_silence, job.address)
         try:
             yield transport
         finally:

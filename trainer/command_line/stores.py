@@ -93,15 +93,15 @@ def _stores_status(parsed: argparse.Namespace) -> int:
 
 
 def _stores_replace(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.cluster.board import ask
+    from foreload.trainer.cluster.control import AskReplace, Refused, ask
     from foreload.trainer.errors import RunError
 
-    answer = ask(Path(parsed.run), {"do": "replace", "old": parsed.old, "new": parsed.new}, _REPLACE_TIMEOUT)
+    answer = ask(Path(parsed.run), AskReplace(parsed.old, parsed.new), _REPLACE_TIMEOUT)
     if answer is None:
         raise RunError(f"run {parsed.run}: is not being trained; name its servers to --resume, in order")
-    if "error" in answer:
-        raise RunError(f"stores replace: {answer['error']}")
-    print(f"shard {answer['replacing']}: {answer['by']} takes its place")
+    if isinstance(answer, Refused):
+        raise RunError(f"stores replace: {answer.error}")
+    print(f"shard {answer.replacing}: {answer.by} takes its place")
     return 0
 
 

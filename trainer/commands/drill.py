@@ -18,6 +18,7 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import Fault, RunObserver
+from foreload.trainer.cluster.messages import FaultInjected, ShardChanged, StepEnded, TrainerEvent
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
@@ -66,17 +67,18 @@ class LostShard(RunObserver):
         self._return = threading.Timer(down_seconds, self._come_back)
         self._may_start = self._signal != signal.SIGKILL
 
-    def see(self, event: Mapping[str, Any]) -> None:
-        """Note steps and what becomes of the shard; once it is struck, see to its return."""
-        if event["kind"] == "step":
-            self._steps.note(event)
-        elif event["kind"] == "fault":
-            self._injected_at = event["at"]
-            self._return.start()
-        elif event["kind"] == "shard" and event["shard"] == self._shard and "at" in event:
-            moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}.get(event["what"])
-            if moments is not None:
-                moments[event["trainer"]] = event["at"]
+    def see(self, trainer: int, event: TrainerEvent) -> None:
+        """Note steps and what becomes of the shard; once the fault is in, see to its return."""
+        match event:
+            case StepEnded(report, at):
+                self._steps.note(report, at)
+            case FaultInjected(at=at):
+                self._injected_at = at
+                self._return.start()
+            case ShardChanged(change, at) if change.shard == self._shard:
+                moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}.get(change.what)
+                if moments is not None:
+                    moments[trainer] = at
 
     def may_start(self, shard: int) -> bool:
         """Not before the server was down for long enough."""

@@ -12,7 +12,7 @@ from foreload.cache.client.url import StoreUrl, parse_urls
 from foreload.cache.errors import StoreUnavailable
 from foreload.cache.protocol.holdings import Holding, all_holdings, holding_of
 from foreload.cache.protocol.namespace import check_name, remove
-from foreload.trainer.cluster.board import ask
+from foreload.trainer.cluster.control import training_status
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run, locked
 
@@ -48,7 +48,7 @@ def run(path: str, urls: str | None) -> dict[str, Any]:
     run's. Raises RunError for a run that trains, StoreError where a server refuses.
     """
     found = Run.open(path)
-    if ask(found.path, {"do": "status"}) is not None:
+    if training_status(found.path) is not None:
         raise RunError(f"run {path}: is being trained; stop it with Ctrl-C first")
     manifest = found.manifest
     shards = []

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -22,7 +22,7 @@ from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.recovery import recover
 from foreload.cache.repair.scrub import Finding, Findings, scrub_table
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.board import ask
+from foreload.trainer.cluster.control import Asks, AskScrub, AskScrubbed, Refused, RunStatus, ScrubProgress, ask, training_status
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
@@ -30,6 +30,8 @@ from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.saved_run import layouts_of, open_saved
 
 POLL = timedelta(milliseconds=300)
+
+_Answer = TypeVar("_Answer")
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     found = Run.open(path)
     if not found.placement.r:
         raise RunError(f"run {path}: has no parity, so there is nothing to check its rows against; train with --parity")
-    training = ask(found.path, {"do": "status"})
+    training = training_status(found.path)
     if training is not None:
         return _beside_training(found, training)
     status = found.status
@@ -87,40 +89,42 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
     return told(total, [layout.name for layout in stored.layouts], sorted(stored.shards.lost))
 
 
-def _beside_training(found: Run, training: dict[str, Any]) -> dict[str, Any]:
+def _beside_training(found: Run, training: RunStatus) -> dict[str, Any]:
     """Have the trainers scrub their lanes, and wait for it."""
     schedule = schedule_of(found)
     (found.path / SCRUB).mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=found.path / SCRUB))
     try:
         write_expected_rows(schedule, directory)
-        answer = _asked(found, {"do": "scrub", "rows": directory.name})
-        total = Findings()
+        _asked(found, AskScrub(directory.name))
+        progress = ScrubProgress(False, 0, ())
         with _bar(0) as bar:
-            while not answer.get("done"):
+            while not progress.done:
                 time.sleep(POLL.total_seconds())
-                answer = _asked(found, {"do": "scrubbed"})
-                bar.total = answer["stripes"]
-                bar.update(sum(part["findings"]["stripes"] for part in answer["trainers"]) - bar.n)
+                progress = _asked(found, AskScrubbed())
+                bar.total = progress.stripes
+                bar.update(sum(part.findings.stripes for part in progress.trainers) - bar.n)
     finally:
         shutil.rmtree(directory)
         with contextlib.suppress(OSError):
             # Another scrub may have files there.
             directory.parent.rmdir()
-    for part in answer["trainers"]:
-        total.add(Findings.from_dict(part["findings"]))
-    lost = [int(shard) for shard, state in training["shards"].items() if state["state"] != "ok"]
+    total = Findings()
+    for part in progress.trainers:
+        total.add(part.findings)
+    lost = [shard for shard, status in training.shards.items() if status.state != "ok"]
     return told(total, [table.name for table in schedule.header.features.tables], lost)
 
 
-def _asked(found: Run, request: dict[str, Any]) -> dict[str, Any]:
+def _asked(found: Run, request: Asks[_Answer]) -> _Answer:
+    """What a run that trains answers. Raises RunError where it does not, or no more."""
     answer = ask(found.path, request)
     if answer is None:
         raise RunError(
             f"run {found.path}: stopped training before its scrub was told to be through; scrub it again, now that it rests"
         )
-    if "error" in answer:
-        raise RunError(f"run {found.path}: {answer['error']}")
+    if isinstance(answer, Refused):
+        raise RunError(f"run {found.path}: {answer.error}")
     return answer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +23,8 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES, servers_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.board import ask
+from foreload.trainer.cluster.codec import to_json
+from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ShardStatus, ask, training_status
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.expected_rows import given_ordinals
@@ -41,17 +44,19 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     """
     found = Run.open(path)
     manifest, status, placement = found.manifest, found.status, found.placement
-    training = ask(found.path, {"do": "status"})
+    training = training_status(found.path)
     # What the status says is of the beginning while a run trains.
-    shards = _shards(found, store, status if training is None else None, (training or {}).get("shards", {}))
+    shards = _shards(found, store, status if training is None else None, {} if training is None else training.shards)
     plan = _plan(found)
     lag = forecast = None
     if training is not None:
-        trainers = (ask(found.path, {"do": "row_counts"}) or {"trainers": []})["trainers"]
+        answer = ask(found.path, AskRowCounts())
+        counted = answer.trainers if isinstance(answer, RowCountsAnswer) else ()
         for name in ("rows", "parity_rows", "row_bytes"):
-            _tell(shards, name, np.sum([part[name] for part in trainers], axis=0) if trainers else None)
-        if trainers:
-            lag = {name: sum(part["lag"][name] for part in trainers) for name in trainers[0]["lag"]}
+            _tell(shards, name, np.sum([getattr(part, name) for part in counted], axis=0) if counted else None)
+        if counted:
+            lags = [asdict(part.lag) for part in counted]
+            lag = {name: sum(one[name] for one in lags) for name in lags[0]}
     elif plan is not None and status is not None and status.state != "training":
         schedule, rows = plan
         held = _arithmetic(placement, given_ordinals(schedule, status.step), len(rows))
@@ -129,7 +134,7 @@ def _forecast(at_end: RowCounts, rows: list[RowLayout], shards: list[dict[str, A
     }
 
 
-def _shards(found: Run, store: str | None, status: Status | None, seen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _shards(found: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[dict[str, Any]]:
     """What each server says of itself, and the trainers of it (seen, by shard)."""
     manifest = found.manifest
     lost = status.lost if status else []
@@ -158,9 +163,9 @@ def _shards(found: Run, store: str | None, status: Status | None, seen: dict[str
             told["state"] = "degraded"
         if told["state"] == "up" and expected is not None and told["markers"] != expected:
             told |= {"state": "degraded" if found.placement.r else "lost", "why": f"{told['url']} lacks rows of the run"}
-        state = seen.get(str(told["shard"]), {"state": "ok"})
-        if told["state"] == "up" and state["state"] != "ok":
-            told |= state
+        state = seen.get(told["shard"])
+        if told["state"] == "up" and state is not None and state.state != "ok":
+            told |= to_json(state)
     return shards
 
 

@@ -7,14 +7,15 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
 from foreload.pipelines.base.files import is_full, write_json
 from foreload.pipelines.base.progress import Display
+from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 
 LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
@@ -22,6 +23,7 @@ TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
 _FLUSH_SECONDS = 0.5
 _MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
 _ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
+_SECONDS = ("seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
 @dataclass(slots=True)
@@ -44,6 +46,13 @@ class Totals:
     seconds_exchange: float = 0.0
     seconds_waiting: float = 0.0
 
+    def add(self, report: StepReport) -> None:
+        """Count in a step as one trainer tells of it."""
+        self.steps += 1
+        self.samples += report.samples
+        for name in (*_ROWS, "bytes_sent", *_SECONDS):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+
     @property
     def cache_hit_rate(self) -> float:
         """1 - arrivals / rows used; nan before the first step."""
@@ -65,21 +74,21 @@ class Totals:
         return self.samples / self.seconds if self.seconds else math.nan
 
 
-def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One step's line of metrics.jsonl from the reports of all trainers about it (StepReport as dicts).
+def merged(reports: Sequence[StepReport]) -> dict[str, Any]:
+    """One step's line of metrics.jsonl from the reports of all trainers about it.
 
     Rows and bytes are added up; times are those of the trainer that took longest, waiting the longest any took.
     """
     first = reports[0]
-    slowest = max(reports, key=lambda report: report["seconds"])
-    waiting = max(report["seconds_waiting"] for report in reports)
+    slowest = max(reports, key=lambda report: report.seconds)
+    waiting = max(report.seconds_waiting for report in reports)
     return {
         "kind": "step",
-        **{name: first[name] for name in ("step", "epoch", "samples", "loss")},
-        **{name: sum(report[name] for report in reports) for name in (*_ROWS, "bytes_sent")},
-        "ms": 1000 * slowest["seconds"],
-        "ms_compute": 1000 * slowest["seconds_compute"],
-        "ms_exchange": 1000 * slowest["seconds_exchange"],
+        **{name: getattr(first, name) for name in ("step", "epoch", "samples", "loss")},
+        **{name: sum(getattr(report, name) for report in reports) for name in (*_ROWS, "bytes_sent")},
+        "ms": 1000 * slowest.seconds,
+        "ms_compute": 1000 * slowest.seconds_compute,
+        "ms_exchange": 1000 * slowest.seconds_exchange,
         "ms_waiting": 1000 * waiting,
     }
 
@@ -133,7 +142,8 @@ class _Sums:
 class RunReport:
     """Takes the trainers' reports and tells the user; one thread of the coordinator uses it.
 
-    steps: of the whole schedule, None while it grows; settings: what TensorBoard shows of the job; clock: seconds.
+    steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which tells of every step; settings: what
+    TensorBoard shows of the job; clock: seconds.
     """
 
     def __init__(
@@ -142,7 +152,7 @@ class RunReport:
         totals: Totals,
         first_step: int,
         steps: int | None,
-        trainers: int,
+        members: Iterable[int],
         settings: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -152,8 +162,8 @@ class RunReport:
         self.totals = totals
         self.evaluations: list[dict[str, Any]] = []
         self._run = run
-        self._trainers = trainers
-        self._waiting: dict[int, list[Mapping[str, Any]]] = {}
+        self._members = frozenset(members)
+        self._waiting: dict[int, dict[int, StepReport]] = {}  # step -> trainer -> what that one tells of it
         self._excepthook, threading.excepthook = threading.excepthook, self._except_full
         self._board = SummaryWriter(str(run / TENSORBOARD))
         if settings:
@@ -169,14 +179,14 @@ class RunReport:
         self._full = False
         self.last_step = first_step - 1
 
-    def step(self, report: Mapping[str, Any]) -> None:
+    def step(self, trainer: int, report: StepReport) -> None:
         """One trainer's report of one step; the step counts when all trainers have told of it."""
-        reports = self._waiting.setdefault(report["step"], [])
-        reports.append(report)
-        if len(reports) < self._trainers:
+        reports = self._waiting.setdefault(report.step, {})
+        reports[trainer] = report
+        if reports.keys() != self._members:
             return
-        del self._waiting[report["step"]]
-        line = merged(reports)
+        del self._waiting[report.step]
+        line = merged([reports[member] for member in sorted(reports)])
         totals = self.totals
         totals.steps += 1
         totals.samples += line["samples"]
@@ -204,17 +214,17 @@ class RunReport:
             with self._room():
                 self._metrics.flush()
 
-    def evaluation(self, report: Mapping[str, Any]) -> None:
+    def evaluation(self, report: EvaluationReport) -> None:
         """The metrics of an evaluation pass."""
-        line = {"kind": "evaluation", **report}
+        line = {"kind": "evaluation", **asdict(report)}
         self.evaluations.append(line)
         with self._room():
             self._write(line)
             for name in ("log_loss", "auc", "normalized_entropy"):
-                self._board.add_scalar(f"evaluation/{name}", report[name], report["step"])
+                self._board.add_scalar(f"evaluation/{name}", line[name], report.step)
         self._display.write(
-            f"epoch {report['epoch'] + 1}: log loss {report['log_loss']:.5f}, AUC {report['auc']:.4f}, "
-            f"normalised entropy {report['normalized_entropy']:.4f} on {report['samples']:,} samples"
+            f"epoch {report.epoch + 1}: log loss {report.log_loss:.5f}, AUC {report.auc:.4f}, "
+            f"normalised entropy {report.normalized_entropy:.4f} on {report.samples:,} samples"
         )
 
     def summary(self, **further: Any) -> dict[str, Any]:

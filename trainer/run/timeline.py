@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from foreload.trainer.compute.reports import StepReport
 
 _FEWEST_STEPS = 5  # of which a throughput is told
 
@@ -69,16 +69,15 @@ class Timeline:
 
 
 class StepTimes:
-    """Collects what trainers tell of their steps (events of kind "step") into a Timeline."""
+    """Collects what trainers tell of their steps into a Timeline."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[float, float, int, int]] = {}
 
-    def note(self, event: Mapping[str, Any]) -> None:
-        """One trainer's event about one step, which has ended when the last trainer has ended it."""
-        report = event["report"]
-        ended, own, *_ = self._steps.get(report["step"], (0.0, 0.0))
-        self._steps[report["step"]] = max(ended, event["at"]), max(own, report["seconds"]), report["epoch"], report["samples"]
+    def note(self, report: StepReport, at: float) -> None:
+        """One trainer's report of a step, and when that ended for it, in seconds; the step has ended when the last trainer has ended it."""
+        ended, own, *_ = self._steps.get(report.step, (0.0, 0.0))
+        self._steps[report.step] = max(ended, at), max(own, report.seconds), report.epoch, report.samples
 
     @property
     def timeline(self) -> Timeline:

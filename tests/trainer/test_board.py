@@ -1,0 +1,115 @@
+"""What stands on the board: facts of a term, the agreement to stop, events."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from small_job import step_report
+
+from foreload.trainer.cluster.board import Board, StopAgreement, host_store, join_store
+from foreload.trainer.cluster.events import EventReceiver, EventSender
+from foreload.trainer.cluster.facts import StopAfter, StopWanted, Term, contiguous_lanes
+from foreload.trainer.cluster.messages import Ended, ShardRebuilding, StepEnded
+from foreload.trainer.compute.transport import LocalHub, Transport
+from foreload.trainer.errors import MessageError, PeerLost
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def boards(count: int) -> list[Board]:
+    server = host_store("127.0.0.1", TIMEOUT)
+    return [Board(server), *(Board(join_store("127.0.0.1", server.port, TIMEOUT)) for _ in range(count - 1))]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 7, 64])
+def test_lanes_are_spread_evenly_over_any_number_of_trainers(lanes: int) -> None:
+    for trainers in range(1, lanes + 1):
+        hosts = contiguous_lanes(lanes, trainers)
+        counts = [hosts.count(trainer) for trainer in range(trainers)]
+        assert hosts == sorted(hosts)
+        assert max(counts) - min(counts) <= 1
+
+
+def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
+    coordinator, first, second = boards(3)
+    coordinator.publish(Term.of((4, 7), lanes=3), 0)
+    coordinator.publish(Term.of((4,), lanes=3), 1)
+    term = first.read(Term, 0)
+    assert (term.members, term.hosts, term.lane_map, term.leader) == ((4, 7), (4, 4, 7), [0, 0, 1], 4)
+    assert [term.lanes_of(trainer) for trainer in (4, 7)] == [[0, 1], [2]]
+    assert second.read(Term, 1).hosts == (4, 4, 4)
+
+
+@pytest.mark.parametrize("asked_before", [0, 1, 7])
+def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
+    """Trainers run as far apart as a step's messages allow; the stop is asked for at any moment."""
+    world = 3
+    coordinator, *rest = boards(world + 1)
+    asked = threading.Event()
+
+    def train(transport: Transport, board: Board) -> int:
+        agreement = StopAgreement(board, leads=transport.rank == 0)
+        peers = [peer for peer in range(world) if peer != transport.rank]
+        for step in range(10_000):
+            if transport.rank == 2 and step == asked_before:
+                coordinator.publish(StopWanted())
+                asked.set()
+            received = {peer: torch.zeros(1) for peer in peers}
+            transport.post({peer: torch.ones(1) for peer in peers}, received, 0).wait()
+            if agreement.stop_after(step):
+                return step
+        return -1
+
+    with ThreadPoolExecutor(world) as pool:
+        ends = list(pool.map(train, LocalHub(world).transports(TIMEOUT), rest))
+    assert asked.is_set()
+    assert len(set(ends)) == 1
+    assert ends[0] >= asked_before
+
+
+def test_events_arrive_once_and_in_order() -> None:
+    coordinator, first, second = boards(3)
+    senders, receiver = {0: EventSender(first, 0), 5: EventSender(second, 5)}, EventReceiver(coordinator, (0, 5))
+    for shard in range(50):
+        for sender in senders.values():
+            sender.send(ShardRebuilding(shard, 0.5))
+    for sender in senders.values():
+        sender.send(Ended())
+    got = list(receiver.poll())
+    for trainer in senders:
+        assert [event for told_by, event in got if told_by == trainer] == [
+            *(ShardRebuilding(shard, 0.5) for shard in range(50)), Ended(),
+        ]  # fmt: skip
+    assert list(receiver.poll()) == []
+
+
+def test_steps_are_held_back_for_a_moment_and_go_with_what_is_told_next() -> None:
+    coordinator, first = boards(2)
+    sender, receiver = EventSender(first, 0), EventReceiver(coordinator, (0,))
+    steps = [StepEnded(step_report(step), at=float(step)) for step in range(10)]
+    for step in steps:
+        sender.send(step)
+    sender.send(Ended())
+    assert [event for _, event in receiver.poll()] == [*steps, Ended()]
+
+
+def test_a_fact_is_refused_where_another_stands() -> None:
+    (board,) = boards(1)
+    board._store.set("StopAfter", '{"kind": "StopAfter", "step": "soon"}')
+    with pytest.raises(MessageError, match=r"StopAfter\.step: must be int; got 'soon'"):
+        board.poll(StopAfter)
+
+
+def test_a_trainer_notices_that_the_coordinator_is_gone() -> None:
+    server = host_store("127.0.0.1", TIMEOUT)
+    port = server.port
+    board = Board(join_store("127.0.0.1", port, TIMEOUT))
+    del server
+    with pytest.raises(PeerLost, match="launcher"):
+        board.publish(StopWanted())
+    with pytest.raises(PeerLost, match=f"coordinator at 127.0.0.1:{port}"):
+        join_store("127.0.0.1", port, timedelta(milliseconds=200))

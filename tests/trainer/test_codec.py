@@ -1,0 +1,108 @@
+"""Messages as JSON, and back: the same, or refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from small_job import step_report
+
+from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.repair.inspection import Lag, Scrubbed
+from foreload.cache.repair.scrub import Finding, Findings
+from foreload.trainer.cluster.codec import decode, encode
+from foreload.trainer.cluster.facts import Go, SegmentVerdict, Term
+from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.messages import (
+    Commanded,
+    Ended,
+    EvaluationEnded,
+    Events,
+    Failed,
+    HeldRows,
+    LaunchSpec,
+    LostRows,
+    Ready,
+    ReplaceServer,
+    RowsCounted,
+    ScrubTold,
+    ShardChanged,
+    StepEnded,
+    TrainerEnd,
+)
+from foreload.trainer.compute.reports import EvaluationReport
+from foreload.trainer.errors import MessageError
+from foreload.trainer.run.report import Totals
+
+JOB = {"schedule": "clicks", "model_options": {"top": [64, 1]}, "tables": {"item": {"lr": 0.5}}, "spare": None}
+FINDINGS = Findings(3, 5, 2, 1, 0, repaired=[Finding(0, 1, 4, 5, (0, 2), "is missing")])
+EVENTS = Events(
+    (
+        Ready({"torch": "2.0"}),
+        StepEnded(step_report(3), 1.25),
+        EvaluationEnded(EvaluationReport(3, 0, 100, 0.5, 0.75, 0.125)),
+        ShardChanged(ShardChange(1, "unreachable", "redis://a:1", "it refuses"), 2.5),
+        ScrubTold(1, Scrubbed(9, FINDINGS, False)),
+        RowsCounted(2, HeldRows((1, 2), (3, 4), (5, 6), Lag(0, 1, 2))),
+        Failed("rows-lost", "gone", LostRows((0, 1), 1, {"item": 7})),
+        Failed("trainer", "what"),
+        Ended(),
+    )
+)
+MESSAGES = [
+    EVENTS,
+    Go(),
+    Term((4, 7), (4, 4, 7)),
+    SegmentVerdict(False, None),
+    Commanded(ReplaceServer(1, "redis://a:1")),
+    LaunchSpec(JOB, -1, (0, 0), ("redis://a:1",), None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),
+    TrainerEnd(9, True, None, 3, {1: 4}, {"rounds": 5, "waited": 0.5}, (), 1, "ab", Totals(steps=10)),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_decoded_is_what_was_encoded(message: Any) -> None:
+    assert decode(encode(message), type(message)) == message
+
+
+def test_numbers_stay_what_they_are() -> None:
+    loss = math.nextafter(0.1, 1)
+    events = Events((StepEnded(replace(step_report(0), loss=loss), 0.0), StepEnded(replace(step_report(1), loss=math.nan), 0.0)))
+    first, second = (event.report.loss for event in decode(encode(events), Events).events if isinstance(event, StepEnded))
+    assert first == loss
+    assert math.isnan(second)
+    end = decode(encode(MESSAGES[-1]), TrainerEnd)
+    assert [type(value) for value in end.traffic.values()] == [int, float]
+
+
+def test_what_is_none_by_default_is_left_out() -> None:
+    assert json.loads(encode(Events((Failed("trainer", "what"),)))) == {
+        "kind": "Events", "events": [{"kind": "Failed", "code": "trainer", "message": "what"}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "why"),
+    [
+        ("{", Go, "message: must be JSON; got '{'"),
+        ("[]", Go, r"message: must be dict; got \[\]"),
+        ("{}", Go, "message: must be Go; got None"),
+        ('{"kind": "Term"}', Go, "message: must be Go; got 'Term'"),
+        ('{"kind": "Go", "now": 1}', Go, "Go: has no field 'now'"),
+        ('{"kind": "Term", "members": [1]}', Term, "Term: must have 'hosts'; got members"),
+        ('{"kind": "Term", "members": [true], "hosts": []}', Term, "Term.members: must be int; got True"),
+        ('{"kind": "Term", "members": 1, "hosts": []}', Term, "Term.members: must be list; got 1"),
+        ('{"kind": "SegmentVerdict", "begin": 1, "failure": null}', SegmentVerdict, "SegmentVerdict.begin: must be bool; got 1"),
+        ('{"kind": "Events", "events": [{"kind": "Started"}]}', Events, "Events.events: must be Ready or .* or Ended; got 'Started'"),
+        (
+            '{"kind": "Events", "events": [{"kind": "ShardChanged", "at": 1, "change": {"shard": 1, "what": "well", "url": "", "why": ""}}]}',
+            Events, "ShardChanged.change.what: must be 'lost' or .*; got 'well'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_says_where(text: str, kind: type, why: str) -> None:
+    with pytest.raises(MessageError, match=why):
+        decode(text, kind)

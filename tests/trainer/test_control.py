@@ -1,0 +1,104 @@
+"""The control socket of a run that trains: typed requests and answers, JSON lines on the wire."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreload.trainer.cluster.control import (
+    Answer,
+    AskStatus,
+    AskStop,
+    ControlSocket,
+    Request,
+    RunStatus,
+    ShardStatus,
+    Stopping,
+    ask,
+    training_status,
+)
+from foreload.trainer.errors import RunError
+
+STATUS = RunStatus("training", 7, 0, (0, 0, 1), {0: 100, 1: 101}, {1: ShardStatus("rebuilding", 0.25), 2: ShardStatus("ok")})
+
+
+def said(run: Path, line: bytes) -> dict[str, Any]:
+    """What is answered to a line, as it stands on the wire."""
+    with socket.socket(socket.AF_UNIX) as asking, asking.makefile("rwb") as stream:
+        asking.connect(os.path.realpath(run / "control.sock"))
+        stream.write(line + b"\n")
+        stream.flush()
+        found: dict[str, Any] = json.loads(stream.readline())
+        return found
+
+
+@pytest.mark.parametrize("depth", [1, 12], ids=["short path", "path longer than a socket's may be"])
+def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
+    run = tmp_path.joinpath(*["a folder"] * depth)
+    run.mkdir(parents=True)
+    asked: list[Request] = []
+
+    def respond(request: Request) -> Answer:
+        asked.append(request)
+        return STATUS if isinstance(request, AskStatus) else Stopping()
+
+    control = ControlSocket(run, respond)
+    try:
+        assert training_status(run) == STATUS
+        assert said(run, b'{"do": "status"}') == {
+            "state": "training", "step": 7, "term": 0, "lanes": [0, 0, 1], "trainers": {"0": 100, "1": 101},
+            "shards": {"1": {"state": "rebuilding", "rebuilt": 0.25}, "2": {"state": "ok"}},
+        }  # fmt: skip
+        assert said(run, b'{"do": "fly"}') == {
+            "error": "cannot do 'fly'; there are status, stop, replace, scrub, scrubbed, row_counts"
+        }
+        assert said(run, b'{"do": "replace", "old": "1", "with": "2"}') == {
+            "error": "replace: AskReplace: must have 'new'; got old, with"
+        }
+        assert ask(run, AskStop()) == Stopping()
+        assert asked == [AskStatus(), AskStatus(), AskStop()]
+    finally:
+        control.close()
+    assert training_status(run) is None
+    assert not list(run.iterdir())
+
+
+def test_the_control_socket_survives_rubbish(tmp_path: Path) -> None:
+    control = ControlSocket(tmp_path, lambda _: STATUS)
+    try:
+        with socket.socket(socket.AF_UNIX) as rude, rude.makefile("rwb") as stream:
+            rude.connect(str(tmp_path / "control.sock"))
+            stream.write(b"\xff\n[]\n")
+            stream.flush()
+            assert "error" in json.loads(stream.readline())
+            assert "error" in json.loads(stream.readline())
+        assert training_status(tmp_path) == STATUS
+    finally:
+        control.close()
+
+
+def test_a_launcher_that_ends_while_it_is_asked_trains_no_more(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "control.sock"))
+        listening.listen()
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(training_status, tmp_path)
+            asked, _ = listening.accept()
+            assert asked.recv(100)
+            asked.close()
+            assert told.result() is None
+
+
+def test_a_launcher_that_was_stopped_is_told_of(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "control.sock"))
+        listening.listen()
+        with pytest.raises(RunError, match="its launcher does not answer"):
+            ask(tmp_path, AskStatus(), timedelta(seconds=0.2))

@@ -1,0 +1,262 @@
+"""RUN/control.sock: what other commands ask of a run that trains, and what it answers.
+
+JSON lines over a Unix socket: one request a line, such as {"do": "status"} or {"do": "replace", "old": "1", "new": "redis://..."}, and one answer
+a line: the fields of the request's answer below, or {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import socketserver
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar, Generic, Literal, TypeVar
+
+from foreload.cache.repair.inspection import Scrubbed
+from foreload.trainer.cluster.codec import of_json, to_json
+from foreload.trainer.cluster.messages import HeldRows
+from foreload.trainer.errors import MessageError, RunError
+from foreload.trainer.run.directory import CONTROL
+
+_SOCKET_PATH_BYTES = 100
+_MALFORMED = 'a request is a line such as {"do": "status"}'
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """How a store shard is for all trainers together; rebuilt: how much of it, from 0 to 1, while it is rebuilt."""
+
+    state: Literal["lost", "rebuilding", "ok"]
+    rebuilt: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How a training is. lanes: of each, the trainer; trainers: their processes; shards: those that anything was told of."""
+
+    state: Literal["starting", "training"]
+    step: int
+    term: int
+    lanes: tuple[int, ...]
+    trainers: dict[int, int]
+    shards: dict[int, ShardStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """A clean stop is asked for."""
+
+    stopping: Literal[True] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Replacing:
+    """A server is about to take a shard's place. by: its URL, without password."""
+
+    replacing: int
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubBegun:
+    """A scrub is begun; its number."""
+
+    scrub: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubProgress:
+    """How far the last scrub is: done, for all trainers; stripes of those that have told of it, and what each told."""
+
+    done: bool
+    stripes: int
+    trainers: tuple[Scrubbed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCountsAnswer:
+    """What each trainer counts; nothing where one does not answer in time."""
+
+    trainers: tuple[HeldRows, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What was asked for cannot be."""
+
+    error: str
+
+
+_Answer = TypeVar("_Answer")
+
+
+class Asks(Generic[_Answer]):
+    """A request whose answer is of a class. do: what it is called on the wire."""
+
+    __slots__ = ()
+    do: ClassVar[str]
+    answer: ClassVar[type]
+
+
+@dataclass(frozen=True, slots=True)
+class AskStatus(Asks[RunStatus]):
+    """How is the training?"""
+
+    do = "status"
+    answer = RunStatus
+
+
+@dataclass(frozen=True, slots=True)
+class AskStop(Asks[Stopping]):
+    """Stop cleanly."""
+
+    do = "stop"
+    answer = Stopping
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplace(Asks[Replacing]):
+    """Have a server take the place of a store shard's. old: URL or number of the shard; new: URL."""
+
+    do = "replace"
+    answer = Replacing
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskScrub(Asks[ScrubBegun]):
+    """Begin a scrub. rows: the folder in RUN/scrub that says which rows there are."""
+
+    do = "scrub"
+    answer = ScrubBegun
+    rows: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskScrubbed(Asks[ScrubProgress]):
+    """How far is the last scrub?"""
+
+    do = "scrubbed"
+    answer = ScrubProgress
+
+
+@dataclass(frozen=True, slots=True)
+class AskRowCounts(Asks[RowCountsAnswer]):
+    """What do the stores hold?"""
+
+    do = "row_counts"
+    answer = RowCountsAnswer
+
+
+Request = AskStatus | AskStop | AskReplace | AskScrub | AskScrubbed | AskRowCounts
+Answer = RunStatus | Stopping | Replacing | ScrubBegun | ScrubProgress | RowCountsAnswer | Refused
+
+_REQUESTS: dict[str, type[Request]] = {
+    kind.do: kind for kind in (AskStatus, AskStop, AskReplace, AskScrub, AskScrubbed, AskRowCounts)
+}
+
+
+def _request_of(line: bytes) -> Request:
+    """Raises MessageError for what is no request."""
+    try:
+        fields = json.loads(line)
+        do = fields.pop("do")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MessageError(_MALFORMED) from error
+    if not isinstance(do, str) or do not in _REQUESTS:
+        raise MessageError(f"cannot do {do!r}; there are {', '.join(_REQUESTS)}")
+    try:
+        return of_json(fields, _REQUESTS[do])
+    except MessageError as error:
+        raise MessageError(f"{do}: {error}") from error
+
+
+class ControlSocket:
+    """The side of the run that trains. respond: answers a request, in a thread of the socket's."""
+
+    def __init__(self, run: Path, respond: Callable[[Request], Answer]) -> None:
+        path = run / CONTROL
+        path.unlink(missing_ok=True)
+        self._path = path
+        self._elsewhere: Path | None = None
+        bound = path.absolute()
+        if len(os.fsencode(bound)) > _SOCKET_PATH_BYTES:
+            self._elsewhere = Path(tempfile.mkdtemp(prefix="foreload-"))
+            bound = self._elsewhere / CONTROL
+            path.symlink_to(bound)
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                for line in self.rfile:
+                    self.wfile.write(json.dumps(to_json(answered(line))).encode() + b"\n")
+
+        def answered(line: bytes) -> Answer:
+            try:
+                request = _request_of(line)
+            except MessageError as error:
+                return Refused(str(error))
+            return respond(request)
+
+        class Server(socketserver.ThreadingUnixStreamServer):
+            daemon_threads = True
+            block_on_close = False
+
+        self._server = Server(str(bound), Handler)
+        bound.chmod(0o600)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and remove the socket."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self._path.unlink(missing_ok=True)
+        if self._elsewhere is not None:
+            (self._elsewhere / CONTROL).unlink(missing_ok=True)
+            self._elsewhere.rmdir()
+
+
+def training_status(run: Path) -> RunStatus | None:
+    """How a training is; None where nothing trains. Raises RunError."""
+    answer = ask(run, AskStatus())
+    if isinstance(answer, Refused):
+        raise RunError(f"run {run}: {answer.error}")
+    return answer
+
+
+def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(seconds=5)) -> _Answer | Refused | None:
+    """Ask a training run through its control socket; None if nothing trains there, or no more. Raises RunError if it does not answer in time."""
+    # A link leads to the socket where the run's own path is too long for one.
+    path = os.path.realpath(run / CONTROL)
+    line = json.dumps({"do": request.do} | to_json(request)).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout.total_seconds())
+        try:
+            connection.connect(path)
+        except OSError:
+            return None
+        try:
+            connection.sendall(line + b"\n")
+            with connection.makefile("r", encoding="utf-8") as answers:
+                answer = answers.readline()
+        except TimeoutError as error:
+            raise RunError(
+                f"run {run}: is being trained, but its launcher does not answer for {timeout.total_seconds():g} s; is that process stopped?"
+            ) from error
+        except OSError:
+            return None
+    if not answer:  # it ended meanwhile
+        return None
+    fields = json.loads(answer)
+    if "error" in fields:
+        return of_json(fields, Refused)
+    found: _Answer = of_json(fields, request.answer)
+    return found

@@ -1,0 +1,212 @@
+"""What trainers and their coordinator send each other: how a trainer begins and ends, events to the coordinator, commands to the trainers.
+
+What they agree on is in `facts`, what a user's command asks in `control`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.repair.inspection import Lag, Scrubbed
+from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.run.report import Totals
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """What the coordinator tells every trainer of one call of `foreload train`. job: TrainJob.to_dict; it and the stores are without passwords.
+
+    last_batches: of each lane, the number of its last write-back batch; totals: of the run before this call.
+    """
+
+    job: dict[str, Any]
+    start_step: int
+    last_batches: tuple[int, ...]
+    stores: tuple[str, ...]
+    fingerprint: dict[str, str] | None
+    resumes: bool
+    servers_return: bool  # servers of lost shards are started again, or others take their place
+    faults: tuple[Fault, ...] = ()
+    totals: Totals = field(default_factory=Totals)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerEnd:
+    """How a trainer ended, at (trainer) on the board.
+
+    step: the last one; failure: what went wrong, where that is why it stopped; flushed: rows written beyond the schedule. batches: of its lanes, the
+    number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store shards that are not whole. segments: of the
+    schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
+    """
+
+    step: int
+    stopped: bool
+    failure: str | None
+    flushed: int
+    batches: dict[int, int]
+    traffic: dict[str, int | float]
+    lost: tuple[int, ...]
+    segments: int
+    prefix: str
+    totals: Totals
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The trainer has all that it needs to begin. fingerprint: of its numerics."""
+
+    fingerprint: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """A training step, and when it ended: time.monotonic() of the trainer's machine, as all that is called `at`."""
+
+    report: StepReport
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEnded:
+    """An evaluation pass."""
+
+    report: EvaluationReport
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjected:
+    """A fault was put in, at the server of a store shard."""
+
+    shard: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardChanged:
+    """What became of a store shard for the trainer's lanes."""
+
+    change: ShardChange
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRebuilding:
+    """How much of a store shard is rebuilt for the trainer's lanes, from 0 to 1."""
+
+    shard: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubTold:
+    """How far the scrub of that number is in the trainer's lanes."""
+
+    number: int
+    scrubbed: Scrubbed
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubFailed:
+    """The scrub of that number cannot be done."""
+
+    number: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """What each store shard holds of a trainer's lanes: rows, parity rows and their bytes, [shards] each; and what is on its way there."""
+
+    rows: tuple[int, ...]
+    parity_rows: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+    lag: Lag
+
+
+@dataclass(frozen=True, slots=True)
+class RowsCounted:
+    """The answer to the count of that number."""
+
+    number: int
+    held: HeldRows
+
+
+@dataclass(frozen=True, slots=True)
+class LostRows:
+    """Rows that are gone, as cache.errors.RowsLost has them."""
+
+    shards: tuple[int, ...]
+    covered: int
+    rows: dict[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The trainer ends for a reason: the code and the message of the error; lost: where rows are."""
+
+    code: str
+    message: str
+    lost: LostRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The trainer is at its end; its TrainerEnd is on the board."""
+
+
+TrainerEvent = (
+    Ready
+    | StepEnded
+    | EvaluationEnded
+    | FaultInjected
+    | ShardChanged
+    | ShardRebuilding
+    | ScrubTold
+    | ScrubFailed
+    | RowsCounted
+    | Failed
+    | Ended
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """A trainer's events, at (trainer, number of these)."""
+
+    events: tuple[TrainerEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceServer:
+    """A server takes the place of a store shard's from now on. url: without password."""
+
+    shard: int
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scrub:
+    """Check every stripe of the lanes. rows: the folder in RUN/scrub that says which rows there are."""
+
+    number: int
+    rows: str
+
+
+@dataclass(frozen=True, slots=True)
+class CountRows:
+    """Count what the store holds of the lanes."""
+
+    number: int
+
+
+TrainerCommand = ReplaceServer | Scrub | CountRows
+
+
+@dataclass(frozen=True, slots=True)
+class Commanded:
+    """A command to all trainers, at (number of this)."""
+
+    command: TrainerCommand

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import free_port
 from docs_pages import ROOT, blocks
 
 pytestmark = pytest.mark.full
@@ -81,7 +82,7 @@ def test_a_model_of_ones_own_that_imports_its_own_trainer(installed: Path, home:
     training = ["train", "clicks", "--store", "local:3", "--dim", "4", "--model", "own.py:Net", "--digest"]
     here = run(home, installed, "foreload", *training, "--run", "here", "--trainers", "2")
     there = run(
-        home, installed, "torchrun", "--nproc-per-node", "2", "--master-port", "0", "--no-python", "foreload", *training,
+        home, installed, "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), "--no-python", "--", "foreload", *training,
         "--run", "there",
     )  # fmt: skip
     digest = [line for line in here.splitlines() if line.startswith("digest")]

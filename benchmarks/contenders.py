@@ -99,7 +99,7 @@ class Contender:
 
 def run_foreload(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
     """This project's trainer, assembled as its worker does it."""
-    (transport,) = LocalHub(1).transports()
+    (transport,) = LocalHub([0]).transports()
     with Store(spec.urls, timedelta(seconds=60)) as store:
         training = TrainJob.of(job(Path(spec.schedule), spec.model))
         placement = Placement.spread(len(spec.urls), *FORELOAD[spec.contender])

@@ -57,7 +57,7 @@ def main() -> None:
     training = TrainJob.of(job(Path(spec.schedule), spec.model))
     dense = DenseModel.build(training, schedule)
     rendezvous = dist.TCPStore("127.0.0.1", spec.port, None, spec.rank == 0, SILENCE)
-    transport = GlooTransport(rendezvous, 0, spec.rank, spec.ranks, SILENCE)
+    transport = GlooTransport(rendezvous, 0, spec.rank, range(spec.ranks), SILENCE)
     lane_map = contiguous_lanes(schedule.header.lanes, spec.ranks)
     interleaved = InterleavedRuns()
 

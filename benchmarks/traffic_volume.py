@@ -21,7 +21,7 @@ from workload import PARITY, SHARDS, Workload, job, last_batches
 def rows_moved(work: Workload, schedule: Schedule) -> dict[str, int]:
     """Train a schedule after the first one to its end; rows by kind, what they add up to (accounted), and what the client moved (moved)."""
     training = TrainJob.of(job(schedule.path, "small"))
-    (transport,) = LocalHub(1).transports()
+    (transport,) = LocalHub([0]).transports()
     dense = DenseModel.build(training, schedule)
     placement = Placement.spread(SHARDS, *PARITY)
     with (

@@ -126,7 +126,7 @@ class _Together:
         for number in numbers if resume is not None else ():
             assert resume is not None
             _copy_dense(resume.dense[0], self.denses[number])
-        self._groups = [dict(zip(term.members, LocalHub(len(term.members)).transports(), strict=True)) for term in terms]
+        self._groups = [dict(zip(term.members, LocalHub(term.members).transports(), strict=True)) for term in terms]
         self._between = threading.Barrier(len(numbers))
 
     def run(self, number: int) -> None:

@@ -65,7 +65,7 @@ def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
         return -1
 
     with ThreadPoolExecutor(world) as pool:
-        ends = list(pool.map(train, LocalHub(world).transports(TIMEOUT), rest))
+        ends = list(pool.map(train, LocalHub(range(world)).transports(TIMEOUT), rest))
     assert asked.is_set()
     assert len(set(ends)) == 1
     assert ends[0] >= asked_before

@@ -169,7 +169,7 @@ def test_no_message_is_left_over_where_training_stops_within_a_segment(schedule:
 
 
 def test_a_lane_map_names_every_rank_and_no_other() -> None:
-    first, _ = LocalHub(2).transports()
+    first, _ = LocalHub(range(2)).transports()
     for lane_map in ([0, 0], [0, 1, 2]):
         with pytest.raises(ValueError, match=r"each rank of 0 \.\. 1"):
             TermSession(first, lane_map, kernels_for("cpu"), 8)

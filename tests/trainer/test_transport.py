@@ -19,7 +19,7 @@ SHORT = timedelta(seconds=0.3)
 
 
 def local(world: int) -> list[Transport]:
-    return list(LocalHub(world).transports(TIMEOUT))
+    return list(LocalHub(range(world)).transports(TIMEOUT))
 
 
 def gloo(world: int) -> list[Transport]:
@@ -27,7 +27,7 @@ def gloo(world: int) -> list[Transport]:
 
     def connect(rank: int) -> Transport:
         store = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=TIMEOUT)
-        return GlooTransport(store, 0, rank, world, TIMEOUT)
+        return GlooTransport(store, 0, rank, range(world), TIMEOUT)
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(connect, range(world)))
@@ -142,6 +142,14 @@ def test_waiting_for_a_peer_that_has_left_ends_at_once(connect: Callable[[int], 
     transports.pop().close()
     with pytest.raises(PeerLost, match="trainer 0: lost trainer 1"):
         work.wait(TIMEOUT)
+
+
+def test_a_lost_peer_is_named_by_its_number_and_not_by_its_rank() -> None:
+    first, second = LocalHub([7, 3]).transports(TIMEOUT)
+    assert [first.rank, second.rank] == [0, 1]
+    first.close()
+    with pytest.raises(PeerLost, match="trainer 3: lost trainer 7"):
+        second.post({}, {0: torch.zeros(1)}, 1).wait()
 
 
 def test_a_message_to_oneself_or_in_pieces_is_refused(connect: Callable[[int], list[Transport]]) -> None:

@@ -342,16 +342,16 @@ class TrainerProcess:
 
     @contextlib.contextmanager
     def _transport(self) -> Iterator[Transport]:
-        job, rank, trainers = self._job, self._term.members.index(self._trainer), len(self._term.members)
+        job, members = self._job, self._term.members
         transport: Transport
         if job.device == "cuda":
             if not torch.cuda.is_available():
                 raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
             torch.cuda.set_device(self._device())
             device = torch.device(self._device())
-            transport = NcclTransport(self._rendezvous, TERM, rank, trainers, job.peer_silence, device)
+            transport = NcclTransport(self._rendezvous, TERM, self._trainer, members, job.peer_silence, device)
         else:
-            transport = GlooTransport(self._rendezvous, TERM, rank, trainers, job.peer_silence, job.address)
+            transport = GlooTransport(self._rendezvous, TERM, self._trainer, members, job.peer_silence, job.address)
         try:
             yield transport
         finally:

@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,16 +36,17 @@ class Work(ABC):
 
 
 class Transport(ABC):
-    """Point-to-point messages among the `world` trainers of one term.
+    """Point-to-point messages among the trainers of one term. members: their numbers, by rank; errors name trainers by number.
 
     Attributes: rank, world; bytes_sent: Counter of payload bytes by kind.
     """
 
-    def __init__(self, rank: int, world: int, timeout: timedelta) -> None:
-        if not 0 <= rank < world:
-            raise ValueError(f"rank: must be in 0 .. {world - 1}, got {rank}")
-        self.rank = rank
-        self.world = world
+    def __init__(self, trainer: int, members: Sequence[int], timeout: timedelta) -> None:
+        if trainer not in members:
+            raise ValueError(f"trainer: must be one of {list(members)}, got {trainer}")
+        self.members = tuple(members)
+        self.rank = self.members.index(trainer)
+        self.world = len(members)
         self.timeout = timeout
         self.bytes_sent: Counter[int] = Counter()
 
@@ -68,6 +69,10 @@ class Transport(ABC):
         self.post(dict.fromkeys(peers, token), {peer: received[peer : peer + 1] for peer in peers}, BARRIER_KIND).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def lost(self, peer: int, why: str) -> PeerLost:
+        """The error that says that the trainer of a rank is gone."""
+        return PeerLost(f"trainer {self.members[self.rank]}: lost trainer {self.members[peer]}: {why}")
 
     @property
     def device(self) -> torch.device:
@@ -94,18 +99,18 @@ class GlooTransport(Transport):
     """Over TCP by gloo, for tensors on the CPU. The group is formed from the rendezvous store, under the term's own prefix."""
 
     def __init__(
-        self, store: dist.Store, term: int, rank: int, world: int, timeout: timedelta, address: str = "127.0.0.1"
+        self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, address: str = "127.0.0.1"
     ) -> None:
         """store: the launcher's; address: of this trainer's own network interface; raises PeerLost if a peer does not come."""
-        super().__init__(rank, world, timeout)
+        super().__init__(trainer, members, timeout)
         options = _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname=address)]
         options._timeout = timeout
         try:
-            self._group = _Gloo(dist.PrefixStore(f"term/{term}/gloo", store), rank, world, options)
+            self._group = _Gloo(dist.PrefixStore(f"term/{term}/gloo", store), self.rank, self.world, options)
         except RuntimeError as error:
             raise PeerLost(
-                f"trainer {rank}: cannot form the group of term {term} with {world} trainers: {_first_line(error)}"
+                f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {_first_line(error)}"
             ) from error
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
@@ -114,8 +119,8 @@ class GlooTransport(Transport):
             works = [(peer, self._group.recv([_one_dimensional(tensor)], peer, kind)) for peer, tensor in incoming.items()]
             works += [(peer, self._group.send([_one_dimensional(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
         except RuntimeError as error:
-            raise PeerLost(f"trainer {self.rank}: lost a peer of term: {_first_line(error)}") from error
-        return _GlooWork(self.rank, works, self.timeout)
+            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer of term: {_first_line(error)}") from error
+        return _GlooWork(self, works)
 
     def close(self) -> None:
         self._group.abort()
@@ -123,34 +128,35 @@ class GlooTransport(Transport):
 
 
 class _GlooWork(Work):
-    def __init__(self, rank: int, works: list[tuple[int, dist.Work]], timeout: timedelta) -> None:
-        self._rank = rank
+    def __init__(self, transport: Transport, works: list[tuple[int, dist.Work]]) -> None:
+        self._transport = transport
         self._works = works
-        self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        deadline = time.monotonic() + (timeout or self._transport.timeout).total_seconds()
         for peer, work in self._works:
             # Zero would mean gloo's default of no limit.
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                raise PeerLost(f"trainer {self._rank}: lost trainer {peer}: {_first_line(error)}") from error
+                raise self._transport.lost(peer, _first_line(error)) from error
         self._works = []
 
 
 class NcclTransport(Transport):
     """Between CUDA devices by NCCL: all messages of a post are one batch, matched by order, so kinds only count bytes."""
 
-    def __init__(self, store: dist.Store, term: int, rank: int, world: int, timeout: timedelta, device: torch.device) -> None:
-        super().__init__(rank, world, timeout)
+    def __init__(
+        self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, device: torch.device
+    ) -> None:
+        super().__init__(trainer, members, timeout)
         self._device = device
         # Not in builds of torch without CUDA.
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timeout
-        self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), rank, world, options)
+        self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), self.rank, self.world, options)
         # The communicator is made by the first collective, in which every rank must take part.
         self._group.allreduce([torch.zeros(1, device=device)]).wait()
 
@@ -185,24 +191,24 @@ class _NcclWork(Work):
 
 
 class LocalHub:
-    """The term of several trainers that are threads of one process: mailboxes by (source, destination, kind)."""
+    """The term of several trainers that are threads of one process: mailboxes by (source, destination, kind). members: their numbers, by rank."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = tuple(members)
         self.changed = threading.Condition()
         self.messages: dict[tuple[int, int, int, int], torch.Tensor] = {}
         self.closed: set[int] = set()
 
     def transports(self, timeout: timedelta = timedelta(seconds=60)) -> list[LocalTransport]:
         """One transport a rank, in order."""
-        return [LocalTransport(self, rank, timeout) for rank in range(self.world)]
+        return [LocalTransport(self, trainer, timeout) for trainer in self.members]
 
 
 class LocalTransport(Transport):
     """The in-memory twin of GlooTransport; made by LocalHub.transports."""
 
-    def __init__(self, hub: LocalHub, rank: int, timeout: timedelta) -> None:
-        super().__init__(rank, hub.world, timeout)
+    def __init__(self, hub: LocalHub, trainer: int, timeout: timedelta) -> None:
+        super().__init__(trainer, hub.members, timeout)
         self.hub = hub
         # (peer, kind) -> how many messages were posted so far: the number that keeps them in order.
         self._sent: Counter[tuple[int, int]] = Counter()
@@ -220,7 +226,7 @@ class LocalTransport(Transport):
         for peer, tensor in incoming.items():
             expected.append(((peer, self.rank, kind, self._expected[peer, kind]), tensor))
             self._expected[peer, kind] += 1
-        return _LocalWork(hub, expected, self.timeout)
+        return _LocalWork(self, expected)
 
     def close(self) -> None:
         with self.hub.changed:
@@ -229,14 +235,13 @@ class LocalTransport(Transport):
 
 
 class _LocalWork(Work):
-    def __init__(self, hub: LocalHub, expected: list[tuple[tuple[int, int, int, int], torch.Tensor]], timeout: timedelta) -> None:
-        self.hub = hub
+    def __init__(self, transport: LocalTransport, expected: list[tuple[tuple[int, int, int, int], torch.Tensor]]) -> None:
+        self._transport = transport
         self._expected = expected
-        self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
-        hub = self.hub
+        deadline = time.monotonic() + (timeout or self._transport.timeout).total_seconds()
+        hub = self._transport.hub
         for key, tensor in self._expected:
             peer, rank = key[0], key[1]
             with hub.changed:
@@ -244,7 +249,7 @@ class _LocalWork(Work):
                 message = hub.messages.pop(key, None)
             if message is None:
                 reason = "it has left" if peer in hub.closed else "no message in time"
-                raise PeerLost(f"trainer {rank}: lost trainer {peer}: {reason}")
+                raise self._transport.lost(peer, reason)
             if message.nbytes != tensor.nbytes:
                 raise ValueError(f"message from rank {peer} to {rank}: must have {tensor.nbytes} bytes, got {message.nbytes}")
             _one_dimensional(tensor).copy_(_one_dimensional(message))

@@ -33,7 +33,7 @@ def _this_host() -> str:
 @contextmanager
 def at_work(path: Path) -> Iterator[None]:
     """Hold the lock file for as long as the context lasts. Raises BlockingIOError if another process holds it, OSError if it cannot be written."""
-    # Of the open file, not of the process: asking for it takes nothing, and closing another descriptor of it loses nothing.
+    # F_OFD_*: a lock of the open file, not of the process, so that asking for it takes nothing, and closing another descriptor loses nothing.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     done = threading.Event()
 
@@ -56,7 +56,7 @@ def at_work(path: Path) -> Iterator[None]:
 
 
 class Watch:
-    """One who waits for what a process with a lock file makes."""
+    """Watches the lock file of a process for one who waits for what it makes. path: the lock file, which need not be there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

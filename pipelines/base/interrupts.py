@@ -11,9 +11,9 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_AGAIN_SECONDS = 0.005
-_RELAY_SECONDS = 1.0
-_COMPILERS = ("/numba/", "/llvmlite/")
+_AGAIN_SECONDS = 0.005  # between two looks whether the main thread has left a place that would lose the exception
+_RELAY_SECONDS = 1.0  # within which the same signal from the terminal and from the parent is one
+_COMPILERS = ("/numba/", "/llvmlite/")  # in the paths of Python code that the compiler calls back
 
 
 class Interrupts:
@@ -33,12 +33,12 @@ class Interrupts:
     def __init__(self, relayed: bool = False) -> None:
         self.received: list[int] = []
         self._relayed = relayed
-        self._received_at = 0.0
+        self._received_at = 0.0  # of the last signal, by the monotonic clock
         self.defer_signals = False
-        self._due = False
+        self._due = False  # a signal has come for which KeyboardInterrupt is not raised yet
 
     def __enter__(self) -> Interrupts:
-        heeded = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        heeded = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._before = {number: signal.signal(number, self._note) for number in heeded}
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._again)
@@ -55,6 +55,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGNALS: notes the signal, and raises KeyboardInterrupt now or, by the alarm, soon."""
         if number == signal.SIGHUP:
             self._leave_terminals()
             if number in self.received:
@@ -70,7 +71,8 @@ class Interrupts:
             self._again(number, frame)
 
     def _again(self, _: int, frame: FrameType | None) -> None:
-        if any(_would_lose_it(at) for at in _stack(frame)):
+        """Raise KeyboardInterrupt if it is due and would not be lost in `frame`, else have SIGALRM, whose handler this is too, look again."""
+        if any(_would_lose_it(caller) for caller in _stack(frame)):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
             return
         due, self._due = self._due and not self.defer_signals, False
@@ -78,6 +80,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _leave_terminals(self) -> None:
+        """Send stdout and stderr nowhere, where they went to a terminal."""
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for descriptor in self._terminals:
@@ -92,6 +95,7 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _would_lose_it(frame: FrameType) -> bool:
+    """Whether an exception raised below this frame is printed and dropped instead of reaching the main program."""
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     # The import system forgets its locks in a weak reference's callback.
     forgets = name == "cb" and file.startswith("<frozen importlib")

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-HUGE_BYTES = 2 << 20
+HUGE_BYTES = 2 << 20  # of a huge page on x86-64 and arm64
 
 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: type, dumped: bool = True) -> np.ndarray:
-    """An array of zeros in huge pages where the kernel has them, which begins with one; elsewhere it is slower, no more.
+    """An array of zeros, aligned to a huge page, and in huge pages where the kernel gives them; where it does not, access is slower, no more.
 
     dumped=False leaves it out of core dumps.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    # One page more than asked for, so that there is an aligned start; pages that are never touched take no memory.
     memory = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -33,11 +34,11 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-    for limit, used in (
+    for limit, used in (  # control groups, version 2 and version 1
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
-            group = Path("/sys/fs/cgroup")
-            limits.append(int((group / limit).read_text()) - int((group / used).read_text()))
+            folder = Path("/sys/fs/cgroup")
+            limits.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
     return max(min(limits, default=0), 0)

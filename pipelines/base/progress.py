@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # between two looks at the work folder, and two changes of a terminal's line
 LINE_SECONDS = 10.0  # between two lines where stderr is not a terminal
 
 
@@ -65,7 +65,7 @@ class Display:
 
 
 class Progress:
-    """While it is entered, says every now and then how far the work is.
+    """While it is entered, a thread says on stderr every now and then how far `prepare` is.
 
     pieces: the folder of pieces; steps: the file with steps done and steps in all; rows: about how many rows there are to read;
     piece_rows: rows of a piece, at most.
@@ -104,6 +104,6 @@ class Progress:
         except FileNotFoundError:
             names = []
         read = sum(name.startswith(("training-", "evaluation-")) for name in names)
-        moved = sum(name.startswith(("sorted-", "run-", "epoch-")) for name in names)
+        ordered = sum(name.startswith(("sorted-", "run-", "epoch-")) for name in names)
         rows = min(self._rows, read * self._piece_rows)
-        return f"prepare: read about {rows:,} of {self._rows:,} rows" + (f", ordered {moved:,} pieces" if moved else "")
+        return f"prepare: read about {rows:,} of {self._rows:,} rows" + (f", ordered {ordered:,} pieces" if ordered else "")

@@ -24,8 +24,8 @@ Parse = Callable[[str, Any], Any]
 """(flag, value given) -> typed value; gives its own results back as they are. Raises SettingError."""
 
 Form = Literal["value", "switch", "repeated", "several", "place", "places", "file"]
-"""On the command line: a flag with a word; without; that may be repeated; with several words; a word or any number of words without a flag; the job
-file only."""
+"""How a setting stands on the command line. value: a flag and a word; switch: a flag alone; repeated: a flag and a word, any number of times;
+several: a flag and any number of words; place, places: one word, or any number of words, without a flag; file: not at all, only in the job file."""
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -35,7 +35,8 @@ _UNITS |= {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")} | {f"{p}B"
 class Setting:
     """What is known of a setting. field: its name in the class; name: in the job file and the API; flag: on the command line and in messages.
 
-    group: its heading on the help page. stated: whether it is of what is made, and kept with that, not of this call alone.
+    group: its heading on the help page. form: see Form. required: whether it must be given, and be other than the default. stated: True for what
+    is kept with what is made, in its manifest; False for what concerns this call alone (whether to overwrite, where to write the summary).
     """
 
     field: str
@@ -64,7 +65,7 @@ def setting(
     required: bool = False,
     stated: bool = True,
 ) -> Any:
-    """A field of a class of settings. name: where it is not the field's; flag: where it is not made of the name. Required: other than the default."""
+    """A field of a class of settings; the arguments are Setting's. name: given where it is not the field's; flag: where not made of the name."""
     metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -87,7 +88,7 @@ def spelled(name: str) -> str:
 
 
 def named(kind: type, values: Mapping[str, Any], where: str, further: Sequence[str] = ()) -> dict[str, Any]:
-    """What is given to settings, by their names; in `values` these may have dashes or underscores.
+    """The same values by the settings' names as they are declared; in `values` these may have dashes or underscores.
 
     where: what the values are of, for messages. further: names that are taken too. Raises SettingError for an unknown name.
     """
@@ -104,12 +105,12 @@ def named(kind: type, values: Mapping[str, Any], where: str, further: Sequence[s
 def parse_fields(made: Any) -> None:
     """Replace what the fields of an object were given by typed values. Raises SettingError; to be called by its __post_init__."""
     missing = []
-    for one in settings_of(type(made)).values():
-        value = getattr(made, one.field)
-        if one.required and (value is None or value == one.default):
-            missing.append(one.flag)
-        elif value is not None or one.default is not None:
-            object.__setattr__(made, one.field, one.parse(one.flag, value))
+    for known in settings_of(type(made)).values():
+        value = getattr(made, known.field)
+        if known.required and (value is None or value == known.default):
+            missing.append(known.flag)
+        elif value is not None or known.default is not None:
+            object.__setattr__(made, known.field, known.parse(known.flag, value))
     if missing:
         raise SettingError(f"{missing[0]}: is missing; give it, or put it into the job file")
 
@@ -126,28 +127,29 @@ def to_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def add_arguments(command: argparse.ArgumentParser, kind: type) -> None:
     """Declare the settings of a class on a command; values are left as text, None where not given."""
     groups: dict[str, Any] = {"": command}
-    for one in settings_of(kind).values():
-        if one.form == "file":
+    for known in settings_of(kind).values():
+        if known.form == "file":
             continue
-        if one.group not in groups:
-            groups[one.group] = command.add_argument_group(one.group)
-        _add_argument(groups[one.group], one)
+        if known.group not in groups:
+            groups[known.group] = command.add_argument_group(known.group)
+        _add_argument(groups[known.group], known)
 
 
-def _add_argument(group: Any, one: Setting) -> None:
-    shown = "" if one.required or one.default in (None, "", (), False) or "default" in one.help else f" (default {one.default})"
-    options: dict[str, Any] = {"help": (one.help + shown).replace("%", "%%"), "metavar": one.metavar}
-    if one.form in ("place", "places"):
-        group.add_argument(one.name, nargs="?" if one.form == "place" else "*", **options)
+def _add_argument(group: Any, known: Setting) -> None:
+    told = known.required or known.default in (None, "", (), False) or "default" in known.help
+    default = "" if told else f" (default {known.default})"
+    options: dict[str, Any] = {"help": (known.help + default).replace("%", "%%"), "metavar": known.metavar}
+    if known.form in ("place", "places"):
+        group.add_argument(known.name, nargs="?" if known.form == "place" else "*", **options)
         return
     forms: dict[str, dict[str, Any]] = {
         "switch": {"action": "store_const", "const": True},
         "repeated": {"action": "append"},
         "several": {"nargs": "+", "action": "extend"},
     }
-    if one.form == "switch":
+    if known.form == "switch":
         del options["metavar"]
-    group.add_argument(one.flag, dest=one.name, default=None, **forms.get(one.form, {}), **options)
+    group.add_argument(known.flag, dest=known.name, default=None, **forms.get(known.form, {}), **options)
 
 
 def given(namespace: argparse.Namespace, kind: type) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def path(flag: str, value: Any) -> Path:
 
 
 def texts(flag: str, value: Any) -> tuple[str, ...]:
-    """A path or several, as text."""
+    """A path or several, as text; a tuple in any case."""
     values = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(values, list | tuple) or not all(isinstance(one, str | os.PathLike) and os.fspath(one) for one in values):
         raise SettingError(f"{flag}: must be a path or a list of paths; got {value!r}")

@@ -1,4 +1,6 @@
-"""Vector instructions inside numba kernels, where a loop over a row would become none, or check for every row how long it is."""
+"""Vector instructions inside numba kernels, for loops over a row's columns that the compiler would not vectorise, or only with a check of the
+length at every row. Arrays are indexed as if flat: row * columns + column.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from numba.extending import intrinsic
 
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)
-COLUMNS = 16  # float32 values that `copy` and `add` take at once
+COLUMNS = 16  # float32 values that `copy`, `add` and `descend` take at once
 
 
 def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, width: int) -> Any:

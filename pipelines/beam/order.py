@@ -1,6 +1,8 @@
 """The stages that bring pieces into the global order: sort by a column, hold out a tail, shuffle each epoch. (pipelines/samples/external_sort.py)
 
-Sorting writes the samples once more, in buckets that workers sort independently; a shuffle writes them twice for every epoch.
+Both are external sorts: sorted runs, cut by key into buckets, each of which one worker sorts. Sorting writes the samples once more; a shuffle
+writes them twice for every epoch, as runs and as buckets. What is put out are numbers and names; orders and bounds lie in files of the work folder
+(`Plan.save`).
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ SETS = ("training", "evaluation")
 
 
 def load_orders(plan: Plan, name: str) -> dict[str, PieceOrder]:
-    """The order of both sets after a stage."""
+    """The order of both sets after a stage, by set. name: what the stage saved it as: read, sorted or cut."""
     return {which: PieceOrder.from_dict(order) for which, order in plan.load(name).items()}
 
 
 def save_orders(plan: Plan, name: str, orders: dict[str, PieceOrder]) -> None:
-    """Write the order of both sets after a stage."""
+    """Write the order of both sets after a stage, under a name for the next one."""
     plan.save(name, {which: order.to_dict() for which, order in orders.items()})
 
 
@@ -44,7 +46,10 @@ def source_of(plan: Plan) -> PieceSource:
 
 
 class CutBuckets(Stage):
-    """Orders as read -> (set, bucket), each a part of the key order that fits in memory; its bounds in a file."""
+    """The name of the orders as read -> (set, bucket) for every bucket, a part of the order by key that fits in memory.
+
+    A bucket's file has the range of each piece that lies in it.
+    """
 
     def outputs(self, element: Any) -> Iterator[Any]:
         for which, order in load_orders(self.plan, "read").items():
@@ -67,7 +72,7 @@ class SortBucket(Stage):
         part = PieceOrder.from_dict(self.plan.load(_bucket_name(which, bucket)))
         samples, keys = gather(self.plan.pieces, part)
         name = piece_name("sorted", which, bucket)
-        # Runs are gathered in the order of their names, so a stable sort leaves ties in the order of the sources.
+        # The pieces of a bucket stand in the order of their names, so a stable sort leaves ties in the order of the sources.
         write_piece(self.plan.pieces / name, samples.take(stable_order(keys)), None, {})
         yield which, bucket, name, len(samples)
 
@@ -80,13 +85,17 @@ class CollectSorted(GroupStage):
     """All sorted pieces -> the orders that they make."""
 
     def together(self, values: list[Any]) -> Iterator[Any]:
-        orders = {w: PieceOrder.whole([(name, rows) for which, _, name, rows in values if which == w]) for w in SETS}
+        orders = {which: PieceOrder.whole([(name, rows) for of, _, name, rows in values if of == which]) for which in SETS}
         save_orders(self.plan, "sorted", orders)
         yield "sorted"
 
 
 class HoldOut(Stage):
-    """The name of the orders so far -> training and evaluation samples, final but for a shuffle; puts out every training range."""
+    """The name of the orders so far -> the orders "cut": training and evaluation samples, final but for a shuffle.
+
+    Puts out 0, 1, ..: the places of the ranges (a piece, or a part of one) of the training order. Raises SourceError where a set that is asked for
+    is empty.
+    """
 
     def outputs(self, element: str) -> Iterator[Any]:
         orders = load_orders(self.plan, element)
@@ -102,18 +111,18 @@ class HoldOut(Stage):
                 f"is {self.plan.evaluation_fraction}; give a larger one, or --eval-source"
             )
         save_orders(self.plan, "cut", orders)
-        yield from range(max(len(orders["training"].names), 1))  # what follows goes by what is put out here
+        yield from range(max(len(orders["training"].names), 1))  # at least one, or the stages that follow would never run
 
 
 class SortRuns(Stage):
-    """A training range -> for every epoch a run of its samples by shuffle key, with their numbers; puts out the range."""
+    """The place of a training range -> for every epoch a run: its samples by shuffle key, with their numbers as keys; puts out the place."""
 
     def name(self, element: int) -> str:
         return str(element)
 
     def outputs(self, element: int) -> Iterator[Any]:
         order = load_orders(self.plan, "cut")["training"]
-        first = int((order.ends[:element] - order.starts[:element]).sum())
+        first = int((order.ends[:element] - order.starts[:element]).sum())  # samples in the ranges before
         samples, _ = next(read_order(self.plan.pieces, order.range(element)))
         numbers = np.arange(first, first + len(samples), dtype=np.int64)
         seed = self.plan.settings.shuffle_seed
@@ -129,7 +138,10 @@ def _run_name(epoch: int, index: int) -> str:
 
 
 class CutShuffle(GroupStage):
-    """All runs -> (epoch, bucket, buckets): equal parts of the range of shuffle keys."""
+    """All runs -> (epoch, bucket, buckets): equal parts of the shuffle keys' range, 0 .. 2^64 - 1, of about piece_rows samples each.
+
+    Keys are hashes, so equal parts hold about as many samples, and nothing has to be sampled to find splitters.
+    """
 
     def together(self, values: list[Any]) -> Iterator[Any]:
         self.plan.save("runs", len(values))
@@ -148,13 +160,13 @@ class ShuffleBucket(Stage):
         epoch, bucket, count = element
         seed = self.plan.settings.shuffle_seed
         assert seed is not None
-        low, high = (bucket << 64) // count, (bucket + 1 << 64) // count
+        low, high = (bucket << 64) // count, (bucket + 1 << 64) // count  # shuffle keys: low .. high - 1
         names, starts, ends = [], [], []
         for index in range(self.plan.load("runs")):
-            keys = read_piece(self.plan.pieces / _run_name(epoch, index))[1]
-            assert keys is not None
-            shuffled = ShuffledKeys(seed, epoch, keys.to_numpy(), self.plan.first_number)
-            start, end = bisect_left(shuffled, low), bisect_left(shuffled, high)
+            run_numbers = read_piece(self.plan.pieces / _run_name(epoch, index))[1]
+            assert run_numbers is not None
+            keys = ShuffledKeys(seed, epoch, run_numbers.to_numpy(), self.plan.first_number)
+            start, end = bisect_left(keys, low), bisect_left(keys, high)
             if end > start:
                 names.append(_run_name(epoch, index))
                 starts.append(start)

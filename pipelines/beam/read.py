@@ -1,5 +1,7 @@
 """The stages that read the sources: survey and count (for vocabularies and standardisation), then encode into pieces.
 
+Each pass is a ReadStage, task by task (a task is a split and its set), and a CollectStage over what all tasks gave.
+
 A source is read once where nothing has to be counted, twice where it has, and three times where in addition a tail is held out:
 which samples are training data, and so counted, is known only once all are.
 """
@@ -58,13 +60,13 @@ _MOST_KEPT = 10 * MOST_REJECTS  # in the rejects file
 
 
 class ReadStage(Stage):
-    """Reads a task's records, piece by piece, and keeps its malformed ones in a file."""
+    """Reads a task's records, piece by piece, and notes the first of its malformed ones, and all causes, in a file of the task's."""
 
     def name(self, element: ReadTask) -> str:
         return element.name
 
     def outputs(self, element: ReadTask) -> Iterator[Any]:
-        """Puts out (task, pieces as (name, rows), malformed records)."""
+        """Puts out (name of the task, pieces as (name, rows), number of malformed records)."""
         rejects: list[Any] = []
         causes: Counter[Cause] = Counter()
         rejected = 0
@@ -102,7 +104,7 @@ class CollectStage(GroupStage):
 
     def together(self, values: list[Any]) -> Iterator[Any]:
         rejected = sum(count for _, _, count in values)
-        # Training records first, as the user gave them.
+        # Training records first; within a set the tasks' names are in the order in which the user gave the files.
         names = [name for which in SETS for name, _, count in values if count and name.startswith(which)]
         rejects = [json.loads((self.plan.work / REJECTS / f"{name}.json").read_bytes()) for name in names]
         kept = [reject for part in rejects for reject in part["first"]][:_MOST_KEPT]
@@ -116,10 +118,11 @@ class CollectStage(GroupStage):
         if rejected > self.plan.max_rejects:
             shown = "; ".join(f"{r['file']}:{r['line']}: {r['field']}: {r['reason']}, not {r['value']!r}" for r in kept[:_SHOWN])
             more = f"; of those read: {summed_up(causes, rejected)}" if rejected > _SHOWN else ""
-            mended = remedy(causes, self.plan.spec)
+            missing_line = remedy(causes, self.plan.spec)
             raise RecordError(
                 f"--max-rejects: more than {self.plan.max_rejects} records are malformed; correct them or allow more ({REJECTS_FILE} in "
-                f"--out has them): {shown}{more}" + (f"; if that means missing values, write {mended}" if mended else "")
+                f"--out has them): {shown}{more}"
+                + (f"; if that means missing values, write {missing_line}" if missing_line else "")
             )
         self.plan.save("rejected", {"count": rejected, "causes": causes})
         yield from self.collected([piece for _, pieces, _ in values for piece in pieces])
@@ -130,13 +133,16 @@ class CollectStage(GroupStage):
 
 
 class Survey(ReadStage):
-    """Training tasks -> how many samples they have, and with order_by their sorted keys."""
+    """Training tasks -> how many samples each of their pieces has, and with order_by a run of its sorted keys without samples.
+
+    Runs only where a tail is held out and something is counted, since what is held out must not be.
+    """
 
     def piece(self, name: str, records: Records) -> None:
         if records.keys is not None:
             keys = order_keys(records.keys)
-            nothing = Samples(np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, np.int64))
-            write_piece(self.plan.pieces / _keys_name(name), nothing, keys.take(pa.array(stable_order(keys))), {})
+            no_samples = Samples(np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, np.int64))
+            write_piece(self.plan.pieces / _keys_name(name), no_samples, keys.take(pa.array(stable_order(keys))), {})
 
 
 def _keys_name(piece: str) -> str:
@@ -178,9 +184,9 @@ class Count(ReadStage):
         if self._training is not None:
             count = self._training.get(name, 0)
             order = np.arange(len(records)) if records.keys is None else stable_order(order_keys(records.keys))
-            mask = np.zeros(len(records), bool)
-            mask[order[:count]] = True
-            records = records.filter(mask)
+            is_training = np.zeros(len(records), bool)
+            is_training[order[:count]] = True  # the first by key: those held out are the last
+            records = records.filter(is_training)
         for table, counts in self._counts.items():
             self._counts[table] = merge_counts([counts, count_values(records, self.plan.spec, table)])
         self._statistics = self._statistics.merge(DenseStatistics.of(records.dense))
@@ -203,7 +209,10 @@ def _sums_name(task: str) -> str:
 
 
 class MergeCounts(CollectStage):
-    """All counts -> the encoding in the schedule. Puts out all tasks."""
+    """All counts -> the encoding state (vocabularies, scales) in the schedule. Puts out all tasks, evaluation ones too.
+
+    counted: names of the tasks that were counted.
+    """
 
     def __init__(self, plan: Plan, counted: Sequence[str], tasks: Sequence[ReadTask]) -> None:
         super().__init__(plan, tasks)
@@ -261,7 +270,7 @@ def _columns_name(task: str) -> str:
 
 
 class CollectPieces(CollectStage):
-    """All encoded pieces -> the orders as read; puts out their name."""
+    """All encoded pieces -> the orders as read; puts out their name, "read". Raises SourceError where a set has no well-formed record."""
 
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
         orders = {which: PieceOrder.whole([piece for piece in pieces if piece[0].startswith(which)]) for which in SETS}
@@ -278,7 +287,7 @@ class CollectPieces(CollectStage):
 
 
 def add_reading(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap) -> beam.PCollection:
-    """Add the stages from the tasks to the name of the orders as read."""
+    """Add the stages from the tasks to the name of the orders as read, which the collection returned has as its one element."""
     training = [task for task in tasks if task.which == "training"]
     # Create spreads its elements over all workers; without that they would be read by one.
     current = pipeline | "Tasks" >> beam.Create(training if plan.counted else list(tasks))

@@ -20,6 +20,7 @@ from foreload.pipelines.errors import DiskError, ForeloadError
 from foreload.pipelines.planning.plan import FAILURES, RESERVE, Plan
 
 Wrap = Callable[[beam.DoFn], beam.DoFn]
+"""Applied to every DoFn of the pipeline: the identity but in tests, which disturb them."""
 
 
 class Stage(beam.DoFn):
@@ -39,11 +40,11 @@ class Stage(beam.DoFn):
         return "all"
 
     def outputs(self, element: Any) -> Iterator[Any]:
-        """What follows from an element."""
+        """Do the stage's work for an element, and give what it puts out for the next stage."""
         raise NotImplementedError
 
     def process(self, element: Any) -> Iterator[Any]:
-        """Beam's entry."""
+        """Beam's entry: `outputs`, with errors of the user's making and a full disk noted in the work folder."""
         try:
             yield from self.outputs(element)
         except ForeloadError as error:
@@ -72,7 +73,7 @@ class GroupStage(Stage):
             yield from self.together(sorted(values))
 
     def together(self, values: list[Any]) -> Iterator[Any]:
-        """What follows from all values."""
+        """Do the stage's work for all values, and give what it puts out for the next stage."""
         raise NotImplementedError
 
 

@@ -54,7 +54,8 @@ class CompileSettings:
 
     slots: per lane; a number, "min" (the rows of the largest step) or "all" (no row ever leaves). segment_bytes: bound on a segment's sample
     files. window_accesses: bound on the distinct rows per step, summed over the lookahead. parent: the schedule to continue. placement: of
-    a step's samples in its slices (docs/definitions.md).
+    a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly (RowTable). threads: that
+    plan lanes at once. settings: kept in the header as they are.
     """
 
     features: FeatureSpec
@@ -370,7 +371,8 @@ def compile_schedule(
 ) -> dict[str, Any]:
     """Compile `source` into the folder `out`; returns the manifest (docs/schedule.md).
 
-    work: a folder for scratch files. Raises SlotsError where a step does not fit the slots, DiskError where the disk is full; `failed.json`
+    work: a folder for scratch files. Raises SlotsError where a step does not fit the slots, ScheduleError where the parent cannot be continued,
+    DiskError where the disk is full or a file cannot be read or written; `failed.json`
     then says so, what was published stays valid, and there is no schedule.json.
     """
     try:

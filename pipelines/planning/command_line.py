@@ -57,7 +57,10 @@ def read(arguments: Sequence[str]) -> tuple[PrepareOptions, list[str]]:
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Own arguments, sources last, and those of Beam. A flag that is not known here takes the next word unless that is a flag."""
+    """Own arguments, with the sources last, behind "--", and those of Beam.
+
+    A flag that is not known here goes to Beam, with the next word, unless that is a flag too or Beam knows the flag as a switch.
+    """
     known = parser()._option_string_actions
     own: list[str] = []
     beam: list[str] = []

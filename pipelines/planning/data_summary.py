@@ -12,7 +12,7 @@ from foreload.pipelines.samples.rejects import remedy, summed_up
 from foreload.pipelines.schedule.reader import Schedule
 
 _SHOWN_COLUMNS = 5
-_FLAGS = {"training": "", "evaluation": " of --eval-source"}
+_FLAGS = {"training": "", "evaluation": " of --eval-source"}  # what is said behind the figures of each set
 
 
 def data_summary(
@@ -20,7 +20,7 @@ def data_summary(
 ) -> dict[str, Any]:
     """For the summary: "malformed", "tables" (rows of each that were ever trained), and "data" of each set (ColumnCounts.told).
 
-    causes: of malformed records, most frequent first, each as (column, value, rule) with how many there are. columns: set -> its
+    causes: of malformed records, most frequent first, each as ((column, value, rule), number of records). columns: set -> its
     ColumnCounts as JSON.
     """
     counts = {which: ColumnCounts.from_dict(columns[which]) for which in _FLAGS}
@@ -46,9 +46,9 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     lines.append(f"distinct ids  {_most(rows, '{:,}'.format)}")
     if summary["malformed"]:
         causes = [(Cause(c["column"], c["value"], c["rule"]), c["records"]) for c in summary["malformed"]]
-        missing = remedy(causes, spec)
+        missing_line = remedy(causes, spec)
         lines.append(f"malformed     {summed_up(causes, summary['rejected'])}")
-        lines += [f"              if that means missing values, write {missing}"] if missing else []
+        lines += [f"              if that means missing values, write {missing_line}"] if missing_line else []
     return lines
 
 

@@ -19,7 +19,7 @@ from foreload.pipelines.sources.files import (
 )
 from foreload.pipelines.sources.splits import Split
 
-_SAMPLE_BYTES = 1 << 18
+_HEAD_BYTES = 1 << 18  # of a text file, by whose lines the others are reckoned
 _COMPRESSED = 4  # a compressed log holds about this many bytes per byte
 
 
@@ -38,9 +38,9 @@ def estimate_rows(splits: Sequence[Split]) -> int:
                 total += pq.read_metadata(file).num_rows
             continue
         with open_stream(path) as stream, reading(path):
-            start = stream.read(_SAMPLE_BYTES)
-        if start.count(b"\n"):
-            line_bytes = len(start) / start.count(b"\n")
+            head = stream.read(_HEAD_BYTES)
+        if head.count(b"\n"):  # else its lines are taken for as long as those of the file before
+            line_bytes = len(head) / head.count(b"\n")
         size = match_files([path])[0].size_bytes * (_COMPRESSED if path.endswith((".gz", ".zst")) else 1)
         total += int(size / line_bytes) if line_bytes else 1
     return total

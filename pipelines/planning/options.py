@@ -30,13 +30,17 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
 
-MOST_LANES = 64  # the users of a row are a mask of 64 bits
+MOST_LANES = 64  # the lanes that use a row are a mask of up to 64 bits
 DEFAULT_MEMORY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class LaneSize:
-    """How much the cache of a lane holds: so many rows, "min" (as few as a step needs), "all", or None: what memory_bytes has room for."""
+    """How much the cache of a lane holds.
+
+    slots: so many rows, "min" (as few as the largest step needs), "all" (no row ever leaves), or None: as many as memory_bytes has room for.
+    memory_bytes: used only then.
+    """
 
     slots: int | Literal["min", "all"] | None = None
     memory_bytes: int = DEFAULT_MEMORY_BYTES

@@ -48,11 +48,11 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every worker knows.
+    """What every worker knows: settings, and where things lie. Made by the command; pickled, and the same in every process.
 
     spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
-    features stand only where there is a parent; their slots, where `sized`, are those that the memory has room for, as long as it is not
-    known how many rows there can be. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
+    features stand only where there is a parent; their slots, where `sized`, are those that the memory has room for; `compile_settings` makes
+    them fewer where the data has fewer rows. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
     writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training sample.
     """
 
@@ -95,15 +95,15 @@ class Plan:
         return replace(self.settings, features=features, slots=slots, settings=settings, threads=threads)
 
     def order_path(self, name: str) -> Path:
-        """The file of an order or another result of a group."""
+        """The file in which a stage leaves an order, or another result as JSON, for later stages."""
         return self.work / ORDER_FILES / f"{name}.json"
 
     def save(self, name: str, value: Any) -> None:
-        """Write the result of a group."""
+        """Write a stage's result under a name."""
         write_json(self.order_path(name), value)
 
     def load(self, name: str) -> Any:
-        """Read the result of a group."""
+        """Read what a stage before has saved under a name."""
         return json.loads(self.order_path(name).read_bytes())
 
     def failed(self) -> list[Path]:
@@ -124,7 +124,7 @@ def piece_name(*parts: int | str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """A split, and which set it belongs to (one of SETS)."""
+    """A split, and which set it belongs to: "training" or "evaluation"."""
 
     which: str
     split: Split
@@ -149,7 +149,10 @@ def plan_reading(options: PrepareOptions, spec: FeatureSpec) -> list[ReadTask]:
 
 
 def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
-    """Look at the feature file, the parent and the sources' names. Raises PipelineError and SettingError."""
+    """The plan, and the splits to read; looks at the feature file, the parent, and the sources' names and headers.
+
+    Raises PipelineError and SettingError.
+    """
     spec = feature_spec(options, None if parent is None else parent.header.features)
     if parent is not None:
         spec = _continued(parent, spec, options)
@@ -196,7 +199,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
 
 
 def _row_bytes(options: PrepareOptions, spec: FeatureSpec) -> int:
-    """What the header says that a row takes at rest. Where the slots are given as a number nothing follows from it."""
+    """What the header says that a row takes at rest. Nothing follows from it where the slots are given: weights and one number of state, then."""
     if options.row_bytes is not None:
         return options.row_bytes
     if options.lane_size.slots is None:
@@ -226,7 +229,7 @@ def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> 
             f"--placement: must be the parent's {parent.header.placement}, is {options.placement}; leave it out with --after"
         )
     theirs = parent.header.features
-    sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}
+    sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}  # without ids 0 and 1
     # How files are laid out, and in what order they are read, may change from one schedule to the next.
     layout = {name: getattr(spec, name) for name in ("text", "order_by", "order_type")}
     if len(spec.tables) != len(theirs.tables) or dataclasses.replace(theirs, **layout) != spec.with_vocabulary(sizes):

@@ -17,15 +17,16 @@ OCCUPANT_BYTES = 26  # of a slot, who sits in it: table (2), ordinal (8), id (8)
 STORE_OVERHEAD_BYTES = 76  # of a row of 132 bytes in a large hash of Redis 7.0, measured; where no server is up to be asked
 DEFAULT_DIMENSION = 32
 MOST_SLOTS = 2**31 - 1
-_FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16
+_FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16  # rows in each of a lane's two stagings
 
+# Of the estimate of a schedule's size.
 _VALUES = 4  # values of a multi-valued feature, about
 _MOVES_BYTES = 8  # of a lookup: slots, masks and arrivals of the distinct rows, spread over all lookups
 _ROW_BYTES = 44  # of a row ever trained: its record while compiling, and its line in the row table
 
 
 def stored_bytes(columns: int) -> int:
-    """A row at rest."""
+    """A row at rest, as a store shard has it."""
     return 4 * columns + TRAILER_BYTES
 
 
@@ -56,9 +57,9 @@ def lane_bytes(slots: int, columns: int, with_base: bool) -> int:
 
 def slots_of_size(size_bytes: int, columns: int, with_base: bool) -> int:
     """The most slots of a lane that may take so many bytes, staging included; 0 where not even one may."""
-    held = size_bytes // slot_bytes(columns, with_base)  # slots and staged rows
-    possible = range(min(held, MOST_SLOTS) + 1)
-    return max(bisect_right(possible, held, key=lambda slots: slots + 2 * staging_rows(slots)) - 1, 0)
+    room = size_bytes // slot_bytes(columns, with_base)  # rows, in slots or staging
+    possible = range(min(room, MOST_SLOTS) + 1)
+    return max(bisect_right(possible, room, key=lambda slots: slots + 2 * staging_rows(slots)) - 1, 0)
 
 
 def default_columns(features: FeatureSpec) -> int:
@@ -86,7 +87,10 @@ def most_rows(features: FeatureSpec, samples: int | None = None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the size of a schedule depends on. samples: training and evaluation; epochs: of the training samples."""
+    """What the size of a schedule depends on, besides its features.
+
+    samples: training and evaluation; epochs: of the training samples; shuffled: every epoch anew; ordered: by a column.
+    """
 
     samples: int
     epochs: int
@@ -95,12 +99,14 @@ class Shape:
 
 
 def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
-    """The most that preparing a schedule has on the disk at once: pieces, the schedule and the row table."""
+    """About the most bytes that preparing a schedule has on the disk at once: pieces, the schedule and the row table."""
     lookups = sum(1 if feature.pooling == "single" else _VALUES for feature in spec.features)
     dense = 4 * len(spec.dense)
-    piece = 4 + dense + 8 * lookups + (8 * len(spec.features) if spec.multi_valued else 0) + (24 if shape.ordered else 0)
+    # In a piece, a sample is its label, dense values, ids, offsets and sort key; a sort writes all once more, a shuffle twice an epoch.
+    sample = 4 + dense + 8 * lookups + (8 * len(spec.features) if spec.multi_valued else 0) + (24 if shape.ordered else 0)
     copies = 1 + (1 if shape.ordered else 0) + (2 * shape.epochs if shape.shuffled else 0)
     written = shape.samples * (shape.epochs if shape.shuffled else 1)
+    # In a sample file it is label and number (12), dense values and an int32 a lookup; epochs in the same order share the files, not the moves.
     schedule = written * (12 + dense + 4 * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
     rows = sum(min(table.rows or shape.samples, shape.samples) for table in spec.tables)
-    return shape.samples * piece * copies + schedule + rows * _ROW_BYTES
+    return shape.samples * sample * copies + schedule + rows * _ROW_BYTES

@@ -21,7 +21,7 @@ _BLOCK_ROWS = 1024
 def exact_sum(values: np.ndarray) -> int:
     """The sum of finite float64 values, exactly, in units of 2^-1074.
 
-    Mantissas are cut into two 26- and 27-bit halves and summed per exponent in int64: exact below 2^36 values a call.
+    Mantissas are cut into a high half of 27 bits and a low one of 26, each summed per exponent in int64: exact below 2^36 values a call.
     """
     mantissas, exponents = np.frexp(values)
     whole = (mantissas * 2.0**53).astype(np.int64)

@@ -88,19 +88,22 @@ def hashed_ids(texts: pa.Array, rows: int) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: int, others: np.uint64, out: np.ndarray) -> None:
-    """known: uint8, a bit a value from bit `first` on, 0 where it is missing; empty where none is."""
+    """Fill out int64 [n] as hashed_ids says. data, offsets: see text_buffers; others: rows - 1, the ids that values may have.
+
+    known: uint8, Arrow's validity bits: a bit a value from bit `first` on, 0 where it is missing; empty where none is.
+    """
     inverse = np.uint64(0xFFFFFFFFFFFFFFFF) // others
     for i in range(len(out)):
         start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
         if start == end or (len(known) and not known[(first + i) >> 3] >> ((first + i) & 7) & 1):
             out[i] = 0
             continue
-        # The remainder without a division: the quotient by the rounded-down inverse is at most 2 too small.
-        if end - start <= 8 and start + 8 <= len(data):
+        if end - start <= 8 and start + 8 <= len(data):  # hash_bytes of one word, without its loop
             word = load_word(data, start) & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * (end - start)))
             h = mix(mix(np.uint64(end - start)) ^ word)
         else:
             h = hash_bytes(data, start, end)
+        # The remainder without a division: the quotient by the rounded-down inverse is at most 2 too small.
         rest = h - high_product(h, inverse) * others
         while rest >= others:
             rest -= others
@@ -108,7 +111,7 @@ def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: i
 
 
 def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:
-    """CSR over (sample, feature) from one CSR a feature over samples; no values count as one, the missing one."""
+    """CSR over (sample, feature), int64 [samples * F + 1], from one CSR a feature over samples; no values count as one, the missing one."""
     counts = np.empty((samples, len(bounds)), np.int64)
     for place, starts in enumerate(bounds):
         counts[:, place] = np.maximum(np.diff(starts), 1)
@@ -119,7 +122,10 @@ def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _scatter(values: np.ndarray, starts: np.ndarray, place: int, features: int, offsets: np.ndarray, out: np.ndarray) -> None:
-    """Write one feature's values into the lookups of all; where it has none, the lookup stays 0."""
+    """Write the ids of the feature at `place` into out, the lookups of all features; where a sample has none, its lookup stays 0.
+
+    starts [samples + 1]: CSR over samples into values; offsets: as _offsets gives them.
+    """
     for i in range(len(starts) - 1):
         to = offsets[i * features + place]
         for j in range(starts[i + 1] - starts[i]):

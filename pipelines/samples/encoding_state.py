@@ -28,7 +28,7 @@ def needs_state(spec: FeatureSpec) -> bool:
 
 
 def save(folder: Path, vocabularies: Mapping[int, Vocabulary], scales: Sequence[Scale]) -> None:
-    """Write a folder. vocabularies: place of the table -> vocabulary. scales: per dense column."""
+    """Write a folder. vocabularies: place of the table -> vocabulary. scales: per dense column; empty where none is standardised."""
     folder.mkdir(parents=True, exist_ok=True)
     names = []
     for table, vocabulary in sorted(vocabularies.items()):

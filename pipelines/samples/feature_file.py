@@ -30,7 +30,7 @@ def load_features(path: str | Path) -> FeatureSpec:
 
 
 def parse(document: Mapping[str, Any]) -> FeatureSpec:
-    """A feature file's contents as a spec. Raises FeatureError."""
+    """A feature file's contents, as TOML gives them, as a spec. Raises FeatureError."""
     known = {"label", "order_by", "order_type", "text", "table", "feature", "dense"}
     _refuse_unknown(document, known, "the feature file")
     tables = [_table(name, entry) for name, entry in _mapping(document, "table").items()]

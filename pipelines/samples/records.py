@@ -143,7 +143,7 @@ def convert(
 
 
 def _plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa.Array:
-    """The column without dictionaries and views; texts that mean missing as nulls."""
+    """The column without dictionaries, views and bytes (text instead), lists as large lists; texts that mean missing as nulls."""
     kind = column.type
     if _is_list(kind):
         values = _plain(column.flatten(), missing, path, name)
@@ -163,12 +163,13 @@ def _plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa
     if not _is_text(column.type):
         return column
     if missing:
-        unknown = pc.is_in(column, pa.array(missing, column.type))
-        column = pc.if_else(unknown, pa.scalar(None, column.type), column)
+        is_missing = pc.is_in(column, pa.array(missing, column.type))
+        column = pc.if_else(is_missing, pa.scalar(None, column.type), column)
     return column
 
 
 def _labels(column: pa.Array, name: str, path: str, faults: Faults) -> np.ndarray:
+    """float32 [n], 0 or 1 but in the rows at fault."""
     reason = "a label must be 0 or 1"
     values = _numbers(column, name, reason, path, faults)
     wrong = np.flatnonzero((values != 0) & (values != 1))
@@ -178,6 +179,7 @@ def _labels(column: pa.Array, name: str, path: str, faults: Faults) -> np.ndarra
 
 
 def _dense(column: pa.Array, entry: Dense, path: str, faults: Faults) -> np.ndarray:
+    """float64 [n], NaN where missing; within float32 but in the rows at fault."""
     reason = "a dense value must be a finite number within float32"
     values = _numbers(column, entry.column, reason, path, faults)
     for row in np.flatnonzero(np.abs(values) > _LARGEST):
@@ -216,6 +218,7 @@ def _categorical(column: pa.Array, feature: Feature, spec: FeatureSpec, path: st
     offsets = column.offsets.to_numpy()
 
     def report(place: int, value: object, reason: str) -> None:
+        # The place of a value among all lists' values -> the row whose list has it.
         faults.add(int(np.searchsorted(offsets, place, side="right")) - 1, feature.column, value, reason)
 
     values = _values(_plain(column.flatten(), spec.text.missing, path, feature.column), feature, rows, path, report)
@@ -277,7 +280,7 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str
         if bounds["max"] is None or (bounds["min"] >= 0 and bounds["max"] < rows):
             return column
     reason = f"an id must be a whole number in 0 .. {rows - 1}"
-    given = column
+    given = column  # as the source has it, for messages
     if _is_text(column.type):
         column = _cast_text(column, pa.int64(), lambda place, value: report(place, value, reason))
     elif pa.types.is_uint64(column.type):
@@ -333,7 +336,7 @@ def _without_nan(column: pa.Array) -> pa.Array:
 def _cast_text(column: pa.Array, kind: pa.DataType, report: Callable[[int, object], None]) -> pa.Array:
     """Texts as numbers of a kind (float64 or int64), null where missing. Malformed ones are reported by place and null too."""
     texts = pc.if_else(pa.array(_present(column)), column, pa.scalar(None, column.type))
-    # Arrow reads hexadecimal integers, which no definition here knows.
+    # At once, where all are numbers. Arrow would read hexadecimal integers too, which no definition here knows.
     if kind != pa.int64() or not (
         pc.any(pc.match_substring(texts, "x")).as_py() or pc.any(pc.match_substring(texts, "X")).as_py()
     ):

@@ -28,6 +28,7 @@ MOVE_COLUMNS = (
     *("slots", "early", "next_users", "ends"),
     *("arrival_slot", "arrival_table", "arrival_ordinal", "arrival_id", "arrival_tag", "arrival_after"),
 )
+"""The list columns of a moves file, in the order in which the oracle fills them; what they mean: docs/schedule.md, Moves."""
 
 
 def mask_dtype(lanes: int) -> np.dtype:
@@ -41,9 +42,9 @@ def segment_name(index: int) -> str:
 
 
 def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """Write list columns, name -> (offsets int32 [events + 1], values), as one Arrow record batch.
+    """Write list columns, name -> (offsets int32 [events + 1], values), as one Arrow record batch with a row per event.
 
-    Returns the file's entry in a manifest: name, bytes and CRC-32.
+    Returns the file's entry in a manifest: name, bytes and CRC-32. Raises OSError.
     """
     arrays = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for offsets, values in columns.values()]
     batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
@@ -63,9 +64,10 @@ def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -
 class Header:
     """The settings of a schedule, known before its first segment.
 
-    slots: per lane; first_step: number of its first training step; first_number: number of its first training sample; parent: SHA-256 of
-    the parent's schedule.json, or None; lookahead: what the oracle was allowed (see CompileSettings); placement: of a training step's
-    samples in its slices, in order where a header does not say.
+    slots: per lane; training_samples: of one epoch; evaluation_samples: of one pass; first_step: number of its first training step; first_number:
+    number of its first training sample; parent: SHA-256 of the parent's schedule.json, or None; settings: what was asked for (slots, memory_bytes,
+    row_bytes, ..), and as "encoding" the identity of the encoding state; placement: of a training step's samples in its slices, in order where a
+    header does not say.
     """
 
     version: int
@@ -114,8 +116,9 @@ class Header:
 class Segment:
     """One segment's manifest: consecutive events of one kind and epoch.
 
-    first: number of the first event of this kind; samples: per event, over all lanes; files: per lane, "samples" and "moves" and, where the
-    segment has one, "entry"; evaluation_slots: per lane, what its events need.
+    index: its place in the program; first: number of its first event, among those of its kind; samples: per event, over all lanes; files: per
+    lane, the manifest entries of "samples", "moves" and, where the segment has one, "entry"; evaluation_slots: per lane, what its events need
+    besides the lane's slots; counts: rows_used, arrivals, initial and write_backs of all its lanes.
     """
 
     index: int
@@ -193,8 +196,10 @@ class LaneEvent:
     """One lane's part of an event: views of the schedule, not to be written to.
 
     Its slice: labels float32 [b], dense float32 [b, n], index int32 [lookups] (place among the lane's local rows), offsets int32 [b*F + 1]
-    or None, numbers int64 [b]. Its partition, rows in the order of first lookup: slots int32 [U], users, unsigned, [U] (bit v: lane v uses
-    it), early bool [U], next_users likewise [U]; ends int32: slots whose residency ends at the boundary before the step; arrivals.
+    (CSR into index) or None where no feature is multi-valued, numbers int64 [b]. Its partition, the rows of the lane that any lane uses, in the
+    order of first lookup: slots int32 [U], users, unsigned, [U] (bit v: lane v uses it), early bool [U] (the row may be sent while the step
+    before computes), next_users, as users, [U] (of the next training step); ends int32: slots whose residency ends at the boundary before the
+    step; arrivals.
     """
 
     labels: np.ndarray

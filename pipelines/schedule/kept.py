@@ -30,6 +30,7 @@ from foreload.pipelines.schedule.reader import MappedLists, Schedule
 from foreload.pipelines.schedule.replay import state_after
 
 POSITION = "position.json"
+"""In such a folder: after which step training stopped, and what follows from that (docs/schedule.md, What a run keeps)."""
 
 
 def keep(schedule: Schedule, folder: Path) -> None:
@@ -43,7 +44,10 @@ def keep(schedule: Schedule, folder: Path) -> None:
 
 
 def note_position(schedule: Schedule, folder: Path, step: int) -> None:
-    """Note in such a folder what is known after training step `step`. schedule: the whole. Raises OSError and ScheduleError."""
+    """Note in a kept folder what its missing training steps would tell, where training stopped after step `step`. schedule: the whole.
+
+    Who sits in the slots is that of the schedule's end, whatever the step, and written once. Raises OSError and ScheduleError.
+    """
     end = schedule.header.end_step - 1
     occupants = []
     if any(_last_evaluation(schedule)) and not (folder / POSITION).exists():
@@ -67,9 +71,9 @@ def ordinals_after(schedule: Schedule, step: int) -> np.ndarray:
             counts += np.bincount(batch["lane"].astype(np.int64) * tables + batch["table"], minlength=len(counts))
         return counts.reshape(header.lanes, tables)
     if (schedule.path / POSITION).exists():
-        known = _position(schedule.path)
-        if known["step"] == step:
-            return np.array(known["ordinals"], np.int64)
+        position = _position(schedule.path)
+        if position["step"] == step:
+            return np.array(position["ordinals"], np.int64)
     return np.array([lane.ordinals for lane in state_after(schedule, step).lanes], np.int64)
 
 
@@ -95,6 +99,7 @@ def _last_evaluation(schedule: Schedule) -> Iterator[Segment]:
 
 
 def _files(schedule: Schedule) -> Iterator[str]:
+    """The names of the files that are kept, relative to the schedule."""
     yield from (HEADER, MANIFEST, ROW_TABLE)
     yield from (segment_name(segment.index) for segment in schedule.segments())
     yield from (

@@ -67,7 +67,7 @@ _ENTRY_COLUMNS = ("table", "ordinal", "id", "tag", "stored")
 
 
 class MappedLists:
-    """A mapped Arrow file of list columns: `column(name, row)` is a view."""
+    """A mapped Arrow file of list columns: `column(name, row)` is a view. entry: the file's in a manifest. ScheduleError where it does not fit."""
 
     def __init__(self, path: Path, entry: dict[str, Any]) -> None:
         source = _mapped(path, entry, "schedule file")
@@ -84,7 +84,7 @@ class MappedLists:
         self._columns = {name: (view(batch.column(name).offsets), view(batch.column(name).values)) for name in batch.schema.names}
 
     def column(self, name: str, row: int) -> np.ndarray:
-        """Row `row` of a list column; empty where the file has no such column."""
+        """Row `row` of a list column: a view. The file must have the column (`has`)."""
         offsets, values = self._columns[name]
         return values[offsets[row] : offsets[row + 1]]
 
@@ -278,7 +278,7 @@ class Schedule:
             k += 1
 
     def published(self, index: int) -> bool:
-        """Whether it is known what segment `index` is, or that there is none."""
+        """Whether segment `index` can be had without waiting, or it is known that there is none, since the schedule is complete."""
         return index < len(self._segments) or (self.path / segment_name(index)).exists() or self.complete
 
     def open(self, segment: int) -> None:
@@ -328,6 +328,7 @@ class Schedule:
         return Arrivals(table, ordinal, row_id, tag, slot, after)
 
     def _unused(self, lane: int) -> int:
+        """Slots of the header's that no row ever sat in, by which evaluation slots move down; 0 while that is not known."""
         return self.header.slots[lane] - self.slots[lane]
 
     def final_ends(self, lane: int) -> np.ndarray:

@@ -39,7 +39,7 @@ def state_after(schedule: Schedule, step: int) -> Position:
         raise ScheduleError(
             f"step: must be one of {header.first_step} .. {header.end_step - 1}, is {step}: the run and the schedule do not fit"
         )
-    begin = 0
+    begin = 0  # the last segment with an entry state that is not behind the step
     for segment in schedule.segments():
         if segment.kind == "train" and segment.first > step + 1:
             break
@@ -52,38 +52,39 @@ def state_after(schedule: Schedule, step: int) -> Position:
     assert first is not None
     assert first.ordinals is not None
     size = max(schedule.slots)
-    # Who sits in each slot, free ones too, as arrays that the moves are applied to; what is occupied; ordinals.
+    # Per lane: who sits in each slot, as arrays that the moves are applied to (of a free slot they say nothing); which are occupied; ordinals given.
     tracked = []
     for lane, entry in enumerate(entries):
         assert entry is not None
         count = len(entry)
-        here, occupied = Occupants.zeros(size), np.zeros(size, bool)
-        here.table[:count], here.ordinal[:count], here.id[:count], here.tag[:count] = entry.columns()
-        here.stored_tag[:count] = entry.stored_tag
+        sitting, occupied = Occupants.zeros(size), np.zeros(size, bool)
+        sitting.table[:count], sitting.ordinal[:count], sitting.id[:count], sitting.tag[:count] = entry.columns()
+        sitting.stored_tag[:count] = entry.stored_tag
         occupied[:count] = True
-        tracked.append((here, occupied, np.array(first.ordinals[lane], np.int64)))
+        tracked.append((sitting, occupied, np.array(first.ordinals[lane], np.int64)))
     following = None
     for event in schedule.events(begin):
         if event.kind == "train":
             if event.step > step:
                 following = event
                 break
-            for lane, (here, occupied, ordinals) in enumerate(tracked):
+            for lane, (sitting, occupied, ordinals) in enumerate(tracked):
                 moves = schedule.lane(event, lane)
                 arrivals = moves.arrivals
                 occupied[moves.ends] = False
                 occupied[arrivals.slot] = True
                 slot = arrivals.slot
-                here.table[slot], here.ordinal[slot], here.id[slot], here.stored_tag[slot] = arrivals.columns()
-                here.tag[moves.slots] = event.step + 1
+                # An arrival's tag is the stored version's; its own it gets, as all rows of the step, by the step: 1 + its number.
+                sitting.table[slot], sitting.ordinal[slot], sitting.id[slot], sitting.stored_tag[slot] = arrivals.columns()
+                sitting.tag[moves.slots] = event.step + 1
                 ordinals += np.bincount(arrivals.table[arrivals.tag == 0], minlength=ordinals.size)
         elif _follows(schedule, event, step):
             following = event
             break
     lanes = []
-    for here, occupied, ordinals in tracked:
+    for sitting, occupied, ordinals in tracked:
         slots = np.flatnonzero(occupied).astype(np.int32)
-        lanes.append(LaneState(slots, Occupants(*here.columns(slots), here.stored_tag[slots]), ordinals))
+        lanes.append(LaneState(slots, Occupants(*sitting.columns(slots), sitting.stored_tag[slots]), ordinals))
     return Position(tuple(lanes), begin if following is None else following.segment, following)
 
 

@@ -18,9 +18,9 @@ _CHUNK_LINES = 512  # lines whose bytes and bounds stay in cache while one colum
 _MOST_DIGITS = 15  # such an integer and such a power of ten are exact in float64, so that their quotient is rounded once
 _POWERS = 10.0 ** np.arange(_MOST_DIGITS + 1)
 _EVERY_BYTE, _LOW_BITS = np.uint64(0x0101010101010101), np.uint64(0x7F7F7F7F7F7F7F7F)
-_GATHER = np.uint64(0x0102040810204080)
+_GATHER = np.uint64(0x0102040810204080)  # a multiplication by it brings the lowest bits of 8 bytes together in the highest byte
 _ZEROS, _HIGH_HALVES, _SIX_EACH = np.uint64(0x30) * _EVERY_BYTE, np.uint64(0xF0) * _EVERY_BYTE, np.uint64(6) * _EVERY_BYTE
-_MOST_BYTES = (1 << 31) - 9
+_MOST_BYTES = (1 << 31) - 9  # places are int32
 
 
 class Fields:
@@ -87,8 +87,9 @@ class Fields:
 
 @nb.njit(nogil=True, cache=True)
 def _equal_bytes(word: np.uint64, repeated: np.uint64) -> np.uint64:
-    """A bit for every byte in which two words are equal, 8 in all."""
+    """A bit for every byte in which two words are equal, 8 in all: bit k for byte k."""
     different = word ^ repeated
+    # The top bit of every byte that is zero in `different`: adding 0x7F carries into it from any other bit, and never into the next byte.
     tops = ~(((different & _LOW_BITS) + _LOW_BITS) | different | _LOW_BITS)
     return ((tops >> np.uint64(7)) * _GATHER) >> np.uint64(56)
 

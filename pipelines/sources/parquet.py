@@ -103,6 +103,7 @@ def _without_arrow_types(file: pa.NativeFile) -> pq.FileMetaData:
     """The footer without the Arrow types that are noted in it: Arrow fails at a null among lists that it takes for lists of a fixed size.
     Parquet itself knows no such lists.
     """
+    # A file ends with the footer, its length (4 bytes) and PAR1. A key of the same length that nobody knows leaves all offsets as they are.
     size = file.size()
     file.seek(size - 8)
     length = file.read(4)

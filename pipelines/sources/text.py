@@ -84,6 +84,8 @@ def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES) -
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
+    """How a file is read. text: with delimiter and columns filled in; spec: with the order_type of all files."""
+
     path: str
     text: TextFormat
     spec: FeatureSpec
@@ -109,7 +111,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:
-    """What is no row: the line where it begins, from 0 in its block, and why."""
+    """A line, or several, that is malformed as a whole: where it begins, from 0 in its block, and why."""
 
     line: int
     cause: Cause
@@ -117,8 +119,9 @@ class _Misfit:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Parsed rows. columns: place -> string or float64 array [rows]. lines: where each row starts, from 0 in the block. misfits: what
-    is no row, by ascending line. lines_before: how many lines of the file precede the block."""
+    """Parsed rows. columns: place -> string or float64 array [rows]. lines: int64 [rows], the line that each row starts in, from
+    0 in the block. misfits: by ascending line; they have no row. lines_before: how many lines of the file precede the block; a function,
+    since of a split it takes reading the file up to there, which only an error is worth."""
 
     columns: dict[int, pa.Array]
     lines: np.ndarray
@@ -158,6 +161,7 @@ def _read_exactly(file: BinaryIO, size: int, path: str) -> bytes:
 
 
 def _lines_before(path: str, end: int) -> int:
+    """How many lines end before byte `end` of a file. Raises SourceError."""
     with reading(path), open_file(path) as file:
         lines = 0
         while end > 0 and (part := file.read(min(end, _READ_BYTES))):
@@ -167,9 +171,12 @@ def _lines_before(path: str, end: int) -> int:
 
 
 def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_before: int) -> Iterator[Records]:
-    """Blocks of whole rows, one after the other. SourceError where a quote is not closed in time."""
+    """The records of a stream, read in blocks that are cut at the end of a row. SourceError where a quote is not closed in time.
+
+    lines_before: lines of the file before the stream's place.
+    """
     text = layout.text
-    carry = b""
+    carry = b""  # the beginning of a row that the next block has the rest of
     more = True
     while more:
         part = _read_exactly(stream, block_bytes, layout.path)
@@ -203,9 +210,10 @@ def _check_closed(bounds: Bounds, layout: _Layout, lines_before: int, last: bool
 
 
 def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds: Bounds | None = None) -> _Block:
-    """Whole rows, typed as text or numbers. Blank lines are no records. bounds: the rows, where they have been looked for.
+    """Whole rows, typed as text or numbers. Blank lines are no records. bounds: of the rows, where they have been looked for.
 
-    SourceError where a value spans lines that may not.
+    Plain data goes through the compiled loops of `Fields`; all else through Arrow's reader, which numbers only the rows that it skips: so lines are
+    counted by `Bounds`, which must cut rows where Arrow does. SourceError where a value spans lines that may not.
     """
     text = layout.text
     delimiter = text.delimiter or ","
@@ -213,8 +221,9 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
     valid = _is_utf8(data)
     fields = Fields.of(data, delimiter, len(layout.columns), text.quoting) if valid else None
     if fields is not None:
-        binary = {layout.columns.index(layout.spec.label)} if layout.spec.label else set()
-        columns = fields.columns(places, layout.numbers, binary)
+        # Labels other than 0 and 1 stay text, so that an error shows them as they stand in the file.
+        labels = {layout.columns.index(layout.spec.label)} if layout.spec.label else set()
+        columns = fields.columns(places, layout.numbers, labels)
         return _Block(columns, np.arange(len(fields)), [], lines_before)
     bounds = bounds or Bounds.of(data, delimiter, text.quoting, text.most_lines)
     characters = np.frombuffer(data, np.uint8)

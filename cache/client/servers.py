@@ -20,8 +20,8 @@ _VERSION_FIELDS = (b"redis-ver", b"valkey-ver")
 
 def available() -> dict[str, str]:
     """The executable of every server that can be had, by name, the preferred one first."""
-    found = {name: shutil.which(name) for name in _SYSTEM} | {name: _in_wheel(name) for name in _WHEELS}
-    return {name: path for name, path in found.items() if path}
+    paths = {name: shutil.which(name) for name in _SYSTEM} | {name: _in_wheel(name) for name in _WHEELS}
+    return {name: path for name, path in paths.items() if path}
 
 
 def find_executable(saved: Sequence[Path] = ()) -> str:
@@ -60,8 +60,8 @@ def saved_by(path: Path) -> str | None:
     """The kind and version of the server that saved a file; None where there is none, or it does not say."""
     head = _head(path)
     for field in _VERSION_FIELDS:
-        _, found, after = head.partition(bytes([len(field)]) + field)
-        if found:
+        _, name, after = head.partition(bytes([len(field)]) + field)
+        if name:
             return f"{field[:-4].decode()} {after[1 : 1 + after[0]].decode(errors='replace')}"
     return None
 

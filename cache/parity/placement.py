@@ -92,9 +92,9 @@ class Placement:
 
     def mask(self, shards: Collection[int]) -> np.ndarray:
         """Which of all store shards are among these: bool [shard_count]."""
-        found = np.zeros(self.shard_count, bool)
-        found[list(shards)] = True
-        return found
+        among = np.zeros(self.shard_count, bool)
+        among[list(shards)] = True
+        return among
 
     @property
     def code(self) -> Code | None:

@@ -26,14 +26,14 @@ class RowCounts:
     @property
     def fields(self) -> np.ndarray:
         """Rows and parity rows of all tables together: int64 [shards]."""
-        found: np.ndarray = (self.rows + self.parity_rows).sum(axis=0)
-        return found
+        totals: np.ndarray = (self.rows + self.parity_rows).sum(axis=0)
+        return totals
 
     def row_bytes(self, layouts: Sequence[RowLayout]) -> np.ndarray:
         """What they take by themselves on each shard: int64 [shards]."""
         widths = np.array([layout.row_bytes for layout in layouts], np.int64)
-        found: np.ndarray = widths @ (self.rows + self.parity_rows)
-        return found
+        sizes: np.ndarray = widths @ (self.rows + self.parity_rows)
+        return sizes
 
     @classmethod
     def none(cls, tables: int, shards: int) -> RowCounts:
@@ -61,8 +61,8 @@ def _count(stripes, table, count, cursors, rows, parity_rows):  # type: ignore[n
 
 def count_rows(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarray | None = None) -> RowCounts:
     """What the shards hold of a lane. cursors: uint64 [shards], a shard has the stripes below its cursor; None: all have all."""
-    found, written = RowCounts.none(tables, shards), stripes.written
+    counts, written = RowCounts.none(tables, shards), stripes.written
     below = np.full(shards, ALL_STRIPES, np.uint64) if cursors is None else cursors
     for table in range(tables):
-        _count(stripes.map, table, int(written.counts[table]), below, found.rows[table], found.parity_rows[table])
-    return found
+        _count(stripes.map, table, int(written.counts[table]), below, counts.rows[table], counts.parity_rows[table])
+    return counts

@@ -78,9 +78,9 @@ class Written:
 
     def has(self, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
         """Whether rows were ever written: bool [n]; any ordinal may be asked for."""
-        found: np.ndarray = ordinal < self.counts[table]
-        found[found] = self.flags[self.starts[table[found]] + ordinal[found]] == 1
-        return found
+        written: np.ndarray = ordinal < self.counts[table]
+        written[written] = self.flags[self.starts[table[written]] + ordinal[written]] == 1
+        return written
 
 
 class StripeMap(NamedTuple):
@@ -227,54 +227,54 @@ def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
 def _arrange(stripes, batch, cursors):  # type: ignore[no-untyped-def]
     """Where the rows of a batch, and the parity rows of their stripes, go: two counting sorts by shard, neither of which moves a row itself.
 
-    Before: every row's stripe is found, and `flags` says of each member whether it is stored (`LaneStripes.arrange` made room for them).
+    Before: every row's stripe is batch_stripes, and `flags` says of each member whether it is stored (`LaneStripes.arrange` made room for them).
     Afterwards rows stand by shard in the order in which they came, those for no live shard last; parity rows stand by shard, in each first those
     that must be read and updated, then those that are made from the batch alone; a parity row whose shard is not live has no place (-1).
     """
-    found = _stripes_of(stripes, batch, cursors)
+    batch_stripes = _stripes_of(stripes, batch, cursors)
     members, k = stripes.members, stripes.k
-    n, shards, r, count = batch.table.size, cursors.size, members.shape[1] - k, found.name.size
+    n, shards, r, count = batch.table.size, cursors.size, members.shape[1] - k, batch_stripes.name.size
     row_starts = np.zeros(shards + 2, np.int64)
     for i in range(n):
-        row_starts[found.shard_of[i] + 1] += 1
+        row_starts[batch_stripes.shard_of[i] + 1] += 1
     for shard in range(shards + 1):
         row_starts[shard + 1] += row_starts[shard]
     position, next_rows = np.empty(n, np.int64), row_starts.copy()
     row_fields, updates = np.empty(n, np.uint64), np.empty(n, np.bool_)
     for i in range(n):
-        position[i] = next_rows[found.shard_of[i]]
-        next_rows[found.shard_of[i]] += 1
+        position[i] = next_rows[batch_stripes.shard_of[i]]
+        next_rows[batch_stripes.shard_of[i]] += 1
         row_fields[position[i]] = pack(batch.table[i], batch.ordinal[i])
-        updates[position[i]] = found.others[found.stripe_of[i]] > 0
+        updates[position[i]] = batch_stripes.others[batch_stripes.stripe_of[i]] > 0
     entry_starts = np.zeros(2 * shards + 1, np.int64)
     for t in range(count):
         for j in range(r):
-            shard = members[found.group[t], k + j]
-            if found.name[t] < cursors[shard]:
-                entry_starts[2 * shard + (found.others[t] == 0) + 1] += 1
+            shard = members[batch_stripes.group[t], k + j]
+            if batch_stripes.name[t] < cursors[shard]:
+                entry_starts[2 * shard + (batch_stripes.others[t] == 0) + 1] += 1
     for bucket in range(2 * shards):
         entry_starts[bucket + 1] += entry_starts[bucket]
     entry_of, next_entries = np.full((count, r), -1, np.int64), entry_starts.copy()
     entry_fields = np.empty(entry_starts[2 * shards], np.uint64)
     for t in range(count):
         for j in range(r):
-            shard = members[found.group[t], k + j]
-            if found.name[t] < cursors[shard]:
-                bucket = 2 * shard + (found.others[t] == 0)
+            shard = members[batch_stripes.group[t], k + j]
+            if batch_stripes.name[t] < cursors[shard]:
+                bucket = 2 * shard + (batch_stripes.others[t] == 0)
                 entry_of[t, j] = next_entries[bucket]
-                entry_fields[next_entries[bucket]] = found.name[t] | PARITY_BIT
+                entry_fields[next_entries[bucket]] = batch_stripes.name[t] | PARITY_BIT
                 next_entries[bucket] += 1
     return Arrangement(
         position,
         row_fields,
         row_starts,
-        found.stripe_of,
-        found.member,
+        batch_stripes.stripe_of,
+        batch_stripes.member,
         entry_of,
         entry_fields,
         entry_starts,
         updates,
-        found.group,
+        batch_stripes.group,
     )
 
 
@@ -318,8 +318,8 @@ class LaneStripes:
         """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
         if self.members.shape[1] > self.k:
             self.written.reserve(table, ordinal)
-        found: Arrangement = _arrange(self.map, BatchRows(table, ordinal), cursors)
-        return found
+        arrangement: Arrangement = _arrange(self.map, BatchRows(table, ordinal), cursors)
+        return arrangement
 
     def fresh(self, placed: Arrangement, stored: np.ndarray, shards: int) -> Fresh:
         """What of an arranged batch the store has not. stored: bool [n], of the rows as they came, whether they were written before."""

@@ -71,8 +71,8 @@ class FileLog:
 
     def held(self, lane: int) -> LoggedBatch | None:
         """The batch held for a lane, None if there is none. Raises CacheError for a file that is not a log."""
-        found = [batch for batch in (self._record(self._path(lane, turn)) for turn in range(2)) if batch is not None]
-        return max(found, key=lambda batch: batch.number, default=None)
+        records = [batch for batch in (self._record(self._path(lane, turn)) for turn in range(2)) if batch is not None]
+        return max(records, key=lambda batch: batch.number, default=None)
 
     def _record(self, path: Path) -> LoggedBatch | None:
         if not path.exists():

@@ -218,16 +218,16 @@ class Failover:
         self.lose(shard, why, not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
         return None
 
-    def _as_it_was(self, lane: int, shard: int, found: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
+    def _as_it_was(self, lane: int, shard: int, there: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
         """Whether a shard with a new connection lacks nothing of a lane but what was under way."""
-        if not self._expected(lane, shard, found.marker, markers):
+        if not self._expected(lane, shard, there.marker, markers):
             return False
         before = self._table.of(lane).held[shard]
         held = -1 if before is None else before  # the marker is no row
         own = [write for of, write in writes if of == lane and write.new is not None]
-        held += sum(write.new.start for write in own if write.new is not None and _done(write, found))
+        held += sum(write.new.start for write in own if write.new is not None and _done(write, there))
         lacking = sum(write.new.stop - 1 for write in own if write.new is not None and write.marker is None)
-        return held - lacking <= found.rows - (not found.marked) <= held
+        return held - lacking <= there.rows - (not there.marked) <= held
 
     def _fenced(self, fresh: Store, shard: int) -> dict[int, Found] | None:
         """Fence all lanes; None if the server is not the run's."""
@@ -280,9 +280,9 @@ class Failover:
         self._probe.close()
 
 
-def _done(write: Write, found: Found) -> bool:
-    """Whether a write that was under way, with a marker, was done by a server whose marker is found."""
-    return found.marked and write.marker is not None and Marker.parse(write.marker) == found.marker
+def _done(write: Write, there: Found) -> bool:
+    """Whether a write that was under way, with a marker, was done by a server with this marker, which is then there."""
+    return there.marked and write.marker is not None and Marker.parse(write.marker) == there.marker
 
 
 def counted(error: RowsLost, stored: StoredRows, lanes: Sequence[LaneStripes]) -> RowsLost:

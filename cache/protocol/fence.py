@@ -90,12 +90,12 @@ def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> d
     ]
     keys = [lane_key(namespace, lane, epoch) for lane, epoch in zip(lanes, epochs, strict=True)]
     answers = store.commands_at_once(shard, [command for key in keys for command in (("HGET", key, MARKER), ("HLEN", key))])
-    found = {}
+    by_lane = {}
     for lane, epoch, marker, fields in zip(lanes, epochs, answers[::2], answers[1::2], strict=True):
         assert marker is None or isinstance(marker, bytes)
         assert isinstance(fields, int)
-        found[lane] = Found(epoch, Marker.parse(marker), marker is not None, fields - (marker is not None))
-    return found
+        by_lane[lane] = Found(epoch, Marker.parse(marker), marker is not None, fields - (marker is not None))
+    return by_lane
 
 
 def fence_all(

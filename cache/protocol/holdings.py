@@ -44,14 +44,14 @@ class Holding:
 
 def all_holdings(store: Store, shard: int) -> list[Holding]:
     """Those of every namespace on a store shard, by name. Goes through all keys, some at a time. Raises StoreError."""
-    found: dict[str, set[bytes]] = {}
+    keys_of: dict[str, set[bytes]] = {}
     for keys in scan(store, shard):
         for key in keys:
             if lane := _LANE.fullmatch(key):
-                found.setdefault(lane[1].decode(), set()).add(key)
+                keys_of.setdefault(lane[1].decode(), set()).add(key)
             elif note := _NOTE.fullmatch(key):
-                found.setdefault(note[1].decode(), set())
-    held = [_holding(store, shard, namespace, keys) for namespace, keys in sorted(found.items())]
+                keys_of.setdefault(note[1].decode(), set())
+    held = [_holding(store, shard, namespace, keys) for namespace, keys in sorted(keys_of.items())]
     # Other programs' keys may look alike.
     return [holding for holding in held if holding.note is not None or holding.lanes]
 

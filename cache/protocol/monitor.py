@@ -64,9 +64,9 @@ class Monitor(threading.Condition):
         answers: list[Answer] = []
 
         def answer() -> None:
-            found = work()
+            result = work()
             with self:
-                answers.append(found)
+                answers.append(result)
                 self.notify_all()
 
         self.post(answer)

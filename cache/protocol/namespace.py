@@ -77,10 +77,10 @@ def claim(
         note = {"format": FORMAT, "shard": shard, "shards": store.shards, "identity": dict(identity)}
         text = json.dumps(note, sort_keys=True)
         if store.command(shard, "SET", run_key(namespace), text, "NX") is None:
-            found = None
+            holder = None
             with contextlib.suppress(StoreError):
-                found = owner(store, namespace, shard)
-            if found is not None and "run" in identity and found["identity"].get("run") == identity["run"]:
+                holder = owner(store, namespace, shard)
+            if holder is not None and "run" in identity and holder["identity"].get("run") == identity["run"]:
                 # Claimed by the same run before, which then was killed.
                 store.command(shard, "SET", run_key(namespace), text)
                 continue
@@ -97,8 +97,8 @@ def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, 
     """Make a Store of one server shard number `shard` of a run, if that has no namespace of this name; whether it is the run's then."""
     note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
     store.command(0, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX")
-    found = owner(store, namespace, 0)
-    return found is not None and json.dumps(found, sort_keys=True) == json.dumps(note, sort_keys=True)
+    noted = owner(store, namespace, 0)
+    return noted is not None and json.dumps(noted, sort_keys=True) == json.dumps(note, sort_keys=True)
 
 
 def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
@@ -139,9 +139,9 @@ def lane_keys(store: Store, shard: int, namespace: str) -> Iterator[list[bytes]]
     check_name(namespace)
     # The pattern finds at least these; the expression decides.
     pattern = b"{%b:*}:*" % re.sub(rb"([\[\]?*\\])", rb"\\\1", namespace.encode())
-    mine = re.compile(rb"\{%b:\d+\}:.*" % re.escape(namespace.encode()))
+    of_a_lane = re.compile(rb"\{%b:\d+\}:.*" % re.escape(namespace.encode()))
     for keys in scan(store, shard, pattern):
-        yield [key for key in keys if mine.fullmatch(key)]
+        yield [key for key in keys if of_a_lane.fullmatch(key)]
 
 
 def scan(store: Store, shard: int, pattern: bytes = b"*") -> Iterator[list[bytes]]:

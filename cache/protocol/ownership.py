@@ -40,15 +40,15 @@ def inspect_shards(
     may_lose: one that refuses is given up, and counts as down. Raises StoreError.
     """
     for shard in range(store.shards):
-        found = None
+        by_lane = None
         try:
             if shard not in store.down and belongs(shard):
-                found = look(shard)
+                by_lane = look(shard)
         except (StoreFull, StoreAuth) as error:
             if not may_lose:
                 raise
             store.give_up(shard, str(error))
-        yield shard, found
+        yield shard, by_lane
 
 
 def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[int, int]) -> None:
@@ -72,23 +72,23 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
         if fenced is None:
             lose(stored, shard)
             continue
-        for lane, found in fenced.items():
+        for lane, there in fenced.items():
             own = stored.shards.of(lane)
-            own.epochs[shard] = found.epoch
-            if not last_batches[lane] and (found.marked or found.rows):
+            own.epochs[shard] = there.epoch
+            if not last_batches[lane] and (there.marked or there.rows):
                 # What an earlier owner wrote between the removal of its rows and the fence.
                 stored.store.command(shard, "UNLINK", stored.key(lane, shard))
                 continue
-            if found.marked:
+            if there.marked:
                 own.held[shard] = int(expected[lane][shard])
-            if found.marker != Marker(last_batches[lane], last_batches[lane]):
+            if there.marker != Marker(last_batches[lane], last_batches[lane]):
                 lose(stored, shard)
-            elif found.rows != expected[lane][shard]:
+            elif there.rows != expected[lane][shard]:
                 doubtful[shard] = None
             if not stored.placement.r and (shard in stored.shards.lost or shard in doubtful):
                 raise StoreError(
-                    f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {found.rows} of {expected[lane][shard]}, up to write-back "
-                    f"batch {found.marker} of {last_batches[lane]}; restore it and --resume, or start again with --overwrite"
+                    f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {there.rows} of {expected[lane][shard]}, up to write-back "
+                    f"batch {there.marker} of {last_batches[lane]}; restore it and --resume, or start again with --overwrite"
                 )
     stored.shards.check_covered()
     for shard in doubtful:
@@ -116,9 +116,9 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
         if lanes is None:
             lose(stored, shard)
             continue
-        for lane, found in lanes.items():
-            stored.shards.of(lane).epochs[shard] = found.epoch
-            if stored.placement.r and found.marker != Marker(numbers[lane], numbers[lane]):
+        for lane, there in lanes.items():
+            stored.shards.of(lane).epochs[shard] = there.epoch
+            if stored.placement.r and there.marker != Marker(numbers[lane], numbers[lane]):
                 lose(stored, shard)
     stored.shards.check_covered()
 
@@ -128,5 +128,5 @@ def stale_shards(store: Store, namespace: str, last_batches: Sequence[int]) -> l
     whole = {lane: Marker(number, number) for lane, number in enumerate(last_batches)}
     inspected = inspect_shards(store, lambda shard: look_at(store, shard, namespace, list(whole)))
     return [
-        shard for shard, lanes in inspected if lanes is None or {lane: found.marker for lane, found in lanes.items()} != whole
+        shard for shard, lanes in inspected if lanes is None or {lane: there.marker for lane, there in lanes.items()} != whole
     ]

@@ -229,11 +229,11 @@ class ParityRounds(Rounds):
         """Decode the wrong rows of a read, and repair them, where more shards would be lost than parity covers. Raises the error if it must."""
         writes, read = fetch.writes, request.read
         lost = self._unreadable(writes.lane, read.shard)
-        found = decode_wrong(self._stored, writes.stripes, fetch.expected, request, error, lost)
-        self._read_alone(writes.lane, found.reads, error)
-        self.exchange([], [(writes.lane, write) for write in found.put(self._stored, writes.lane, read)])
+        wrong_rows = decode_wrong(self._stored, writes.stripes, fetch.expected, request, error, lost)
+        self._read_alone(writes.lane, wrong_rows.reads, error)
+        self.exchange([], [(writes.lane, write) for write in wrong_rows.put(self._stored, writes.lane, read)])
         request.decoded = True
-        return len(found.places)
+        return len(wrong_rows.places)
 
     def _decode_parity(self, lane: int, read: Read) -> None:
         """The same for parity rows that are missing, and are to be updated."""
@@ -251,9 +251,9 @@ class ParityRounds(Rounds):
         )
         if decoding is None:
             raise error
-        found = WrongRows(places, decoding)
-        self._read_alone(lane, found.reads, error)
-        self.exchange([], [(lane, write) for write in found.put(self._stored, lane, read)])
+        wrong_rows = WrongRows(places, decoding)
+        self._read_alone(lane, wrong_rows.reads, error)
+        self.exchange([], [(lane, write) for write in wrong_rows.put(self._stored, lane, read)])
 
     def _unreadable(self, lane: int, shard: int) -> np.ndarray:
         return self._shards.of(lane).unreadable | self._stored.placement.mask([shard])
@@ -293,11 +293,11 @@ class ParityRounds(Rounds):
 
     def lacking(self, reads: Sequence[tuple[int, Read]]) -> bool:
         """Whether a live shard lacks a row that it must have; it is lost then. Raises RowError where parity does not cover that."""
-        found = False
+        any_lost = False
         for lane, read in reads:
             if read.missing is not None and self._live(read.shard):
                 error = missing_value(self._stored, lane, read)
                 if not self._distrusted(read.shard, error):
                     raise error
-                found = True
-        return found
+                any_lost = True
+        return any_lost

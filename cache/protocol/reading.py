@@ -117,14 +117,14 @@ def plan_reads(stored: StoredRows, expected: Expected) -> list[Request]:
     """The reads that fetch these rows: one per shape and store shard."""
     shards = stored.placement.shard_count
     shard_of = stored.placement.shards(expected.lane, expected.table, expected.ordinal)
-    owner = stored.shapes.of_table[expected.table] * shards + shard_of
-    order = np.argsort(owner, kind="stable")
-    owner = owner[order]
+    shape_and_shard = stored.shapes.of_table[expected.table] * shards + shard_of
+    order = np.argsort(shape_and_shard, kind="stable")
+    shape_and_shard = shape_and_shard[order]
     names = fields(expected.table, expected.ordinal)[order]
-    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    starts = np.flatnonzero(np.diff(shape_and_shard, prepend=-1))
     requests = []
-    for start, end in pairwise([*starts, len(owner)]):
-        shape, shard = divmod(int(owner[start]), shards)
+    for start, end in pairwise([*starts, len(shape_and_shard)]):
+        shape, shard = divmod(int(shape_and_shard[start]), shards)
         rows = np.empty((end - start, stored.shapes.row_bytes(shape)), np.uint8)
         # Where there is parity, a value that is no row is as good as none.
         read = Read(shard, stored.key(expected.lane, shard), names[start:end], rows, any_length=stored.placement.r > 0)
@@ -134,10 +134,10 @@ def plan_reads(stored: StoredRows, expected: Expected) -> list[Request]:
 
 def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Marker]) -> None:
     """Refuse a store shard whose marker for the lane is none of `markers`, those that it may have now."""
-    found = Marker.parse(read.marker)
-    if found not in markers:
+    marker = Marker.parse(read.marker)
+    if marker not in markers:
         raise StoreError(
-            f"store {stored.shards.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {found}, must be {markers[0]}; "
+            f"store {stored.shards.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {marker}, must be {markers[0]}; "
             "it was emptied, restarted from an older save, or belongs to another run: restore it and --resume, or start again with --overwrite"
         )
 
@@ -256,11 +256,11 @@ def _read_alone(stored: StoredRows, expected: Expected, request: Request, error:
     assert stored.stripes is not None
     lane, read = expected.lane, request.read
     unreadable = stored.shards.of(lane).unreadable | stored.placement.mask([read.shard])
-    found = decode_wrong(stored, stored.stripes(lane), expected, request, error, unreadable)
-    stored.store.exchange(found.reads, [])
-    if any(one.missing is not None for one in found.reads):
+    wrong_rows = decode_wrong(stored, stored.stripes(lane), expected, request, error, unreadable)
+    stored.store.exchange(wrong_rows.reads, [])
+    if any(one.missing is not None for one in wrong_rows.reads):
         raise error
-    repairs = found.put(stored, lane, read)
+    repairs = wrong_rows.put(stored, lane, read)
     if stored.shards.of(lane).held[read.shard] is not None:
         stored.store.exchange([], repairs)
 

@@ -27,7 +27,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     code = stored.placement.code
     assert code is not None
     batch = log.held(lane) or LoggedBatch(0, NO_ROWS[0], NO_ROWS[1], NO_ROWS[1])
-    found: dict[int, Marker] = {}
+    markers: dict[int, Marker] = {}
     doubtful: list[int] = []
     fenced_shards = inspect_shards(
         stored.store,
@@ -48,7 +48,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
         if marker.rebuilding or marker.data < batch.number - 1:
             lose(stored, shard)
             continue
-        found[shard] = marker
+        markers[shard] = marker
         stage = int(marker.parity == batch.number) + int(marker.data == batch.number)
         if batch.held is not None and there.rows != batch.held[shard, stage]:
             doubtful.append(shard)
@@ -56,18 +56,18 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     for shard in doubtful:
         # One that is too many is kept: a scrub decodes what it lacks.
         if stored.lose(shard, f"store {stored.shards.urls[shard]}: lacks rows of lane {lane}"):
-            del found[shard]
+            del markers[shard]
     if not len(batch.fields):
         return batch.number
     stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
     table, ordinal = unpack(batch.fields)
     everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
     placed = stripes.arrange(table, ordinal, everywhere)
-    _finish_parity(stored, lane, batch, placed, {s: m for s, m in found.items() if m.parity < batch.number})
+    _finish_parity(stored, lane, batch, placed, {s: m for s, m in markers.items() if m.parity < batch.number})
     inverse = np.argsort(placed.position)
     whole = Marker(batch.number, batch.number).stored()
     writes = []
-    for shard in (shard for shard, before in found.items() if before.data < batch.number):
+    for shard in (shard for shard, before in markers.items() if before.data < batch.number):
         own = inverse[placed.rows_of(shard)]
         writes.append(Write(shard, stored.key(lane, shard), batch.fields[own], batch.new[own], whole))
     stored.store.exchange([], writes)

@@ -167,11 +167,11 @@ class PlainRounds(Rounds):
 
     def _markers(self, lane: int) -> list[Marker]:
         writes = self._lanes[lane].writes
-        found = [Marker(writes.last_batch, writes.last_batch)]
+        allowed = [Marker(writes.last_batch, writes.last_batch)]
         if writes.pending is not None:
             # The reads go first, but a server may do them last.
-            found.append(Marker(writes.pending.number, writes.pending.number))
-        return found
+            allowed.append(Marker(writes.pending.number, writes.pending.number))
+        return allowed
 
     def flush_pending(self) -> bool:
         """No batch outlives its round."""

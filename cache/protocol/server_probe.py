@@ -75,10 +75,10 @@ class ServerProbe:
     def ready(self) -> dict[int, Store]:
         """The shards whose server answers, each with a Store of its own; they are looked for no more."""
         with self._condition:
-            found, self._ready = self._ready, {}
-            for shard in found:
+            answering, self._ready = self._ready, {}
+            for shard in answering:
                 self._wanted.pop(shard, None)
-            return found
+            return answering
 
     def close(self) -> None:
         """Stop looking."""

@@ -69,9 +69,9 @@ class Inspection:
                 scrub.throttled = False
                 self._monitor.signal()
                 self._monitor.wait_until(lambda: not scrub.wanted)
-            found = Findings()
-            found.add(scrub.findings)
-            return Scrubbed(scrub.stripes, found, not scrub.wanted)
+            so_far = Findings()
+            so_far.add(scrub.findings)
+            return Scrubbed(scrub.stripes, so_far, not scrub.wanted)
 
     def begin_row_counts(self) -> None:
         """Have what the shards hold of the lanes counted."""
@@ -100,9 +100,9 @@ class Inspection:
 
     def _count(self) -> None:
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
-        found = RowCounts.none(tables, shards)
+        counts = RowCounts.none(tables, shards)
         for state in self._lanes.all:
-            found += count_rows(state.writes.stripes, tables, shards, self._stored.shards.of(state.lane).cursors)
+            counts += count_rows(state.writes.stripes, tables, shards, self._stored.shards.of(state.lane).cursors)
         with self._monitor:
-            self._row_counts = found
+            self._row_counts = counts
             self._monitor.notify_all()

@@ -59,9 +59,9 @@ class LiveScrub(Task):
 
     def chunk(self) -> None:
         """Check the next stripes, and repair them. Raises RowsLost, StoreError."""
-        found = self._chunk()
+        findings = self._chunk()
         with self._monitor:
-            self.findings.add(found)
+            self.findings.add(findings)
             self._monitor.notify_all()
 
     def _chunk(self) -> Findings:
@@ -80,10 +80,10 @@ class LiveScrub(Task):
         self._rounds.exchange([(writes.lane, read) for read in chunk.reads], [])
         if not all(self._shards.readable(writes.lane, read.shard) for read in chunk.reads):
             return Findings()  # one more is lost; the next attempt goes without it
-        found, repairs = chunk.judge()
+        findings, repairs = chunk.judge()
         self._rounds.exchange([], [(writes.lane, write) for write in repairs])
         self._first += count
-        return found
+        return findings
 
     def _plan(self, writes: LaneWrites, table: int, count: int) -> StripeChunk:
         lane, k = writes.lane, writes.stripes.k

@@ -78,10 +78,10 @@ class Rebuild(Task):
         if table == len(self._stored.layouts):
             self._finish(writes, shard)
             return 0
-        found = rows_on_shard(stripes, table, first, shard, COMMAND_ROWS)
+        shard_rows = rows_on_shard(stripes, table, first, shard, COMMAND_ROWS)
         row_bytes = self._stored.layouts[table].row_bytes
-        if len(found.place):
-            wanted = StripePlaces(np.full(len(found.place), table, np.int16), found.stripe, found.place)
+        if len(shard_rows.place):
+            wanted = StripePlaces(np.full(len(shard_rows.place), table, np.int16), shard_rows.stripe, shard_rows.place)
             keys = self._stored.keys(lane)
             plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, keys)
             reads = [(lane, read) for read in plan.reads]
@@ -91,16 +91,16 @@ class Rebuild(Task):
             if self._rounds.lacking(reads):
                 return 0
             marker = Marker(writes.last_batch, writes.last_batch, rebuilding=True)
-            names = found.fields(table, stripes.k)
+            names = shard_rows.fields(table, stripes.k)
             write = self._stored.write(lane, shard, names, plan.decode(), marker, len(names))
             self._rounds.exchange([], [(lane, write)])
             if shard in self._shards.lost:
                 return 0
-        more = found.end * stripes.k < stripes.written.counts[table]
-        following = (table, found.end) if more else (table + 1, 0)
+        more = shard_rows.end * stripes.k < stripes.written.counts[table]
+        following = (table, shard_rows.end) if more else (table + 1, 0)
         self._shards.advance(lane, shard, cursor_at(*following))
         self._shards.note_rebuilt(shard, self._share(shard))
-        return len(found.place)
+        return len(shard_rows.place)
 
     def _finish(self, writes: LaneWrites, shard: int) -> None:
         lane = writes.lane

@@ -47,8 +47,8 @@ class TableRows:
         arrays = []
         for whole in (self.presence, self.id, self.tag, self.exact):
             array = np.zeros(count, whole.dtype)
-            found = whole[first : first + count]
-            array[: len(found)] = found
+            inside = whole[first : first + count]
+            array[: len(inside)] = inside
             arrays.append(array)
         return TableRows(self.table, *arrays)
 
@@ -180,8 +180,8 @@ class StripeChunk:
             array.reshape(-1, k)[which] for array in (known.presence, known.id, known.tag, known.exact)
         )
         tag_right = np.where(exact, tags == latest, (tags >= 1) & (tags <= latest))
-        found: np.ndarray = (presence != NEVER) & (ids == id) & tag_right
-        return found
+        valid: np.ndarray = (presence != NEVER) & (ids == id) & tag_right
+        return valid
 
     def _try_absent(self, rows: np.ndarray, missing: np.ndarray, erased: np.ndarray, verdict: Verdict) -> None:
         """Where it is not known whether a row was ever written, and its stripe does not agree without it: restore it if its id and tag tell."""
@@ -205,16 +205,16 @@ class StripeChunk:
     def _findings(self, wrong: np.ndarray, restored: np.ndarray, uncorrectable: np.ndarray, missing: np.ndarray) -> Findings:
         k = self.stored.placement.k
         there = self.wanted & ~missing
-        mended = restored.any(axis=1)
-        found = Findings(
-            len(self.stripe), int(there[:, :k].sum()), int(there[:, k:].sum()), int(mended.sum()), int(uncorrectable.sum())
+        repaired = restored.any(axis=1)
+        findings = Findings(
+            len(self.stripe), int(there[:, :k].sum()), int(there[:, k:].sum()), int(repaired.sum()), int(uncorrectable.sum())
         )
-        found.repaired = [self._finding(i, wrong[i]) for i in np.flatnonzero(mended)[:NAMED].tolist()]
-        found.damaged = [
+        findings.repaired = [self._finding(i, wrong[i]) for i in np.flatnonzero(repaired)[:NAMED].tolist()]
+        findings.damaged = [
             replace(one, what=f"{one.what}; the rest of the stripe does not tell what belongs there" if one.what else _DISAGREES)
             for one in (self._finding(i, wrong[i]) for i in np.flatnonzero(uncorrectable)[:NAMED].tolist())
         ]
-        return found
+        return findings
 
     def _finding(self, i: int, wrong: np.ndarray) -> Finding:
         k, stripe = self.stored.placement.k, int(self.stripe[i])
@@ -269,9 +269,9 @@ def scrub_table(
         if batches is not None:
             for read in chunk.reads:
                 check_marker(stored, lane, read, [Marker(batches, batches)])
-        found, writes = chunk.judge()
+        findings, writes = chunk.judge()
         if repair and writes:
             stored.store.exchange([], writes)
             for write in writes:
                 check_answer(stored, lane, write)
-        yield found
+        yield findings

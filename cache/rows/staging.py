@@ -79,9 +79,9 @@ class RowShapes:
         """The shapes of these layouts, in order of first occurrence; layout k must be that of table k."""
         if not layouts or any(layout.table != k for k, layout in enumerate(layouts)):
             raise CacheError(f"row layouts: must be one a table, in order; got tables {[layout.table for layout in layouts]}")
-        of_rows = [(layout.width, layout.state_width) for layout in layouts]
-        shapes = tuple(dict.fromkeys(of_rows))
-        places = np.array([shapes.index(shape) for shape in of_rows], np.int64)
+        shape_of = [(layout.width, layout.state_width) for layout in layouts]
+        shapes = tuple(dict.fromkeys(shape_of))
+        places = np.array([shapes.index(shape) for shape in shape_of], np.int64)
         return cls(shapes, places, max(w for w, _ in shapes), max(s for _, s in shapes))
 
     def row_bytes(self, shape: int) -> int:

@@ -16,7 +16,10 @@ class CacheError(ForeloadError):
 
 
 class RowError(CacheError):
-    """A row is missing, or has another id or tag than the schedule says. wrong: which of the rows of a read are, bool [n], where it was one."""
+    """A row is missing, or has another id or tag than the schedule says.
+
+    wrong: bool [n], which of the n rows of a read that is; None where the error is of no read.
+    """
 
     code = "row"
 

@@ -47,8 +47,8 @@ from foreload.cache.repair.rebuild import Rebuild
 from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
 
 NICENESS = 10  # of the thread
-PLAN_POLL = timedelta(milliseconds=100)
-REPAIR_POLL = timedelta(milliseconds=50)
+PLAN_POLL = timedelta(milliseconds=100)  # how often a plan is asked for an event that it did not know yet
+REPAIR_POLL = timedelta(milliseconds=50)  # how often `repair_shards` looks at its deadline
 
 
 class Traffic:
@@ -111,9 +111,9 @@ class Traffic:
     # The trainer's side.
 
     def add_lane(self, plan: LanePlan) -> None:
-        """Serve a lane from the next round on. Whoever calls has taken it over, if lanes are taken over at all.
+        """Serve a lane from the next round on. Whoever calls has taken it over (`ownership.take_over`), if lanes are taken over at all.
 
-        Raises CacheError for a lane that is served already, and as all calls do.
+        Raises CacheError for a lane that is served already, and the thread's failure, as all calls do.
         """
         state = LaneTraffic(plan, self._stored, self._rounds.needs_base)
         with self._monitor:
@@ -209,7 +209,7 @@ class Traffic:
         self._rounds.replace(shard, url)
 
     def repair_shards(self, patience: timedelta) -> list[int]:
-        """Wait until every shard is whole again, as fast as can be, but no longer than `patience`; returns those that are lost.
+        """Wait until every shard is whole again, at full speed, but no longer than `patience`; returns those that are then lost.
 
         Without parity there is nothing to wait for, but a shard that has not what it acknowledged is an error.
         """
@@ -308,7 +308,7 @@ class Traffic:
             self._monitor.fail(error)
 
     def _patience(self) -> float | None:
-        """Seconds after which the thread looks again by itself."""
+        """Seconds after which the thread looks again by itself; None: it waits to be woken."""
         waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.all) else []
         due = self._background.delay()
         return min(waits if due is None else [*waits, due], default=None)

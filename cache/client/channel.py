@@ -27,8 +27,8 @@ from foreload.cache.errors import (
     StoreUnavailable,
 )
 
-RETRIED = ("LOADING", "BUSY", "TRYAGAIN")
-# The other end is gone, or went while the connection was made: it may be there again in a moment. The rest is for the user to mend.
+RETRIED = ("LOADING", "BUSY", "TRYAGAIN")  # errors of a server that will be ready in a moment
+# The other end is gone, or went while the connection was made: it may be there again in a moment. Other TLS errors the user must set right.
 _TLS_CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _FIRST_PAUSE = timedelta(milliseconds=10)
 _LONGEST_PAUSE = timedelta(milliseconds=500)
@@ -72,6 +72,7 @@ def reply_error(url: StoreUrl, text: str) -> StoreError:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came from: redis-py wraps those of TLS in its own."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -140,12 +141,12 @@ class Channel:
         self.url, self._connection = connect(url, timeout, connect_timeout)
         self.socket: socket.socket = self._connection._sock
         self.socket.setblocking(False)
-        self.failure: StoreError | None = None  # why nothing more can be asked on it, where a connection's failure is no error
+        self.failure: StoreError | None = None  # why nothing more can be asked on it, where that is noted, not raised
         self.compiled = not isinstance(self.socket, ssl.SSLSocket)  # whether its bytes are what the socket carries
         self.tls_wants_write = False
         self._table = np.zeros((0, frames.REQUEST_COLUMNS), np.int64)
         self._requests: list[Request] = []
-        self._first = 0
+        self._first = 0  # the row of the table at which its requests begin
 
     @classmethod
     def absent(cls, url: StoreUrl, failure: StoreError) -> Channel:
@@ -160,7 +161,7 @@ class Channel:
         return channel
 
     def place(self, state: np.ndarray, out: np.ndarray, data: np.ndarray) -> None:
-        """Use these from now on. No request is under way."""
+        """Use this row and these buffers from now on. No request is under way."""
         state[frames.FD] = self.socket.fileno()
         self._state, self._out, self._data = state, out, data
 
@@ -247,6 +248,7 @@ class Channel:
                 return
 
     def _read(self) -> None:
+        """Feed the incoming buffer to the replies that are due, in order. Raises StoreError where it is not the Redis protocol."""
         state = self._state
         start, end = int(state[frames.IN_START]), int(state[frames.IN_END])
         try:

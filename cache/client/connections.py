@@ -75,7 +75,7 @@ class Connections:
                 again = self._not_ready(
                     {shard: some for shard, some in requests.items() if shard not in (failures or ())}, failures
                 )
-                if again and next(attempts, self) is self:
+                if again and next(attempts, self) is self:  # no attempt is left: self stands for that
                     for shard, some in again.items():
                         error = next(request.reply.error for request in some if request.reply.error is not None)
                         self.lose(shard, reply_error(self.channels[shard].url, error), failures)
@@ -94,7 +94,7 @@ class Connections:
     def _not_ready(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None) -> dict[int, list[Request]]:
         """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.
 
-        A shard that refuses for another reason than that is lost, but for one that has another owner, which is for this one to know.
+        A shard that refuses for any other reason is lost. Raises Fenced where the lane has another owner: then it is this one that must stop.
         """
         again: dict[int, list[Request]] = {}
         for shard, some in requests.items():
@@ -121,6 +121,7 @@ class Connections:
             channel.place(state, out, data)
 
     def _begin(self, requests: dict[int, list[Request]]) -> None:
+        """Lay requests out in one table, and start each channel on its own; buffers grow where a frame would not fit."""
         all_requests = [request for some in requests.values() for request in some]
         frame_bytes = max((request.frame_bytes for request in all_requests), default=0)
         if 2 * frame_bytes > self._out.shape[1]:
@@ -144,6 +145,7 @@ class Connections:
             raise
 
     def _run_exchange(self, failures: dict[int, StoreError] | None) -> None:
+        """The compiled loop. It returns now and then without need (PAUSED), so that Python sees to signals, and is called again."""
         timeout_ns = self._timeout_ns
         while True:
             why, shard = frames.run_exchange(
@@ -160,7 +162,7 @@ class Connections:
                     self.lose(shard, error, failures)
 
     def _select(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
-        """The same where TLS is in between."""
+        """The same in Python, where the bytes of a socket are TLS's."""
         with selectors.DefaultSelector() as selector:
             for shard in busy:
                 channel = self.channels[shard]
@@ -195,6 +197,7 @@ class Connections:
         self.channels[shard].fail(error)
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
+        """Do what a socket is ready for, and wait on for what its channel then wants; no more once every reply is in."""
         channel = self.channels[key.data]
         if events & _READ or channel.tls_wants_write:
             channel.receive()
@@ -212,7 +215,7 @@ class Connections:
         return self.timeout // timedelta(microseconds=1) * 1000
 
     def _check_silence(self, busy: list[int], at_ns: int, failures: dict[int, StoreError] | None) -> list[int]:
-        """Find the shards that owe an answer and have been silent for too long: raise StoreUnavailable, or go on without them."""
+        """The shards that owe an answer and have been silent for too long: they are noted in failures, or raised (StoreSilent) where that is None."""
         silent = []
         for shard in busy:
             channel = self.channels[shard]

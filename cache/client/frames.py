@@ -15,11 +15,13 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+# Bytes below: 13 10 is CR LF, 36 is $ (a string), 42 is * (an array), 58 is : (a number), 45 is -, 48 to 57 are the digits.
 FIELD_BYTES = 8
 FIELD_FRAME_HEAD = b"$8\r\n"
 MARKER_BYTES = 8
 
-# A request. To send: a head, then for each field a frame made from a template, with the row after it where there are rows.
+# A request. To send: a head, then for each field a frame made from a template, with the row after it where there are rows. HEAD, TEMPLATE, FIELDS
+# and ROWS are addresses (ROWS 0: no rows), and so is INTO; COUNT is how many fields; strides are in bytes.
 (HEAD, HEAD_BYTES, TEMPLATE, TEMPLATE_BYTES, FIELDS, COUNT, ROWS, ROW_STRIDE, ROW_BYTES) = range(9)
 # To receive: what kind of reply; for rows where they go, the beginning of a row's frame as up to 8 bytes, what comes next, and the marker.
 # Of a number, NEXT is the number, NEXT_HEAD before it is there.
@@ -86,9 +88,9 @@ def _store_big_endian(typing, address, value):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def fill(requests, connection, out):  # type: ignore[no-untyped-def]
-    """Write as much of a connection's next commands as fits to out (uint8), which is empty; a frame is never cut.
+    """Write as much of a connection's next commands as fits to out (uint8), which is empty; a frame is never cut, a head may be.
 
-    out must hold the longest frame of any request.
+    requests: int64 [n, REQUEST_COLUMNS]; connection: int64 [CONNECTION_COLUMNS]. out must hold the longest frame of any request.
     """
     base = np.int64(out.ctypes.data)
     at = 0
@@ -128,7 +130,7 @@ def fill(requests, connection, out):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _number(data, start, end, kind):  # type: ignore[no-untyped-def]
-    """A line of `kind` and digits at data[start:end]: (status, the number, where it ends)."""
+    """A line of the byte `kind` and digits at data[start:end]: (COMPLETE, the number, where it ends), or (MORE or IRREGULAR, 0, start)."""
     if data[start] != kind:
         return IRREGULAR, 0, start
     value = 0
@@ -149,6 +151,7 @@ def _number(data, start, end, kind):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _take_marker(data, start, end, request):  # type: ignore[no-untyped-def]
+    """Take the marker's frame, "$8" and 8 bytes, or nil, "$-1", for none."""
     if end - start < 5:  # the length of nil; a value of any length is longer
         return start, IRREGULAR if data[start] != 36 else MORE
     if data[start] == 36 and data[start + 1] == 56 and data[start + 2] == 13 and data[start + 3] == 10:
@@ -168,6 +171,7 @@ def _take_marker(data, start, end, request):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _take_rows(data, start, end, request):  # type: ignore[no-untyped-def]
+    """Take the frames of rows that are there, each of which must begin as FRAME_HEAD says, up to the first that is not whole or differs."""
     head_bytes, row_bytes = request[FRAME_HEAD_BYTES], request[INTO_BYTES]
     frame = head_bytes + row_bytes + 2
     head = np.uint64(request[FRAME_HEAD])
@@ -201,6 +205,7 @@ def take(data, start, end, request):  # type: ignore[no-untyped-def]
 
     IRREGULAR: what begins there is not what a request usually gets, or none of what is understood here.
     """
+    # From here on COMPLETE says that the piece before is taken, and the next may be.
     status = IRREGULAR if request[KIND] == ANY_REPLY else COMPLETE
     if status == COMPLETE and request[KIND] == NUMBER_REPLY:
         if start == end:
@@ -231,7 +236,7 @@ def take(data, start, end, request):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _send_some(requests, connection, out, now, polled):  # type: ignore[no-untyped-def]
-    """Send as much as the socket takes. False if it takes nothing although it was found ready."""
+    """Send as much as the socket takes. polled: poll said that it takes some; False where it takes nothing all the same, since it is broken."""
     fresh = not polled
     while True:
         if connection[OUT_START] == connection[OUT_END]:
@@ -252,7 +257,7 @@ def _send_some(requests, connection, out, now, polled):  # type: ignore[no-untyp
 
 @nb.njit(nogil=True, cache=True)
 def _receive_some(requests, connection, data, now):  # type: ignore[no-untyped-def]
-    """Receive once and take it. False where there is something that is not understood here."""
+    """Receive once and take it. False where the socket is broken or closed, or there is something that is not understood here."""
     space = data.size - connection[IN_END]
     count = _recv(np.int32(connection[FD]), np.uint64(data.ctypes.data + connection[IN_END]), np.uint64(space), np.int32(0))
     if count <= 0:
@@ -306,12 +311,11 @@ def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):
     feed a reply in between (`Channel.handle_in_python`). A turn asks `poll` for what each busy connection waits for, sends before it receives, and
     takes replies in the order of the requests; it blocks nowhere but in `poll`, and there no longer than until the first connection is overdue.
     """
-    polls = np.zeros(
-        (connections.shape[0], 2), np.int32
-    )  # struct pollfd: the socket, then events and, in the upper half, what came
+    # struct pollfd: the socket, then events and, in the upper half, what came.
+    polls = np.zeros((connections.shape[0], 2), np.int32)
     busy = np.empty(connections.shape[0], np.int64)
     clock_time = np.zeros(2, np.int64)
-    fresh = True
+    fresh = True  # sockets are mostly ready at once: the first turn sends without asking
     seen = np.int64(0)
     while True:
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))

@@ -29,7 +29,7 @@ from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
 from foreload.pipelines.base.files import replacing
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
-_SERVERS = "servers.json"
+_SERVERS = "servers.json"  # in the directory: the socket of each server, by which a later command finds them
 _READY_TIMEOUT = timedelta(minutes=10)  # loading many GB of rows takes minutes
 _ANSWER_TIMEOUT = timedelta(seconds=5)
 NICENESS = 5  # added to the servers': what they do is needed later than what the trainers beside them do
@@ -103,7 +103,7 @@ class _Server:
             return False
         if not os.path.isdir("/proc/self"):
             return self.answers()
-        # The id may have been given again since; a server works in its own directory, and one that is only waited for, in none.
+        # Another process may have the id by now. A server's working directory is its run's; a zombie's cannot be read.
         with contextlib.suppress(OSError):
             return os.path.samefile(f"/proc/{pid}/cwd", self.directory)
         return False
@@ -141,7 +141,8 @@ class LocalStores:
 
     They outlive the process that starts them: `stop` ends them, here or, by way of `LocalStores.find`, in a later command. `start` loads
     what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name. adopt: servers that run in the directory already are
-    used as they are (they could not be saved, or whoever started them was killed), and only the others are started; `left` are their shards.
+    used as they are (they could not be saved, or whoever started them was killed), and only the others are started. left: the shards of such
+    servers, that were left running by an earlier command.
     """
 
     def __init__(
@@ -292,7 +293,8 @@ class LocalStores:
     def leave(self, changed: bool) -> None:
         """End the servers, of which those that were found running have rows that are nowhere else.
 
-        changed: so have the others. Raises StoreFull and StoreUnavailable as `stop` does, for servers that are then left running.
+        changed: whether the others, which were started here, have such rows, too. Raises StoreFull and StoreUnavailable
+        as `stop` does, for servers that are then left running.
         """
         self.stop(save=changed or bool(self.left))
 

@@ -21,7 +21,7 @@ _MARKER_FRAME = b"$1\r\nm\r\n"
 _FIELD_TEMPLATE = frames.FIELD_FRAME_HEAD + bytes(frames.FIELD_BYTES) + b"\r\n"
 _LINE_BYTES = 32  # the longest line that gives a length
 _ERROR_BYTES = 1 << 16  # the longest line of an error
-_OUT_OF_BYTES, _COMPLETE, _OTHER_LENGTH, _NOT_A_BULK_STRING = 0, 1, 2, 3
+_OUT_OF_BYTES, _COMPLETE, _OTHER_LENGTH, _NOT_A_BULK_STRING = 0, 1, 2, 3  # why `_parse` stops
 
 
 class ProtocolError(Exception):
@@ -65,7 +65,7 @@ def encode_command(*parts: bytes | str | int) -> bytes:
 
 @lru_cache(256)
 def _head(name: bytes, key: bytes, words: int, template: bytes, more: bytes) -> np.ndarray:
-    """What begins a command and, behind it, the template of its frames."""
+    """What begins a command of so many words and, behind it, the template of its frames. Kept, since most commands differ in their fields only."""
     return np.frombuffer(b"*%d\r\n" % words + bulk(name) + bulk(key) + more + template, np.uint8)
 
 
@@ -131,8 +131,10 @@ def plain(*words: bytes | str | int) -> Request:
 def _parse(data, start, end, first, rows, missing):  # type: ignore[no-untyped-def]
     """Frames of any kind from data[start:end] into rows[first:] and missing[first:].
 
-    Returns (where the rest begins, next row, status, length): the length is that of the value at which it stopped, for _OTHER_LENGTH.
+    data: uint8, the incoming buffer; rows: uint8 [n, row_bytes]; missing: bool [n]; first: the row that comes next. Returns (where the rest
+    begins, next row, status, length): the length is that of the value at which it stopped, for _OTHER_LENGTH.
     """
+    # 36 is $, 45 is -, 48 to 57 are the digits, 13 and 10 are CR and LF.
     row_bytes = rows.shape[1]
     i = first
     while i < rows.shape[0]:
@@ -189,6 +191,7 @@ class HmgetReply:
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows
+        # A row of its own, until `lay_out` gives one of a table.
         self.encode_into(np.zeros(frames.REQUEST_COLUMNS, np.int64))
 
     def encode_into(self, row: np.ndarray) -> None:
@@ -197,6 +200,7 @@ class HmgetReply:
         head = b"$%d\r\n" % row_bytes
         self._request = row
         row[frames.COUNT] = count
+        # Kernels compare a frame's beginning as one word. A longer one stays ANY_REPLY, of which all is read here.
         if len(head) <= 8:
             into = _address(self.rows), self.rows.strides[0], row_bytes
             row[frames.KIND : frames.FRAME_HEAD_BYTES + 1] = (
@@ -237,6 +241,7 @@ class HmgetReply:
 
     def feed(self, data: np.ndarray, start: int, end: int) -> int:
         """Take what can be used of data[start:end] and return where the rest begins. Raises ProtocolError."""
+        # The kernel as long as all is as expected; from the first irregular frame on, the parser that knows nil and other lengths.
         if self._missing is None:
             start, status = frames.take(data, start, end, self._request)
             self.done = status == frames.COMPLETE
@@ -335,7 +340,10 @@ class PlainReply:
 
 
 class NumberReply(PlainReply):
-    """The reply to a command that counts. A command that is sent again has counted what the first time left of it, so numbers add up."""
+    """The reply to a command that counts, as HSET does the fields that were new.
+
+    A command that is sent again counts only what the first time did not bring, so the numbers of all its replies are added up.
+    """
 
     def __init__(self) -> None:
         self._before = 0

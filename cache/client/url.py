@@ -19,6 +19,7 @@ from foreload.cache.errors import StoreError, StoreTls
 PASSWORD_VARIABLE = "FORELOAD_STORE_PASSWORD"
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ca_path")
 _CHOICES = {"ssl_cert_reqs": ("required", "optional", "none"), "ssl_check_hostname": ("true", "false")}
+# What may be shown of a URL that cannot be parsed: a scheme and a host, or the / of a path, with nothing before them that may be a password.
 _PLACE = r"[a-z]+://(/|([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?($|[/?#]))"
 NEVER_EVICTS = "?evicts=never"
 _EVICTS = "evicts"
@@ -30,7 +31,8 @@ class StoreUrl:
     """The address of one store shard. `str()` masks the password; `plain` leaves it out, for files.
 
     host is None for a Unix socket (path), else path is None. options: TLS options as redis-py names them, as text, and evicts=never, by which
-    the user says what some servers do not.
+    the user vouches for a server that does not say whether it evicts keys. password_from_environment: it is not of the URL; a server that
+    wants none is then used without.
     """
 
     scheme: str
@@ -111,6 +113,7 @@ def _hidden(text: str) -> str:
     # Up to the last @, so that no part of a password with a stray @ or / is shown.
     hidden = re.sub(r"(?s)^(.*?//)?.*@", r"\1***@", text)
     # A password with a stray comma ends the URL before its @.
+    # Without an @, what follows // is shown only where it looks like a host.
     return hidden if "@" in text or re.match(_PLACE, text) else re.sub(r"(?s)//.*", "//***", hidden)
 
 
@@ -119,6 +122,7 @@ def _refusal(text: str, why: str) -> StoreError:
 
 
 def _options(text: str, query: str, scheme: str) -> tuple[dict[str, str], str | None]:
+    """The options of a URL's query, by name, and the database where that is one of them (unix://). Raises StoreError for any other."""
     options: dict[str, str] = {}
     database = None
     for name, value in parse_qsl(query, keep_blank_values=True):
@@ -137,6 +141,7 @@ def _options(text: str, query: str, scheme: str) -> tuple[dict[str, str], str | 
 
 
 def _split(text: str) -> tuple[SplitResult, int]:
+    """The parts of a URL, and its port: 6379 where it names none. Raises StoreError."""
     try:
         parts = urlsplit(text)
         port = parts.port

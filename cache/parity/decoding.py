@@ -30,13 +30,17 @@ class Survivors(NamedTuple):
 
     @classmethod
     def of(cls, placement: Placement, lost: np.ndarray, every_group: bool = True) -> Survivors:
-        """lost: bool [shards]. Raises RowsLost where a group has lost more than r of its shards, unless these are not asked for."""
+        """Those where the shards `lost` (bool [shards]) cannot be read. Raises RowsLost where a group has lost more than r of its shards.
+
+        every_group=False: rows of such groups will not be asked for, and it is no error.
+        """
         code = placement.code
         assert code is not None
         gone = lost[placement.members]
         if every_group and gone.sum(axis=1).max() > code.r:
             raise RowsLost(np.flatnonzero(lost).tolist(), code.r)
         patterns, pattern = np.unique(gone, axis=0, return_inverse=True)
+        # A group that has lost too many gets any k places, which nobody uses.
         known = np.array(
             [np.flatnonzero(~gone if gone.sum() <= code.r else gone | True)[: code.k] for gone in patterns], np.int64
         )
@@ -127,7 +131,11 @@ def _sources(stripes, survivors, wanted):  # type: ignore[no-untyped-def]
 
 @dataclass(slots=True)
 class Decoding:
-    """Rows of one shape to be decoded: what to read, and how it adds up. rows: uint8 [sources, row_bytes], which the reads fill."""
+    """Rows of one shape to be decoded: what to read, and how it adds up.
+
+    wanted: how many are decoded. rows: uint8 [sources, row_bytes], which the reads fill; targets: int64 [sources], factors: uint8 [sources]: row i
+    counts factors[i] times in the wanted row targets[i].
+    """
 
     wanted: int
     reads: list[Read]
@@ -167,7 +175,10 @@ def plan_alone(
     row_bytes: int,
     keys: list[bytes],
 ) -> Decoding | None:
-    """The same for single rows while more shards are lost (bool [shards]) than parity covers; None if a stripe of theirs has lost too many."""
+    """`plan_decoding` for single rows where more shards are lost (bool [shards]) than parity covers everywhere.
+
+    None if a stripe of these rows itself has lost more than r.
+    """
     for one in np.unique(wanted.table).tolist():
         if (lost[stripes.shards(one, wanted.stripe[wanted.table == one])].sum(axis=1) > placement.r).any():
             return None

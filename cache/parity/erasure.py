@@ -47,6 +47,7 @@ def inverse(a: int) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def _accumulate(source, places, factors, target, targets):  # type: ignore[no-untyped-def]
+    """`accumulate` on uint32 words, four elements of the field each."""
     words = target.shape[1]
     for i in range(targets.size):
         to, of = targets[i], places[i]
@@ -61,6 +62,7 @@ def _accumulate(source, places, factors, target, targets):  # type: ignore[no-un
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _mask(factor, bit):  # type: ignore[no-untyped-def]
+    """All ones where the bit is set in factor, else 0."""
     return np.uint32(np.uint32(0) - ((factor >> np.uint32(bit)) & np.uint32(1)))
 
 
@@ -74,7 +76,8 @@ def _doubled(word):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _add_multiple(source, of, factor, target, to, words):  # type: ignore[no-untyped-def]
-    # Scalars, not an array of masks, so that the loop is done in vectors.
+    # target[to] ^= factor * source[of]: the sum, over the bits of factor, of the word doubled as often as the bit says. Scalars, not an array
+    # of masks, so that the loop is done in vectors.
     m0, m1, m2, m3 = _mask(factor, 0), _mask(factor, 1), _mask(factor, 2), _mask(factor, 3)
     m4, m5, m6, m7 = _mask(factor, 4), _mask(factor, 5), _mask(factor, 6), _mask(factor, 7)
     for j in range(words):

@@ -13,9 +13,10 @@ from foreload.cache.parity.erasure import Code, accumulate
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What stripes tell of their rows. restored: bool [n, k + r], rows that were wrong or not there, and are now as the rest of their stripe says.
+    """What n stripes tell of their rows.
 
-    uncorrectable: bool [n], stripes that do not agree and do not tell which of their rows is wrong.
+    restored: bool [n, k + r], rows that were wrong or not there, and are now as the rest of their stripe says. uncorrectable: bool [n],
+    stripes that do not agree and do not tell which of their rows is wrong.
     """
 
     restored: np.ndarray
@@ -34,6 +35,7 @@ def locate_errors(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
     for gone, left in _patterns(erased):
         for apart in _explanations(code, gone):
             known = [place for place in range(code.k + code.r) if place not in apart]
+            # With exactly k rows known there is nothing left to compare, and any stripe agrees: callers check what was restored.
             agree = _agree(code, rows, left, known)
             of = left[agree]
             for place in apart:
@@ -59,7 +61,7 @@ def _patterns(erased: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]
 
 
 def _explanations(code: Code, gone: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The places that may be wrong in all, those that are gone among them: fewest first."""
+    """The sets of places that may be wrong, each with those that are gone: fewest first; none where more than r are gone."""
     width = code.k + code.r
     others = [place for place in range(width) if place not in gone]
     for more in range((code.r - len(gone)) // 2 + 1):

@@ -1,4 +1,4 @@
-"""Where a row lives: lane, table, ordinal -> store shard, by placement groups: shards are replaced by moving groups."""
+"""Where a row lives: lane, table, ordinal -> stripe -> placement group -> store shard, by a table of the groups that the run keeps."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class RowCounts:
         return totals
 
     def row_bytes(self, layouts: Sequence[RowLayout]) -> np.ndarray:
-        """What they take by themselves on each shard: int64 [shards]."""
+        """Bytes of the rows and parity rows on each shard, without what Redis adds: int64 [shards]."""
         widths = np.array([layout.row_bytes for layout in layouts], np.int64)
         sizes: np.ndarray = widths @ (self.rows + self.parity_rows)
         return sizes
@@ -43,6 +43,7 @@ class RowCounts:
 
 @nb.njit(nogil=True, cache=True)
 def _count(stripes, table, count, cursors, rows, parity_rows):  # type: ignore[no-untyped-def]
+    """Add one table's rows (ordinals below count) and parity rows to rows and parity_rows, int64 [shards] each."""
     members, k, start = stripes.members, stripes.k, stripes.starts[table]
     groups = np.uint64(members.shape[0])
     for stripe in range((count + k - 1) // k):

@@ -23,6 +23,7 @@ def stripe_hash(prefix, table, stripe):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _most(table, ordinal, most):  # type: ignore[no-untyped-def]
+    """Raise most[table] (int64 [tables]) to one more than the highest ordinal of its rows."""
     for i in range(table.size):
         most[table[i]] = max(most[table[i]], ordinal[i] + 1)
 
@@ -37,7 +38,9 @@ def _note(table, ordinal, flags, starts):  # type: ignore[no-untyped-def]
 class Written:
     """Which rows of a lane were ever written: what is not there is absent from the store by right, and counts as zeros.
 
-    flags: uint8, 1 for each written row, at starts[table] + ordinal; room: ordinals of each table that have a place. Both int64 [tables].
+    Made from counts (int64 [tables], all ordinals below which were written; later one more than the highest that was) and k, the rows of a
+    stripe. flags: uint8, 1 for each written row, at starts[table] + ordinal; room: how many ordinals of each table have a place there, always
+    whole stripes. starts, room: int64 [tables].
     """
 
     counts: np.ndarray
@@ -47,7 +50,6 @@ class Written:
     room: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """counts: int64 [tables], all ordinals below which were written; k: rows of a stripe, all of which have a place."""
         self.counts = self.counts.astype(np.int64)
         self.room = -(-np.maximum(_FIRST_ROOM, self.counts) // self.k) * self.k
         self._lay_out()
@@ -119,7 +121,7 @@ def _room_for(stripes, batch, places, first, limit, rows, parities):  # type: ig
         if rows[shard] == limit:
             return i - first
         for j in range(k, width):
-            # Every row as if its stripe had no other: never too few.
+            # Counted as if no two rows shared a stripe: never fewer parity rows than the batch will have.
             if parities[members[group, j]] == limit:
                 return i - first
         rows[shard] += 1
@@ -129,14 +131,15 @@ def _room_for(stripes, batch, places, first, limit, rows, parities):  # type: ig
 
 
 class Arrangement(NamedTuple):
-    """Where the rows of a batch and the parity rows of their stripes go.
+    """Where the n rows of a batch, and the parity rows of their stripes (the *entries*), go. Both are put in the order of the store shards.
 
-    position: int64 [n], of each row in the order of the store shards, where row_fields (uint64 [n]) and row_starts (int64 [shards + 2]: where
-    each shard's rows begin, those of no live shard last) refer to. stripe_of: int64 [n], member: uint8 [n], of the rows as they came.
-    entry_of: int64 [stripes, r], the parity row's place among the entries, -1 where its shard is not live; entry_fields: uint64 [entries], by
-    shard; entry_starts: int64 [2 * shards + 1], where a shard's entries that are updated, and those that are made anew, begin: a stripe all
-    of whose stored rows are in the batch needs no parity row read. updates: bool [n], by position, whether a row's stripe is updated. group_of:
-    int64 [stripes], their placement groups.
+    Of rows as they came: position: int64 [n], the place among the rows by shard; stripe_of: int64 [n], which of the batch's stripes; member:
+    uint8 [n], which row of that. Of rows by shard: row_fields: uint64 [n]; row_starts: int64 [shards + 2], where each shard's begin, those of no
+    live shard last; updates: bool [n], whether the row's stripe is updated.
+    Of stripes, in order of first occurrence: group_of: int64 [stripes], the placement group; entry_of: int64 [stripes, r], the entry of each
+    parity row, -1 where its shard is not live. Of entries by shard: entry_fields: uint64 [entries]; entry_starts: int64 [2 * shards + 1], where
+    shard s's entries that are updated begin (at 2 s), and those that are made anew (at 2 s + 1): a stripe all of whose stored rows are in the
+    batch needs no parity row read.
     """
 
     position: np.ndarray
@@ -280,7 +283,10 @@ def _arrange(stripes, batch, cursors):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """Rows and parity rows of a batch that were never written before: int64 [shards] each, those for shards that are live, and all of them."""
+    """How many rows and parity rows of a batch were never written before, by the store shard where they belong: int64 [shards] each.
+
+    rows, parity_rows: on shards that are live for them; all_rows, all_parity_rows: on all.
+    """
 
     rows: np.ndarray
     parity_rows: np.ndarray
@@ -323,6 +329,7 @@ class LaneStripes:
 
     def fresh(self, placed: Arrangement, stored: np.ndarray, shards: int) -> Fresh:
         """What of an arranged batch the store has not. stored: bool [n], of the rows as they came, whether they were written before."""
+        # A stripe has parity rows already if a row of the batch was written before, or if it is updated, for then it has written rows besides.
         home = self.members[placed.group_of[placed.stripe_of], placed.member]
         live = placed.position < placed.row_starts[shards]
         before = np.zeros(len(placed.group_of), bool)

@@ -12,7 +12,7 @@ SHARE = 0.25  # of the traffic thread's time, at most, that goes into a task: tr
 
 
 class Task(ABC):
-    """One piece of such work. throttled: no more than a quarter of the time goes into it; any thread may change that."""
+    """One such piece of work, done in chunks. throttled: no more than a quarter of the time goes into it; any thread may change that."""
 
     def __init__(self) -> None:
         self.throttled = True

@@ -19,6 +19,7 @@ from foreload.pipelines.base.files import persist
 
 _MAGIC = 0x31474F4C4C46  # FLLOG1
 _HEADER_BYTES = 64
+# The words (int64) of the header; fields, old, new and held (24 bytes a shard) follow it.
 _MAGIC_AT, _NUMBER, _COUNT, _ROW_BYTES, _WHOLE, _SHARDS = range(6)
 
 
@@ -60,6 +61,7 @@ class FileLog:
         parts = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (batch.fields, batch.old, batch.new, held)]
         file = self._mapped(self._path(lane, batch.number), _HEADER_BYTES + sum(part.nbytes for part in parts))
         header = np.frombuffer(file, np.int64, _HEADER_BYTES // 8)
+        # What a process has stored in a mapped file stays when it is killed, in the order in which it was: a record is whole once it says so.
         header[_WHOLE] = 0
         at = _HEADER_BYTES
         for part in parts:

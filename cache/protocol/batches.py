@@ -15,7 +15,7 @@ from foreload.cache.parity.stripes import Arrangement, Fresh, LaneStripes
 from foreload.cache.rows.layout import encode_rows_at
 from foreload.cache.rows.staging import EndedRows, RowShapes
 
-BATCH_ROWS = 2048  # and parity rows, of one write-back batch on one store shard: one atomic command for each
+BATCH_ROWS = 2048  # rows, and as many parity rows, at most of a write-back batch on one store shard: one atomic command each
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class WriteBackBatch:
 
     table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
     what it replaces (zeros where nothing was stored; None where no base is kept). parity: uint8 [entries, row_bytes], to be filled with the
-    parity rows that are updated before `update`. rows_of: boundary -> rows of it in this batch. fresh: what of it the store has not yet.
+    parity rows that are updated, and with all of them by `update`. rows_of: boundary -> how many of its rows are in this batch. fresh: what of it
+    the store has not yet.
     """
 
     number: int

@@ -47,8 +47,8 @@ Markers = Callable[[int], Sequence[Marker]]
 class Failover:
     """What the owner of lanes does about store shards that fail. One thread uses it, the one that changes `stored.shards`.
 
-    monitor: of that thread, which is woken when a server is there again. on_change is told what becomes of a shard, by that thread or the one that
-    looks for servers.
+    monitor: of that thread, which is woken when a server is there again. on_change is told what becomes of a shard, by that thread or by the
+    server probe's.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Failover:
         self._table = stored.shards
         self._seen_to: set[int] = set()  # lost shards whose server is looked for
         self._replaced: list[tuple[int, str]] = []  # belongs to whoever holds the monitor
-        self._kept: set[int] = set()  # lost, though their servers have their rows
+        self._kept: set[int] = set()  # lost since their servers refused, which still have all their rows
         self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
         self._probe = ServerProbe(stored, ownership, monitor.wake, on_change)
 
@@ -122,10 +122,12 @@ class Failover:
                     new = range(1)
                 written.append((lane, replace(write, key=self._stored.key(lane, write.shard), new=new, added=None)))
         self.exchange([(lane, twin) for lane, twin, _ in repeated], written, markers)
+        # A twin fills the same rows; what else was found must be told to the read that was asked for.
         for _, twin, read in repeated:
             read.missing, read.marker = twin.missing, twin.marker
 
     def _expected(self, lane: int, shard: int, marker: Marker, markers: Markers) -> bool:
+        """Whether a shard may have this marker of a lane now."""
         return marker in self._allowed(lane, shard, markers)
 
     def _allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
@@ -219,23 +221,28 @@ class Failover:
         return None
 
     def _as_it_was(self, lane: int, shard: int, there: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
-        """Whether a shard with a new connection lacks nothing of a lane but what was under way."""
+        """Whether a shard with a new connection lacks nothing of a lane but what was under way.
+
+        Fields are counted less the marker, on both sides, so a hash that is not there counts as -1.
+        """
         if not self._expected(lane, shard, there.marker, markers):
             return False
         before = self._table.of(lane).held[shard]
-        held = -1 if before is None else before  # the marker is no row
+        held = -1 if before is None else before
         own = [write for of, write in writes if of == lane and write.new is not None]
         held += sum(write.new.start for write in own if write.new is not None and _done(write, there))
+        # A repair has no marker to say whether it was done, so as many rows as it brings may be missing.
         lacking = sum(write.new.stop - 1 for write in own if write.new is not None and write.marker is None)
         return held - lacking <= there.rows - (not there.marked) <= held
 
     def _fenced(self, fresh: Store, shard: int) -> dict[int, Found] | None:
-        """Fence all lanes; None if the server is not the run's."""
+        """Fence all lanes on the one server of a Store; None if that is not noted as this shard of the run."""
         if not self._ownership.has(fresh, self._stored.namespace, shard, 0):
             return None
         return self._fence(fresh, shard)
 
     def _fence(self, fresh: Store, shard: int) -> dict[int, Found]:
+        """The same, whatever is noted there."""
         known = {lane: self._table.of(lane).epochs[shard] for lane in self._table.lanes}
         return fence_all(fresh, 0, self._stored.namespace, list(known), self._ownership.term, known)
 
@@ -281,7 +288,7 @@ class Failover:
 
 
 def _done(write: Write, there: Found) -> bool:
-    """Whether a write that was under way, with a marker, was done by a server with this marker, which is then there."""
+    """Whether a write that was under way was done, as the marker tells that is there now: that of the write."""
     return there.marked and write.marker is not None and Marker.parse(write.marker) == there.marker
 
 

@@ -28,6 +28,7 @@ def epoch_key(namespace: str, lane: int) -> bytes:
 
 
 def _parse(stored: object) -> tuple[int, int]:
+    """The fence epoch and the term of an epoch key's value; 0, 0 where there is none."""
     if stored is None:
         return 0, 0
     assert isinstance(stored, bytes)
@@ -43,7 +44,11 @@ def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a fence found of a lane on a store shard: the epoch from now on, the marker, whether there was any, and rows and parity rows."""
+    """What a fence found of a lane on a store shard, or `look_at` without one.
+
+    epoch: the fence epoch from now on; marker: the lane's, that of batch 0 where there is none; marked: whether there is one; rows: how many rows
+    and parity rows.
+    """
 
     epoch: int
     marker: Marker
@@ -52,10 +57,10 @@ class Found:
 
 
 def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known: int = 0) -> Found:
-    """Make a lane's older connections to a store shard harmless. known: an epoch that was set there before; a server that was emptied
-    does not remember it, and it must not be used again.
+    """Make a lane's older connections to a store shard harmless.
 
-    Raises Fenced where an owner of a higher term was there first, StoreError and StoreUnavailable as `Store.command` does.
+    known: an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it. Raises
+    Fenced where an owner of a higher term was there first, StoreError and StoreUnavailable as `Store.command` does.
     """
     name = epoch_key(namespace, lane)
     for _ in range(_ATTEMPTS):
@@ -70,6 +75,7 @@ def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known:
         store.command(shard, "MULTI")
         if there:
             store.command(shard, "RENAME", old, new)
+        # The string stands where the hash was, and where an owner that knew the later epoch may still write.
         for passed in dict.fromkeys((old, lane_key(namespace, lane, last))):
             store.command(shard, "SET", passed, _FENCED)
         store.command(shard, "SET", name, b"%d %d" % (last + 1, term))
@@ -80,11 +86,12 @@ def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known:
             assert isinstance(answers, list)
             marker, fields = answers[-2:]
             return Found(last + 1, Marker.parse(marker), marker is not None, fields - (marker is not None))
+        # EXEC answers nil where another fence came between: look again.
     raise StoreError(f"store {store.urls[shard]}: lane {lane} is being fenced by others all the time; is the run trained twice?")
 
 
 def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:
-    """What a lane has on a store shard, by lane, for who does not fence it. Raises StoreError and StoreUnavailable as `Store.command` does."""
+    """What lanes have on a store shard, by lane, for who does not fence them. Raises StoreError and StoreUnavailable as `Store.command` does."""
     epochs = [
         _parse(value)[0] for value in store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in lanes])
     ]

@@ -43,7 +43,7 @@ class Holding:
 
 
 def all_holdings(store: Store, shard: int) -> list[Holding]:
-    """Those of every namespace on a store shard, by name. Goes through all keys, some at a time. Raises StoreError."""
+    """What a store shard holds of every namespace, in order of their names. Goes through all keys, some at a time. Raises StoreError."""
     keys_of: dict[str, set[bytes]] = {}
     for keys in scan(store, shard):
         for key in keys:
@@ -57,7 +57,7 @@ def all_holdings(store: Store, shard: int) -> list[Holding]:
 
 
 def holding_of(store: Store, shard: int, namespace: str) -> Holding:
-    """That of one namespace, nothing where it is not there. Raises StoreError."""
+    """What a store shard holds of one namespace: no lanes and no rows where that is not there. Raises StoreError."""
     keys = {key for some in lane_keys(store, shard, namespace) for key in some if _LANE.fullmatch(key)}
     return _holding(store, shard, namespace, keys)
 

@@ -39,7 +39,7 @@ class LanePlan:
 
 @dataclass(slots=True)
 class Boundary:
-    """Rows that ended at a boundary; left: those that are not yet acknowledged."""
+    """Rows that ended at a boundary. left: how many are not yet acknowledged; at_stop: they are written beyond the schedule, on a clean stop."""
 
     number: int
     left: int
@@ -48,8 +48,11 @@ class Boundary:
 
 @dataclass(slots=True)
 class LaneWrites:
-    """Where one lane's writes stand. last_batch: the number of the last batch that is released; pending: one whose parity, if there is any, is
-    acknowledged, and whose rows are not. held: int64 [shards], how many rows and parity rows a shard has that lacks none."""
+    """Where one lane's writes stand.
+
+    last_batch: the number of the last batch that is released; pending: one whose parity, if there is any, is acknowledged, and whose rows are
+    not. held: int64 [shards], how many rows and parity rows a shard has that lacks none.
+    """
 
     lane: int
     stripes: LaneStripes
@@ -98,21 +101,21 @@ class LaneTraffic:
 
         self.pulled = -1  # index of the last event staged or taken
         self.wanted = -1  # index of the last event that the trainer waits for
-        self.ended = False
+        self.ended = False  # the plan has no further event
         self.plan_error: Exception | None = None
         self.events: dict[int, EventStaging] = {}
         self.staged_rows = 0
-        self.handed: deque[tuple[int, EndedRows]] = deque()
-        self.last_boundary = plan.released_boundary
-        self.boundaries: deque[Boundary] = deque()
+        self.handed: deque[tuple[int, EndedRows]] = deque()  # boundary and rows, handed over, and not yet in write-back staging
+        self.last_boundary = plan.released_boundary  # the last that was handed over
+        self.boundaries: deque[Boundary] = deque()  # handed over, with rows that are not acknowledged, or after one that has such
         self.unwritten_rows = 0
-        self.last_batch = plan.last_batch
+        self.last_batch = plan.last_batch  # as in `writes`, for whoever holds the monitor
         self.released_boundary = plan.released_boundary
 
     # The traffic's thread.
 
     def advance(self, monitor: Monitor) -> bool:
-        """Ask the plan for its next event; False if there is none, or not yet."""
+        """Ask the plan for its next event, for `next`; False if there is none, or not yet. What the plan raises is kept for `Traffic.take`."""
         if self.ended:
             return False
         error = None
@@ -173,7 +176,8 @@ class LaneTraffic:
     def release(self) -> None:
         """Note the boundaries all of whose rows are acknowledged, as far as every earlier one's are.
 
-        Beyond the schedule rows are not what the schedule says of that boundary, so no fetch that comes after it is released.
+        A boundary at which rows were written beyond the schedule does not count: those that the schedule writes back there are still to come, and
+        a fetch that must follow these must wait.
         """
         while self.boundaries and not self.boundaries[0].left:
             done = self.boundaries.popleft()

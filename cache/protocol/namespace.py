@@ -14,7 +14,7 @@ from foreload.cache.errors import NamespaceInUse, RowsLost, StoreError
 FORMAT = 1
 NAME = "[A-Za-z0-9_.-]{1,100}"
 _SCAN_KEYS = 1000
-EPOCH = b":epoch"
+EPOCH = b":epoch"  # how the key of a lane's fence epoch ends
 
 
 def check_name(namespace: str) -> None:
@@ -94,7 +94,10 @@ def claim(
 
 
 def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, shards: int) -> bool:
-    """Make a Store of one server shard number `shard` of a run, if that has no namespace of this name; whether it is the run's then."""
+    """Note on the one server of a Store that it is shard `shard` of a run's `shards`, unless it has a namespace of this name already.
+
+    Returns whether it is noted as that shard of that run then.
+    """
     note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
     store.command(0, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX")
     noted = owner(store, namespace, 0)

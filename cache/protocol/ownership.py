@@ -54,9 +54,10 @@ def inspect_shards(
 def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[int, int]) -> None:
     """Fence lanes on every store shard, and lose (in stored.shards) those that do not have all of their rows.
 
-    last_batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, RowsLost where parity does not cover what is lost.
+    stored must know the lanes' stripes. last_batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, and RowsLost
+    where parity does not cover what is lost.
     """
-    doubtful: dict[int, None] = {}
+    doubtful: dict[int, None] = {}  # shards with the right marker and another number of rows; a dict keeps them in order
     expected = {lane: stored.expected(lane) for lane in last_batches}
     fenced_shards = inspect_shards(
         stored.store,
@@ -76,7 +77,7 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
             own = stored.shards.of(lane)
             own.epochs[shard] = there.epoch
             if not last_batches[lane] and (there.marked or there.rows):
-                # What an earlier owner wrote between the removal of its rows and the fence.
+                # Batch 0: nothing of this run is there. It is what an earlier owner wrote between the removal of its rows and the fence.
                 stored.store.command(shard, "UNLINK", stored.key(lane, shard))
                 continue
             if there.marked:
@@ -107,9 +108,9 @@ def _lacks_rows(stored: StoredRows, shard: int) -> str:
 
 
 def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
-    """The same for a reader: find each lane's fence epoch on every store shard, and lose those that lack rows.
+    """What `take_over` finds, for a reader, which fences nothing: each lane's fence epoch on every store shard; those that lack rows are lost.
 
-    Without parity these are noticed when they are read.
+    last_batches: as for `stale_shards`. Without parity a shard that lacks rows is noticed when it is read. Raises StoreError, RowsLost.
     """
     numbers = dict(enumerate(last_batches))
     for shard, lanes in inspect_shards(stored.store, lambda shard: look_at(stored.store, shard, stored.namespace, list(numbers))):

@@ -34,7 +34,7 @@ from foreload.cache.rows.fields import unpack
 class ParityRounds(Rounds):
     """With parity: a shard that fails is lost, and what it has is decoded from the others.
 
-    failover: of the same rows; log: where the batch under way is held.
+    failover: for the shards of these rows; log: where the batch under way is held.
     """
 
     needs_base = True
@@ -53,7 +53,8 @@ class ParityRounds(Rounds):
         assert stored.placement.code is not None
         self._code, self._failover, self._log = stored.placement.code, failover, log
         self._shard_count = stored.placement.shard_count
-        self._phase: dict[int, list[Marker]] = {}  # the markers of the lanes whose batch is in its parity phase
+        # Of each lane whose batch is in its parity phase: the markers that a shard may have.
+        self._phase: dict[int, list[Marker]] = {}
 
     def run(self, fetches: Sequence[PlannedFetch]) -> bool:
         """Data phase of the batches before and read phase of the next, in one exchange; then the parity phase of these."""
@@ -112,7 +113,8 @@ class ParityRounds(Rounds):
     ) -> RoundStats:
         """Read phase of these fetches and batches, with the data phase of what is pending in `sent`.
 
-        A shard that lacks a row, or has another in its place, is lost; where more are than parity covers, the row alone is decoded, and repaired.
+        A shard that lacks a row, or has another in its place, is lost; where parity does not cover one more loss, the row alone is decoded, and
+        repaired.
         """
         for fetch in fetches:
             fetch.requests = plan_reads(self._stored, fetch.expected)
@@ -190,6 +192,7 @@ class ParityRounds(Rounds):
         return shard not in self._shards.lost
 
     def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
+        """The reads of the parity rows that a batch updates, in place: into the batch's own array."""
         parts = ((shard, *batch.updated_parity(shard)) for shard in range(self._shard_count))
         return [
             Read(shard, self._stored.key(writes.lane, shard), fields, rows, any_length=True)
@@ -198,7 +201,7 @@ class ParityRounds(Rounds):
         ]
 
     def _distrusted(self, shard: int, error: RowError) -> bool:
-        """Whether a live shard, which lacks a row, can be lost, and so is."""
+        """Lose a live shard, which lacks a row, if parity covers that; returns whether it does."""
         if not self._shards.covers(shard):
             return False
         self._failover.lose(shard, str(error))
@@ -222,7 +225,7 @@ class ParityRounds(Rounds):
                     if self._shards.readable(lane, shard) and not self._distrusted(shard, error):
                         decoded += self._decode_alone(fetch, request, error)
                     wanting.append((fetch, request))
-            left = wanting
+            left = wanting  # of shards that are lost since, or decoded alone: once more
         return decoded
 
     def _decode_alone(self, fetch: PlannedFetch, request: Request, error: RowError) -> int:
@@ -236,7 +239,7 @@ class ParityRounds(Rounds):
         return len(wrong_rows.places)
 
     def _decode_parity(self, lane: int, read: Read) -> None:
-        """The same for parity rows that are missing, and are to be updated."""
+        """The same for parity rows of a read that are missing, and are to be updated. Raises RowError."""
         error = missing_value(self._stored, lane, read)
         assert read.missing is not None
         places, stripes = np.flatnonzero(read.missing), self._lanes[lane].writes.stripes
@@ -256,9 +259,11 @@ class ParityRounds(Rounds):
         self.exchange([], [(lane, write) for write in wrong_rows.put(self._stored, lane, read)])
 
     def _unreadable(self, lane: int, shard: int) -> np.ndarray:
+        """The shards that a lane's rows cannot be read from, and this one: bool [shards]."""
         return self._shards.of(lane).unreadable | self._stored.placement.mask([shard])
 
     def _read_alone(self, lane: int, reads: Sequence[Read], error: RowError) -> None:
+        """Do the reads that single rows are decoded from; raises the error where any of them cannot be had."""
         self.exchange([(lane, read) for read in reads], [])
         if not all(self._shards.readable(lane, read.shard) and read.missing is None for read in reads):
             raise error
@@ -268,6 +273,7 @@ class ParityRounds(Rounds):
         if self._shards.whole:
             return 0
         k = self._stored.placement.k
+        # Again where a shard is lost meanwhile, until what is decoded from is all there.
         while True:
             work: list[tuple[PlannedFetch, Request, Decoding]] = []
             for fetch, request in left:

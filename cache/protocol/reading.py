@@ -64,15 +64,16 @@ class StoredRows:
         return [lane_key(self.namespace, lane, epoch) for epoch in self.shards.of(lane).epochs]
 
     def write(self, lane: int, shard: int, fields: np.ndarray, rows: np.ndarray, marker: Marker, fresh: int) -> Write:
-        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker."""
+        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker; where it has no marker yet, that is new as well."""
         new = fresh + (self.shards.of(lane).held[shard] is None)
         return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1))
 
     def note(self, lane: int, write: Write) -> None:
-        """Count in what a write that was acknowledged brought to its shard."""
+        """Count in `held` what a write that was acknowledged brought to its shard; a repair, which has no marker, brings nothing new."""
         if write.new is not None and write.marker is not None:
             held = self.shards.of(lane).held
             before = held[write.shard]
+            # The first write to a hash brings the marker, too, which is no row.
             held[write.shard] = write.new.start - 1 if before is None else before + write.new.start
 
     def lose(self, shard: int, why: str) -> bool:
@@ -105,7 +106,10 @@ class Expected(RowColumns):
 
 @dataclass(slots=True)
 class Request:
-    """A Read of rows of one shape, and the places (int64 [n]) of its rows among those that were asked for. decoded: its stripes gave the rows."""
+    """A Read of rows of one shape from one store shard.
+
+    places: int64 [n], of its rows among those that were asked for; shape: as in `RowShapes`; decoded: the stripes gave the rows, not the read.
+    """
 
     read: Read
     places: np.ndarray
@@ -212,7 +216,7 @@ def read_rows(stored: StoredRows, expected: Expected, last_batch: int | None = N
 def _read_part(
     stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, last_batch: int | None, check_tags: bool
 ) -> bool:
-    """Read rows once; False if a shard is lost since."""
+    """Read rows once, each from its shard or, where that is lost, from its stripe; False if a shard is lost since, and all must be read again."""
     requests = plan_reads(stored, part)
     own = stored.shards.of(part.lane)
     lost = [request for request in requests if not own.readable(request.read.shard)]
@@ -250,7 +254,7 @@ def _read_part(
 
 
 def _read_alone(stored: StoredRows, expected: Expected, request: Request, error: RowError) -> None:
-    """Decode the wrong rows of a read of a shard that is one too many to be lost; who owns the lane repairs them. Raises RowError."""
+    """Decode the wrong rows of a read of a shard that is one too many to be lost, and repair them, if this is the lane's owner. Raises RowError."""
     if not stored.placement.r:
         raise error
     assert stored.stripes is not None
@@ -261,7 +265,7 @@ def _read_alone(stored: StoredRows, expected: Expected, request: Request, error:
     if any(one.missing is not None for one in wrong_rows.reads):
         raise error
     repairs = wrong_rows.put(stored, lane, read)
-    if stored.shards.of(lane).held[read.shard] is not None:
+    if stored.shards.of(lane).held[read.shard] is not None:  # only who took the lane over knows how many rows are there
         stored.store.exchange([], repairs)
 
 
@@ -303,6 +307,7 @@ def decode_wrong(
 
 
 def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Decoding:
+    """How the rows of a read of a lost shard are decoded. Raises RowsLost."""
     assert stored.stripes is not None
     ordinal, k = expected.ordinal[request.places], stored.placement.k
     wanted = StripePlaces.of_rows(expected.table[request.places], ordinal, k)

@@ -49,6 +49,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
             lose(stored, shard)
             continue
         markers[shard] = marker
+        # 0: the shard has nothing of the batch, 1: its parity, 2: its data, too.
         stage = int(marker.parity == batch.number) + int(marker.data == batch.number)
         if batch.held is not None and there.rows != batch.held[shard, stage]:
             doubtful.append(shard)
@@ -64,7 +65,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
     placed = stripes.arrange(table, ordinal, everywhere)
     _finish_parity(stored, lane, batch, placed, {s: m for s, m in markers.items() if m.parity < batch.number})
-    inverse = np.argsort(placed.position)
+    inverse = np.argsort(placed.position)  # of rows by shard, the places in the log
     whole = Marker(batch.number, batch.number).stored()
     writes = []
     for shard in (shard for shard, before in markers.items() if before.data < batch.number):

@@ -44,8 +44,8 @@ class RoundStats:
 class Rounds(ABC):
     """The rounds of one traffic; its thread uses them.
 
-    lanes: of the traffic. on_action: the traffic's; on_stats: called after each exchange, before anything is done that needs not be awaited for
-    its fetches. needs_base: whether batches must have the base of each row.
+    lanes: of the traffic. on_action: the traffic's. on_stats: called once the rows that an exchange fetched are at hand, before the round goes on,
+    so that who waits for them need not wait for the rest. needs_base: whether batches must have the base of each row.
     """
 
     needs_base: ClassVar[bool]
@@ -78,7 +78,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def see_to_shards(self) -> bool:
-        """What is to be done about shards before a round; returns whether anything was sent for it. Raises as `run` does."""
+        """Do what is to be done about shards before a round; returns whether anything was sent for it. Raises as `run` does."""
 
     @property
     @abstractmethod
@@ -108,7 +108,7 @@ class Rounds(ABC):
         ]
 
     def _marker(self, lane: int, shard: int, batch: WriteBackBatch) -> Marker:
-        """Of a shard that has a batch as a whole."""
+        """The marker of a shard that has all of a batch, parity and data."""
         return Marker(batch.number, batch.number, self._shards.rebuilding(lane, shard))
 
     def _released(self, sent: Sequence[LaneWrites], stats: RoundStats) -> None:
@@ -166,6 +166,7 @@ class PlainRounds(Rounds):
             self._stored.note(lane, write)
 
     def _markers(self, lane: int) -> list[Marker]:
+        """What the marker of a lane may be now on a store shard."""
         writes = self._lanes[lane].writes
         allowed = [Marker(writes.last_batch, writes.last_batch)]
         if writes.pending is not None:

@@ -46,7 +46,7 @@ class Wanted:
 class ServerProbe:
     """Tries, in a thread of its own, to reach the servers of lost shards, so that nobody waits for one that does not answer.
 
-    found is called when there is one, on_change with those that are unreachable for 5 s.
+    found is called, by that thread, when there is one to be had from `ready`; on_change with those that are unreachable for 5 s.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class ServerProbe:
                     self._condition.wait(PROBE_PAUSE.total_seconds())
 
     def _reach(self, shard: int, url: StoreUrl) -> Store:
+        """A Store of the one server, noted as this shard of the run. Raises StoreError, NamespaceInUse where it is noted as another."""
         store = Store([url], self._stored.store.timeout, timedelta())
         identity, namespace = self._ownership.identity, self._stored.namespace
         try:

@@ -24,11 +24,10 @@ def check_spare(
     timeout: timedelta,
     identity: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise StoreError unless a server can take the place of one in use: another one, which answers, takes writes, and has no run of that name.
+    """Raise StoreError unless a server can take a store shard's place: none of those in use, it answers, takes writes, and has no run of that name.
 
-    Trainers reach it with the password of the environment, and so does this. Other runs may have rows there. in_use: with
-    the numbers of their shards. timeout: for its silence. identity: of
-    a run that may have been there before.
+    Trainers reach it with the password of the environment, and so does this. Other runs may have rows there. in_use: the run's servers, with the
+    numbers of their shards. lanes: of the run. timeout: for the server's silence. identity: of this run, whose namespace may be there already.
     """
     url = parse_url(url.plain)
     for shard, used in in_use:

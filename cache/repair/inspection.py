@@ -35,7 +35,7 @@ class Lag:
 
 
 class Inspection:
-    """Of the lanes of one traffic."""
+    """What can be asked of one traffic about its lanes while they are trained."""
 
     def __init__(self, stored: StoredRows, rounds: Rounds, lanes: Lanes, background: Background, monitor: Monitor) -> None:
         self._stored, self._rounds, self._lanes, self._monitor = stored, rounds, lanes, monitor
@@ -44,11 +44,14 @@ class Inspection:
         self._row_counts: RowCounts | None = None
 
     def probe(self) -> None:
-        """Ask every shard for its markers, so that one that died since the last round, or lost them, is noticed now."""
+        """Ask every shard for its markers, so that one that died since the last round, or lost them, is noticed now. Raises as the traffic does."""
         self._monitor.ask(self._probe)
 
     def begin_scrub(self, known: ExpectedRows) -> None:
-        """Check every stripe of the lanes from now on, beside the training. Raises CacheError without parity, and while one is under way."""
+        """Check every stripe of the lanes once from now on, beside the training. Raises CacheError without parity, and while a scrub is under way.
+
+        known: the ids and tags that rows may have.
+        """
         if not self._stored.placement.r:
             raise CacheError("scrub: there is no parity to check rows against")
         with self._monitor:
@@ -74,7 +77,7 @@ class Inspection:
             return Scrubbed(scrub.stripes, so_far, not scrub.wanted)
 
     def begin_row_counts(self) -> None:
-        """Have what the shards hold of the lanes counted."""
+        """Have counted, by arithmetic, what the live shards hold of the lanes; `row_counts` gives it later."""
         with self._monitor:
             self._row_counts = None
         self._monitor.post(self._count)

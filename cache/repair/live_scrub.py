@@ -24,7 +24,7 @@ from foreload.cache.repair.scrub import (
     TableRows,
 )
 
-CHUNK_STRIPES = 1024
+CHUNK_STRIPES = 1024  # fewer than of lanes at rest: a round waits for a chunk
 
 
 class ExpectedRows(Protocol):
@@ -47,7 +47,7 @@ class LiveScrub(Task):
         self._lanes, self._monitor = lanes, monitor
         states = lanes.all
         self._left = deque((state.writes, table) for state in states for table in range(len(stored.layouts)))
-        self._first = 0
+        self._first = 0  # the next stripe of the first (lane, table) that is left
         self.findings = Findings()
         counts = [state.writes.stripes.written.counts for state in states]
         self.stripes = sum(int((-(-count // stored.placement.k)).sum()) for count in counts)
@@ -86,6 +86,7 @@ class LiveScrub(Task):
         return findings
 
     def _plan(self, writes: LaneWrites, table: int, count: int) -> StripeChunk:
+        """The next `count` stripes of a table. Which rows were written is known here; of a tag only the latest that it may be."""
         lane, k = writes.lane, writes.stripes.k
         ordinals = np.arange(self._first * k, (self._first + count) * k)
         written = writes.stripes.written.has(np.full(len(ordinals), table, np.int16), ordinals)

@@ -96,6 +96,7 @@ class Rebuild(Task):
             self._rounds.exchange([], [(lane, write)])
             if shard in self._shards.lost:
                 return 0
+        # Where the table ends, the cursor goes on to the next: it is live for rows of this one that are written later, too.
         more = shard_rows.end * stripes.k < stripes.written.counts[table]
         following = (table, shard_rows.end) if more else (table + 1, 0)
         self._shards.advance(lane, shard, cursor_at(*following))
@@ -103,6 +104,7 @@ class Rebuild(Task):
         return len(shard_rows.place)
 
     def _finish(self, writes: LaneWrites, shard: int) -> None:
+        """Have the marker say that the shard is whole; once that is acknowledged, it may be read."""
         lane = writes.lane
         last = self._stored.write(lane, shard, *NO_ROWS, Marker(writes.last_batch, writes.last_batch), 0)
         self._rounds.exchange([], [(lane, last)])

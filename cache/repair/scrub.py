@@ -20,9 +20,10 @@ from foreload.cache.protocol.reading import StoredRows, check_answer, check_mark
 from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 
-CHUNK_STRIPES = 8192
+CHUNK_STRIPES = 8192  # that are read at once
 NAMED = 1000  # findings that are kept one by one
 NEVER, MAY, MUST = 0, 1, 2  # whether a row stands in the store: never written, unknown, written
+# What is wrong with a row. _APART: nothing by itself, but the rest of its stripe says that it is another.
 _FINE, _MISSING, _WRONG, _APART = range(4)
 _WHAT = {_MISSING: "is missing", _WRONG: "has another id or tag", _APART: "is not what the rest of its stripe says"}
 
@@ -92,8 +93,9 @@ class Findings:
 class StripeChunk:
     """Consecutive stripes of one table in a lane, under examination.
 
-    known: of their members. shards: int32 [n, k + r]. wanted, absent: bool [n, k + r], rows that are read, and those on shards that cannot be
-    read. reads: to be done before `judge`; places: int64 [rows of the read] each, where among the n * (k + r) its rows belong.
+    stripe: int64 [n], their numbers; known: what is known of their members, n * k. shards: int32 [n, k + r], members first, as in all that follows.
+    wanted, absent: bool [n, k + r], rows that are read, and those on shards that cannot be read. reads: to be done before `judge`; places: int64
+    [rows of the read] each, where among the n * (k + r) its rows belong.
     """
 
     stored: StoredRows
@@ -152,6 +154,7 @@ class StripeChunk:
         members = verdict.restored[:, : code.k]
         verdict.uncorrectable[:] |= (members & ~self._valid(rows[:, : code.k])).any(axis=1)
         verdict.restored[verdict.uncorrectable] = False
+        # Restored, though nothing was wrong with them by themselves: missing where that may be, or singled out by the stripe.
         fine = verdict.restored & (wrong == _FINE)
         wrong[fine] = np.where(missing[fine], _MISSING, _APART)
         restored = verdict.restored & ~self.absent
@@ -184,7 +187,11 @@ class StripeChunk:
         return valid
 
     def _try_absent(self, rows: np.ndarray, missing: np.ndarray, erased: np.ndarray, verdict: Verdict) -> None:
-        """Where it is not known whether a row was ever written, and its stripe does not agree without it: restore it if its id and tag tell."""
+        """Restore rows of which it is not known whether they were ever written, where their stripe does not agree without them.
+
+        Each such row is decoded in turn as if it were lost. That is believed where the stripe then agrees, all that was decoded has the id and tag
+        that belong there, and it is so of one row of the stripe only.
+        """
         code = self.stored.placement.code
         assert code is not None
         k = code.k
@@ -217,6 +224,7 @@ class StripeChunk:
         return findings
 
     def _finding(self, i: int, wrong: np.ndarray) -> Finding:
+        """What is wrong with stripe i of the chunk, in words. wrong: uint8 [k + r]."""
         k, stripe = self.stored.placement.k, int(self.stripe[i])
         first = stripe * k
         last = first + int(np.flatnonzero(self.known.presence.reshape(-1, k)[i] != NEVER)[-1])
@@ -230,6 +238,7 @@ class StripeChunk:
         return Finding(self.lane, self.known.table, first, last, tuple(self.shards[i].tolist()), "; ".join(what))
 
     def _writes(self, rows: np.ndarray, restored: np.ndarray, missing: np.ndarray) -> list[Write]:
+        """The Writes of what was restored; at most as many fields are new to a shard as were missing there."""
         names = _fields(self.known.table, self.stripe, self.stored.placement.k, self.shards.shape[1])
         writes = []
         for shard in np.unique(self.shards[restored]).tolist():
@@ -256,8 +265,8 @@ def scrub_table(
     """Check all stripes of one table of a lane that nobody writes, in chunks, and repair them, if `repair`.
 
     Rows on shards that are lost are left out. A row that is missing, or has a wrong id or tag, and a parity row that is missing, are decoded
-    from their stripe; of the others one that the parity rows single out, where r >= 2. batches: the number of the lane's last write-back batch,
-    checked against every shard. Raises StoreError.
+    from their stripe, and so are those of the others that the parity rows single out, where r >= 2. batches: the number of the lane's last
+    write-back batch, checked against every shard that is asked. Raises StoreError.
     """
     stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
     unreadable = stored.shards.of(lane).unreadable

@@ -15,7 +15,7 @@ _SHIFT, _NUMBER = np.uint64(NUMBER_BITS), np.uint64((1 << NUMBER_BITS) - 1)
 
 @nb.njit(nogil=True, cache=True)
 def pack(table, number):  # type: ignore[no-untyped-def]
-    """The field of one row of a table, or the name of a stripe of it: uint64, for kernels."""
+    """table << 48 | number, uint64, for kernels: the field of a row (number: its ordinal), or the name of a stripe (number: the stripe's)."""
     return (np.uint64(table) << _SHIFT) | np.uint64(number)
 
 

@@ -17,7 +17,7 @@ def _initial(prefix, ids, scale, out, D):  # type: ignore[no-untyped-def]
     for i in range(ids.shape[0]):
         h = mix(prefix ^ np.uint64(ids[i]))
         for pair in range((D + 1) // 2):
-            b = mix(h ^ np.uint64(pair))
+            b = mix(h ^ np.uint64(pair))  # two draws: bits 40 to 63 for the even column, 16 to 39 for the odd one
             # A 24-bit integer, its difference to 2^23 and the division by 2^23 are all exact: one rounding, in the last product.
             even = np.float32(np.int64(b >> _S40)) - _TWO23
             out[i, 2 * pair] = (even * _INVERSE23) * scale

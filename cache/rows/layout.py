@@ -29,7 +29,9 @@ def state_width(optimizer: str, parts: tuple[tuple[str, int], ...]) -> int:
 class RowLayout:
     """How the rows of one table look: their parts in order (name, columns), and the row optimizer that their state belongs to.
 
-    The first part is `weights`, the embedding itself; further parts are the columns that the model declares.
+    The first part is `weights`, the embedding itself; further parts are the columns that the model declares. table, name: the table's number
+    and name; rows: how many rows the table has, which bounds initial weights; lr: the row optimizer's learning rate. Raises CacheError for
+    what cannot be.
     """
 
     table: int
@@ -72,6 +74,7 @@ class RowLayout:
         return np.float32(1.0 / math.sqrt(self.rows))
 
 
+# The kernels move 4-byte words, as int32, so that no bit changes on the way; an id is two of them, ids[i, 0] and ids[i, 1].
 @nb.njit(nogil=True, cache=True)
 def _encode(weights, state, ids, tags, W, S, out):  # type: ignore[no-untyped-def]
     for i in range(ids.shape[0]):
@@ -88,7 +91,7 @@ def _encode(weights, state, ids, tags, W, S, out):  # type: ignore[no-untyped-de
 def _encode_at(weights, state, ids, tags, places, positions, W, S, out):  # type: ignore[no-untyped-def]
     for i in range(places.shape[0]):
         of, to = places[i], positions[i]
-        if tags[of] == 0:
+        if tags[of] == 0:  # never stored: what is in its columns means nothing
             for j in range(out.shape[1]):
                 out[to, j] = 0
             continue
@@ -144,7 +147,7 @@ def encode_rows_at(
 def decode_rows(
     rows: np.ndarray, W: int, S: int, weights: np.ndarray, state: np.ndarray, ids: np.ndarray, tags: np.ndarray
 ) -> None:
-    """Read n stored rows: the reverse of encode_rows.
+    """Take n stored rows apart: the reverse of `encode_rows`.
 
     rows: uint8 [n, 4 * (W + S) + 12]. Written: weights float32 [n, >= W] (columns below W), state float32 [n, >= S] (below S),
     ids int64 [n], tags int32 [n]. The last axis of each is contiguous.

@@ -21,12 +21,16 @@ from foreload.pipelines.base.prefetch import prefetch
 from foreload.pipelines.schedule.format import Arrivals, Occupants
 
 FREE = -1
-_AHEAD = 32  # slots that are asked for early
+_AHEAD = 32  # how many slots ahead memory is prefetched
 
 
 @nb.njit(nogil=True, cache=True)
 def _admit(slots, bound, new, here, stored_tag):  # type: ignore[no-untyped-def]
-    """Note who takes which slot; new, here: (table, ordinal, id, tag). Returns the place of the first training slot that is taken, or -1."""
+    """Note who takes which slot. new: the arrivals' columns (table, ordinal, id, tag), [n] each; here: the occupants', over all slots.
+
+    bound: how many slots are training slots, of which none may be taken. Where one is, nothing changes, and its place in `slots` is returned;
+    -1 otherwise.
+    """
     for i in range(slots.size):
         if slots[i] < bound and here[0][slots[i]] != FREE:
             return i
@@ -42,7 +46,10 @@ def _admit(slots, bound, new, here, stored_tag):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _leave(slots, here, stored_tag, left, left_stored_tag):  # type: ignore[no-untyped-def]
-    """Note who leaves, into `left` (table, ordinal, id, tag), and free the slots. Returns the place of the first free one, or -1."""
+    """Note who leaves, into `left` (table, ordinal, id, tag, [n] each), and free the slots.
+
+    Where a slot is free already, nothing changes, and its place in `slots` is returned; -1 otherwise.
+    """
     for i in range(slots.size):
         if here[0][slots[i]] == FREE:
             return i
@@ -59,6 +66,7 @@ def _leave(slots, here, stored_tag, left, left_stored_tag):  # type: ignore[no-u
 
 @nb.njit(nogil=True, cache=True)
 def _train(slots, tag, new_tag, table, tables):  # type: ignore[no-untyped-def]
+    """Set tag[slot] = new_tag, and give the tables (int16 [n]) of who sits there."""
     last = slots.size - 1
     for i in range(slots.size):
         ahead = slots[min(i + _AHEAD, last)]
@@ -157,7 +165,7 @@ class Partition:
             )
         _put(self.weights, slots, staged.weights)
         _put(self.state, slots, staged.state)
-        # An event's arrivals take training slots only, or evaluation slots only, whose rows are not written back.
+        # The arrivals of one event are all for training slots or all for evaluation slots. The latter are never written back: they need no base.
         if self.base_weights is not None and self.base_state is not None and slots[0] < self.slots:
             put_rows(staged.weights, slots, self.base_weights)
             put_rows(staged.state, slots, self.base_state)

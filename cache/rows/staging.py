@@ -1,4 +1,4 @@
-"""Arrival staging of one lane: arrived rows that wait for their slots; and rows on their way out. Pure: no store, no thread."""
+"""Rows outside their slots: those that arrived and wait for one, and those that ended and wait for their write-back. Pure: no store, no thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foreload.pipelines.base.prefetch import prefetch
 from foreload.pipelines.planning.sizing import stored_bytes
 from foreload.pipelines.schedule.format import Arrivals, Occupants
 
-_AHEAD = 16  # rows that are asked for early: they lie at random in a partition
+_AHEAD = 16  # how many rows ahead memory is prefetched: they lie at random in a partition
 _LINE = 16  # 4-byte values in a cache line
 
 
@@ -151,7 +151,7 @@ class EventStaging:
         """Make the rows that were never written (tag 0). Returns their places, int64 [n]; `ready` is left to the caller."""
         places = np.flatnonzero(self.arrivals.tag == 0)
         tables = self.arrivals.table[places]
-        order = np.argsort(tables, kind="stable")
+        order = np.argsort(tables, kind="stable")  # by table: one call of the kernel for each
         places, tables = places[order], tables[order]
         made = np.empty((len(places), self.rows.weights.shape[1]), np.float32)
         starts = np.flatnonzero(np.diff(tables, prepend=-1))

@@ -1,9 +1,9 @@
 """What the coordinator and the trainers of a job agree on, through the rendezvous store that the coordinator holds.
 
-The coordinator lives in the launcher, or in rank 0 of a job that a scheduler started; its store in a process beside it (`keeper`). It alone says who
-hosts which lane in which term. A stop
-is agreed so that all trainers end after the same step: the trainer that hosts lane 0, asked after step t, names t + 1; nobody finishes step
-t + 1 without its part of it, so everybody has read the name by then.
+The coordinator is the launcher, under a scheduler that of rank 0; the store is held by a process beside it (`keeper`), or is the one at which a
+scheduler's trainers meet. The coordinator alone says who hosts which lane in which term. A stop is agreed so that all trainers end after the same
+step: the trainer that hosts lane 0 sees after its step t that a stop is wanted, and publishes t + 1 before it takes part in that step; nobody
+finishes step t + 1 without it, so everybody reads this number after step t + 1 at the latest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _Fact = TypeVar("_Fact")
 
 
 def host_store(address: str, timeout: timedelta, listening: int | None = None) -> Any:
-    """The rendezvous store of a job, which lives as long as the object. listening: a socket's descriptor, else a free port is taken."""
+    """The rendezvous store of a job, which lives as long as the object. listening: the descriptor of a
+    bound socket, which the store takes over; None: a free port is taken.
+    """
     if listening is None:
         return dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
     with socket.socket(fileno=listening) as bound:
@@ -33,7 +35,7 @@ def host_store(address: str, timeout: timedelta, listening: int | None = None) -
 
 
 def join_store(address: str, port: int, timeout: timedelta) -> Any:
-    """A trainer's connection to the rendezvous store. Raises PeerLost if it is not there."""
+    """A trainer's connection to the rendezvous store. timeout: for this, and for every read of a fact. Raises PeerLost if it is not there."""
     try:
         return dist.TCPStore(address, port, None, False, timeout)
     except RuntimeError as error:
@@ -41,8 +43,8 @@ def join_store(address: str, port: int, timeout: timedelta) -> Any:
 
 
 class Board:
-    """Facts of the job, each a message of a class of its own, published once and read by everybody. place: numbers, where there are
-    several of a class.
+    """Facts of the job, each a message of a class of its own, published once and read by everybody. place: where there are
+    several facts of a class, the numbers that tell them apart, as (trainer,) or (segment, trainer); the class says which.
 
     One thread uses it. Where the coordinator has gone, every call raises PeerLost; MessageError where what stands there is something else.
     """
@@ -59,7 +61,7 @@ class Board:
             self._store.check([name])
 
     def read(self, kind: type[_Fact], *place: int) -> _Fact:
-        """A fact, waited for as long as the store's timeout allows."""
+        """A fact, waited for as long as the store's timeout allows. Raises PeerLost when that is over."""
         with _reachable():
             text = self._store.get(_name(kind, place))
         return decode(text, kind)
@@ -67,11 +69,11 @@ class Board:
     def poll(self, kind: type[_Fact], *place: int) -> _Fact | None:
         """A fact, or None if it was not stated yet."""
         with _reachable():
-            found = self._store.check([_name(kind, place)])
-        return self.read(kind, *place) if found else None
+            stated = self._store.check([_name(kind, place)])
+        return self.read(kind, *place) if stated else None
 
     def take(self, kind: type[_Fact], *place: int) -> _Fact | None:
-        """A fact that only one reader is interested in: it is gone afterwards. None if it was not stated yet."""
+        """A fact that has one reader: it is deleted, so that the board does not grow. None if it was not stated yet."""
         fact = self.poll(kind, *place)
         if fact is not None:
             with _reachable():
@@ -80,7 +82,7 @@ class Board:
 
 
 class StopAgreement:
-    """A trainer's side of the agreement on the step to stop after; `leads` for the trainer that names it."""
+    """A trainer's side of the agreement on the step to stop after. leads: whether this is the trainer that hosts lane 0, and so names the step."""
 
     def __init__(self, board: Board, leads: bool) -> None:
         self._board = board

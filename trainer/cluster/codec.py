@@ -31,8 +31,8 @@ def decode(text: str | bytes, kind: type[_Message]) -> _Message:
         value = json.loads(text)
     except ValueError as error:
         raise MessageError(f"message: must be JSON; got {text!r:.100}") from error
-    found: _Message = _tagged([kind])(value, "message")
-    return found
+    message: _Message = _tagged([kind])(value, "message")
+    return message
 
 
 def to_json(value: Any) -> Any:
@@ -44,13 +44,13 @@ def to_json(value: Any) -> Any:
 def of_json(value: Any, kind: type[_Message]) -> _Message:
     """The inverse of `to_json`. Raises MessageError."""
     hint: Any = kind
-    found: _Message = _reader(hint)(value, kind.__name__)
-    return found
+    message: _Message = _reader(hint)(value, kind.__name__)
+    return message
 
 
 @functools.cache
 def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Of a dataclass: name, type, and whether it is left out where it is None."""
+    """Of a dataclass, for each field: name, type, and whether it is left out where it is None."""
     hints = get_type_hints(kind)
     return tuple((field.name, hints[field.name], field.default is None) for field in dataclasses.fields(kind))
 
@@ -65,8 +65,8 @@ def _is_message(hint: Any) -> bool:
 
 def _several(hint: Any) -> list[type]:
     """The dataclasses of which a value of this type is one, where there are several; else none."""
-    found = [one for one in _alternatives(hint) if _is_message(one)]
-    return found if len(found) > 1 else []
+    messages = [one for one in _alternatives(hint) if _is_message(one)]
+    return messages if len(messages) > 1 else []
 
 
 def _as_it_is(value: Any) -> Any:
@@ -80,14 +80,14 @@ def _writer(hint: Any) -> Callable[[Any], Any]:
         return lambda value: None if value is None else {KIND: type(value).__name__} | to_json(value)
     alternatives = _alternatives(hint)
     if len(alternatives) > 1:
-        # Of several types at most one is more than JSON itself.
+        # Of a union such as `Lag | None` or `int | float`, at most one type is written otherwise than as it is.
         writers = [_writer(one) for one in alternatives]
         write_one = next((one for one in writers if one is not _as_it_is), _as_it_is)
         return lambda value: None if value is None else write_one(value)
     if _is_message(hint):
         parts = [(name, _writer(part), left_out) for name, part, left_out in _fields(hint)]
         return lambda value: {
-            name: write(found) for name, write, left_out in parts if (found := getattr(value, name)) is not None or not left_out
+            name: write(held) for name, write, left_out in parts if (held := getattr(value, name)) is not None or not left_out
         }
     origin, args = get_origin(hint), get_args(hint)
     if origin in (tuple, list):
@@ -127,21 +127,23 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
 
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
+    """A dataclass from a JSON object of exactly its fields. where: what the object is called in errors. Raises MessageError."""
     given = dict(_checked(value, dict, where))
-    found = {}
+    fields = {}
     for name, part, left_out in _fields(kind):
         if name in given:
-            found[name] = _reader(part)(given.pop(name), f"{where}.{name}")
+            fields[name] = _reader(part)(given.pop(name), f"{where}.{name}")
         elif not left_out:
             raise MessageError(f"{where}: must have {name!r}; got {', '.join(value) or 'nothing'}")
     if given:
         raise MessageError(
             f"{where}: has no field {next(iter(given))!r}; there are {', '.join(name for name, _, _ in _fields(kind))}"
         )
-    return kind(**found)
+    return kind(**fields)
 
 
 def _tagged(kinds: list[type]) -> Callable[[Any, str], Any]:
+    """A reader of JSON objects that name their class, one of these, under KIND."""
     by_name = {kind.__name__: kind for kind in kinds}
 
     def read(value: Any, where: str) -> Any:
@@ -167,6 +169,7 @@ def _read_any(readers: list[Callable[[Any, str], Any]], value: Any, where: str) 
 
 
 def _checked(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
+    """A JSON value, if it is of one of these types. Raises MessageError."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     # A bool is an int to Python, not here.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

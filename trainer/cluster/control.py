@@ -24,7 +24,7 @@ from foreload.trainer.cluster.messages import HeldRows
 from foreload.trainer.errors import MessageError, RunError
 from foreload.trainer.run.directory import CONTROL
 
-_SOCKET_PATH_BYTES = 100
+_SOCKET_PATH_BYTES = 100  # the kernel takes 107
 _MALFORMED = 'a request is a line such as {"do": "status"}'
 
 
@@ -38,7 +38,9 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How a training is. lanes: of each, the trainer; trainers: their processes; shards: those that anything was told of."""
+    """How a training is. lanes: of each, the trainer; trainers: process ids by number, of those that the launcher
+    started; shards: those that anything was told of.
+    """
 
     state: Literal["starting", "training"]
     step: int
@@ -57,7 +59,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Replacing:
-    """A server is about to take a shard's place. by: its URL, without password."""
+    """A server is about to take a shard's place. replacing: the shard's number; by: the server's URL, without password."""
 
     replacing: int
     by: str
@@ -97,7 +99,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Asks(Generic[_Answer]):
-    """A request whose answer is of a class. do: what it is called on the wire."""
+    """A request, whose answer is of the class `answer` or Refused. do: what it is called on the wire."""
 
     __slots__ = ()
     do: ClassVar[str]
@@ -179,7 +181,7 @@ def _request_of(line: bytes) -> Request:
 
 
 class ControlSocket:
-    """The side of the run that trains. respond: answers a request, in a thread of the socket's."""
+    """The side of the run that trains. respond: answers a request, in the thread of the connection that it came by."""
 
     def __init__(self, run: Path, respond: Callable[[Request], Answer]) -> None:
         path = run / CONTROL
@@ -258,5 +260,5 @@ def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(second
     fields = json.loads(answer)
     if "error" in fields:
         return of_json(fields, Refused)
-    found: _Answer = of_json(fields, request.answer)
-    return found
+    typed: _Answer = of_json(fields, request.answer)
+    return typed

@@ -17,6 +17,8 @@ from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Stage, Status
 from foreload.trainer.run.report import Totals
 
+# Of StepReport and Totals: each trainer tells of its own rows and bytes, so they add up; samples are of the whole step on every trainer, and
+# times of one trainer stand for all.
 ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent")
 SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 

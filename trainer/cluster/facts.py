@@ -1,4 +1,6 @@
-"""What stands on the board, each fact a class of its own: agreements of the trainers and the coordinator. Light, since the keeper knows some, too.
+"""What stands on the board, each fact a class of its own: agreements of the trainers and the coordinator.
+
+It imports nothing heavy, since the keeper, for which trainers wait, imports it.
 
 Where a fact stands more than once, its place is told: numbers after its name. What trainers are started with, and how they ended, is in `messages`.
 """

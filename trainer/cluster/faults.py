@@ -36,6 +36,7 @@ class RunObserver:
     """Sees what happens in a call of `foreload train`, in the launcher's thread. This one only lets it happen."""
 
     faults: Sequence[Fault] = ()
+    """What the trainer that hosts lane 0 injects."""
 
     def see(self, trainer: int, event: TrainerEvent) -> None:
         """An event of a trainer."""

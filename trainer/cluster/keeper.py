@@ -17,11 +17,13 @@ from foreload.trainer.cluster.facts import Go, Orphaned, StopWanted
 from foreload.trainer.cluster.processes import KEEPER, ProcessStart, StartProcess
 from foreload.trainer.errors import TrainerError
 
-_PATIENCE = timedelta(minutes=5)
+_PATIENCE = timedelta(minutes=5)  # for which a read of a fact waits until that is stated
 
 
 class Keeper:
-    """The keeper of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: what each must inherit."""
+    """The keeper of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: a descriptor that each of
+    them must inherit, by whose end the keeper knows when all have left.
+    """
 
     def __init__(self, host: str, start: StartProcess) -> None:
         """Start it, on a free port of `host`. Raises SettingError if that is no address of this machine."""
@@ -33,6 +35,7 @@ class Keeper:
             self._host, self._port = host, listening.getsockname()[1]
             launchers, self._launcher_end = os.pipe()
             trainers, self.held = os.pipe()
+            # Nothing is ever written to the first two: the keeper reads their end when the last process that holds the other side is gone.
             self._ready, ready = os.pipe()
             handed = (listening.fileno(), launchers, trainers, ready)
             self._process = start(ProcessStart(KEEPER, (host,), descriptors=handed))
@@ -49,7 +52,7 @@ class Keeper:
         """The launcher's connection to the store, waited for until that is there. Raises TrainerError if it will not be."""
         import torch.distributed as dist
 
-        # A connection that is refused would be told on stderr by torch.
+        # Connected only when the store is there, since torch tells stderr of every connection that is refused.
         if not os.read(self._ready, 1):
             raise TrainerError(f"coordinator at {self.address}: cannot be started, see above")
         return dist.TCPStore(self._host, self._port, None, False, _PATIENCE)
@@ -73,11 +76,13 @@ def main() -> int:
     board = Board(host_store(host, _PATIENCE, listening))
     os.write(ready, b"1")
     os.close(ready)
+    # Returns when the launcher is gone.
     os.read(launcher, 1)
     if board.poll(Go) is None:
         return 0
     board.publish(Orphaned())
     board.publish(StopWanted())
+    # Returns when the last trainer is gone, which needs the store until then.
     os.read(trainers, 1)
     return 0
 

@@ -50,13 +50,14 @@ from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.saved_run import saved_run_at
 
-_MEET_PAUSE, _MEET_SAID = timedelta(seconds=1), timedelta(minutes=1)
+_MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met
+_MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are waited for
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
     """Train as the job says, in the environment that `foreload train` sets. Returns None in a process that is only one of a scheduler's trainers.
 
-    observer: sees it, and may have put faults in. start_process: starts keeper and trainers.
+    observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts keeper and trainers.
 
     Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
     """
@@ -114,7 +115,7 @@ def _scheduled_store() -> tuple[Any, int, int]:
 
 
 class Launcher:
-    """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job, else one is made here."""
+    """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job; None: a keeper is started for one."""
 
     def __init__(
         self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, observer: RunObserver, start_process: StartProcess
@@ -124,6 +125,7 @@ class Launcher:
         self._observer = observer
         self._interrupts = interrupts
         self._rendezvous = rendezvous
+        # A scheduler has started the other trainers itself, each as a call of `train`.
         self._spawned = range(1) if rendezvous is not None else range(job.trainers)
 
     def run(self) -> Ending:
@@ -158,6 +160,7 @@ class Launcher:
     def _check_model(self, schedule: Schedule) -> None:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
         job = self._job
+        # On the CPU, since it is only looked at: no trainer has a device yet.
         module = DenseModel.build(replace(job, device="cpu"), schedule).module
         if ignored := ignored_inputs(module, model_spec(schedule.header.features, job.dim)):
             sys.stderr.write(
@@ -165,6 +168,7 @@ class Launcher:
             )
 
     def _resume(self, schedule: Schedule, lock: int | None) -> Ending:
+        """Go on with the job's run from its last clean stop. lock: the descriptor of the run's lock, held. Raises what `train` does."""
         run = Run.open(self._job.run, lock)
         manifest, step = resumed(run, self._job, schedule)
         self._job = replace(self._job, namespace=manifest.namespace)
@@ -196,9 +200,11 @@ class Launcher:
                 raise SettingError(f"--spare: {error}") from error
 
     def _spare_check(self, manifest: Manifest) -> Callable[..., None]:
+        """`check_spare` for this run: called with a server and those in use, it raises StoreError where the server cannot take a shard."""
         return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=self._job.store_silence)
 
     def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
+        """Train. Local stores are started for that, and saved where the run came to rest, else discarded, so that what a call before saved stays."""
         if local is not None:
             local.start()
         try:
@@ -213,10 +219,10 @@ class Launcher:
         except ShardsLost as error:
             if local is not None:
                 if any(start.batches.values()):
-                    # What was saved before is what --resume goes on from.
+                    # --resume goes on from what an earlier call saved, which these rows must not replace.
                     local.discard()
                 else:
-                    # What is left can still be looked at.
+                    # No earlier call saved any rows: what the other shards hold can still be looked at.
                     local.stop(save=True, lost=error.shards)
             raise
         except BaseException:
@@ -239,6 +245,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def _claimed(self, run: Run, manifest: Manifest, start: Status, urls: Sequence[str]) -> Iterator[None]:
+        """While entered, the run's namespace on the servers is this run's; on --resume its rows were found to be those of its last clean stop."""
         job = self._job
         # A run that goes on may do so without the shards whose rows parity has.
         goes_on = job.resume and any(start.batches.values())
@@ -250,7 +257,7 @@ class Launcher:
                 before = run.saved_status()
                 run.check_rows(store, before)
                 if before.state == "training":
-                    # Of later batches than the rows.
+                    # The log's batches are later than the rows, so replaying them would be wrong.
                     shutil.rmtree(run.path / LOG, ignore_errors=True)
                     where = "from the beginning" if before.step < manifest.stages[0].first_step else f"after step {before.step}"
                     sys.stderr.write(

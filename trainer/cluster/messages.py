@@ -19,7 +19,9 @@ from foreload.trainer.run.report import Totals
 class LaunchSpec:
     """What the coordinator tells every trainer of one call of `foreload train`. job: TrainJob.to_dict; it and the stores are without passwords.
 
-    last_batches: of each lane, the number of its last write-back batch; totals: of the run before this call.
+    start_step: the last step trained before; last_batches: of each lane, the number of its last write-back batch. fingerprint: what each trainer's
+    numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's prefix, to go on from. faults: to be injected
+    by the trainer that hosts lane 0. totals: of the run before this call.
     """
 
     job: dict[str, Any]
@@ -37,9 +39,9 @@ class LaunchSpec:
 class TrainerEnd:
     """How a trainer ended, at (trainer) on the board.
 
-    step: the last one; failure: what went wrong, where that is why it stopped; flushed: rows written beyond the schedule. batches: of its lanes, the
-    number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store shards that are not whole. segments: of the
-    schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
+    step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
+    batches: of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store shards that are
+    not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
     """
 
     step: int

@@ -20,7 +20,7 @@ _POLL = timedelta(milliseconds=5)
 
 
 class Preforked:
-    """Starts up to `count` processes (foreload.trainer.cluster.processes.StartProcess). One that is not told anything leaves with this process.
+    """Starts up to `count` processes, as a StartProcess (`processes`). One that is not told anything leaves with this process, the launcher.
 
     leave: closes, in each of them, what of this process is not theirs.
     """
@@ -31,7 +31,7 @@ class Preforked:
             mine, theirs = socket.socketpair()
 
             def main(mine: socket.socket = mine, theirs: socket.socket = theirs) -> int:
-                # Else those before would not notice the end of the launcher as long as this one lives.
+                # A fork inherits the launcher's ends of its own socket and of those before: open here, they would hide the launcher's end.
                 for end in (mine, *(end for _, end in self._waiting)):
                     end.close()
                 leave()
@@ -41,7 +41,7 @@ class Preforked:
             theirs.close()
 
     def __call__(self, start: ProcessStart) -> ForkedProcess:
-        """Have one of them run what a process started anew would run, with this one's environment."""
+        """Have one of them run what a process started anew would run, with the launcher's environment as it is now."""
         pid, end = self._waiting.pop(0)
         with end, contextlib.suppress(ConnectionError):  # one that is gone is found so by `poll`
             values = {"module": start.module, "arguments": start.arguments, "environment": os.environ | start.environment}
@@ -49,7 +49,7 @@ class Preforked:
         return ForkedProcess(pid)
 
     def close(self) -> None:
-        """End those that wait for nothing any more."""
+        """End those that were given nothing to run."""
         for pid, end in self._waiting:
             end.close()
             os.waitpid(pid, 0)
@@ -57,6 +57,7 @@ class Preforked:
 
 
 def _run(end: socket.socket) -> int:
+    """Wait to be told what to run, and run it; returns the exit status, 0 where the launcher has closed its end instead."""
     with end:
         message = receive(end)
     if message is None:
@@ -83,8 +84,8 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """See StartedProcess."""
         if self._status is None:
-            found, status = os.waitpid(self._pid, os.WNOHANG)
-            if found:
+            ended_pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if ended_pid:
                 self._status = os.waitstatus_to_exitcode(status)
         return self._status
 

@@ -22,7 +22,8 @@ _STORES, _RENDEZVOUS, _TRAINER, _LAUNCHER = "FORELOAD_STORES", "FORELOAD_RENDEZV
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """A process to be started. module: WORKER or KEEPER, whose `main` it runs; arguments: its command line, on which the descriptors' numbers follow.
+    """A process to be started. module: WORKER or KEEPER, whose `main` it runs; arguments: its command line, to which the descriptors' numbers are
+    appended.
 
     environment: variables beyond the launcher's. descriptors: what it inherits, and keeps open for as long as it lives.
     """
@@ -55,9 +56,10 @@ StartProcess = Callable[[ProcessStart], StartedProcess]
 
 @dataclass(frozen=True, slots=True)
 class TrainerStart:
-    """What a trainer is started with; all else it finds on the board. rendezvous: where the store of that is, "HOST:PORT".
+    """What a trainer is started with; all else it finds on the board. rendezvous: the address of the rendezvous store, which the
+    board is on, "HOST:PORT".
 
-    store_urls: with passwords; None for those of the board. launcher: the process that it leaves with before training begins.
+    store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins.
     """
 
     trainer: int
@@ -66,7 +68,7 @@ class TrainerStart:
     launcher: int
 
     def environment(self) -> dict[str, str]:
-        """The same as variables of the process's environment."""
+        """These fields as variables of the process's environment."""
         return {
             _TRAINER: str(self.trainer),
             _RENDEZVOUS: self.rendezvous,
@@ -118,6 +120,6 @@ class ChildProcess:
 
 
 def program_path() -> str:
-    """PYTHONPATH for a process of this program."""
+    """PYTHONPATH for a process that is to import the same foreload as this one."""
     root = str(Path(foreload.__file__).absolute().parent.parent)
     return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)

@@ -37,8 +37,9 @@ class _Count:
 
 
 class RunRequests:
-    """The coordinator's side, for the trainers of these numbers. scrub, scrubbed and row_counts are called in threads of the control socket, the
-    rest in the main one.
+    """The coordinator's side. members: the trainers' numbers; protected: whether there is parity; training: whether all of them are ready.
+
+    scrub, scrubbed and row_counts are called in threads of the control socket, the rest in the main one.
     """
 
     def __init__(self, members: Iterable[int], protected: bool, training: Callable[[], bool]) -> None:
@@ -74,7 +75,7 @@ class RunRequests:
             return ScrubProgress(done, sum(part.stripes for part in parts), parts)
 
     def row_counts(self) -> RowCountsAnswer:
-        """What each trainer counts; of those that do not answer in time nothing."""
+        """What each trainer counts; nothing at all where one does not answer within COUNT_TIMEOUT."""
         if not self._training():
             return RowCountsAnswer(())
         with self._condition:
@@ -108,7 +109,7 @@ class RunRequests:
         return self._number
 
     def _is_scrubbed(self, scrub: _Scrub) -> bool:
-        """Whether all trainers are through, or cannot do it."""
+        """Whether each trainer is through with its lanes, or cannot scrub them."""
         return scrub.told.keys() == self._members and all(
             isinstance(part, ScrubFailed) or part.scrubbed.done for part in scrub.told.values()
         )
@@ -152,10 +153,10 @@ class TrainerRequests:
             )
             self._events.send(RowsCounted(self._row_counts, held))
             self._row_counts = None
-        found = self._traffic.inspection.scrubbed()
-        if self._scrub is not None and found is not None:
-            self._events.send(ScrubTold(self._scrub, found))
-            if found.done:
+        progress = self._traffic.inspection.scrubbed()
+        if self._scrub is not None and progress is not None:
+            self._events.send(ScrubTold(self._scrub, progress))
+            if progress.done:
                 self._scrub = None
 
     def finish(self) -> None:

@@ -28,8 +28,8 @@ class StoppedAtSegment(Exception):
 class SegmentGate:
     """A trainer's side of the agreement. Of the trainers `members`, `leader` decides, when all have a segment's files.
 
-    events: the program, from where training begins; the segment there is opened here, before any trainer begins. Raises ScheduleError. begun: how
-    many segments of the schedule were begun.
+    events: the program, from where training begins; its first segment is opened by the constructor, which raises ScheduleError, before any trainer
+    begins. begun: how many segments of the schedule were begun, those of earlier calls included.
     """
 
     def __init__(
@@ -47,14 +47,15 @@ class SegmentGate:
     def events(self, meanwhile: Callable[[], None]) -> Iterator[Event]:
         """The events, each further segment's once all trainers have it. Raises StoppedAtSegment, on all of them, where that will not be.
 
-        meanwhile: called while one waits.
+        meanwhile: called again and again while files or other trainers are waited for.
         """
         self._meanwhile = meanwhile
         event = self._first
         while event is not None:
             yield event
             segment = self._schedule.segment(event.segment)
-            assert segment is not None
+            assert segment is not None  # it was opened, so its files are there
+            # Behind the segment's last event.
             if event.row + 1 == len(segment.samples):
                 self._agree(event.segment + 1)
                 self.begun = event.segment + 2
@@ -63,7 +64,8 @@ class SegmentGate:
     def _agree(self, segment: int) -> None:
         """Return when every trainer can begin a segment, or knows that there is none."""
         if self._trainer != self._leader:
-            failure = self._found(segment, lambda: self._board.poll(SegmentVerdict, segment) is not None)
+            # A verdict that is there already can only be against it: the leader waits for this trainer otherwise.
+            failure = self._map_files(segment, lambda: self._board.poll(SegmentVerdict, segment) is not None)
             self._board.publish(SegmentFound(failure), segment, self._trainer)
             verdict = self._awaited(SegmentVerdict, segment)
         else:
@@ -74,6 +76,7 @@ class SegmentGate:
             raise StoppedAtSegment(verdict.failure)
 
     def _verdict(self, segment: int) -> SegmentVerdict:
+        """What the leader decides, when it and all others have the files, cannot have them, or a stop is wanted before they are there."""
         unwanted = False
 
         def stop() -> bool:
@@ -81,19 +84,19 @@ class SegmentGate:
             unwanted = self._board.poll(StopWanted) is not None
             return unwanted
 
-        failure = self._found(segment, stop)
+        failure = self._map_files(segment, stop)
         if unwanted:
             return SegmentVerdict(False, None)
         for other in self._others if failure is None else ():
-            found = self._awaited(SegmentFound, segment, other)
-            failure = failure or found.failure
+            theirs = self._awaited(SegmentFound, segment, other)
+            failure = failure or theirs.failure
         return SegmentVerdict(failure is None, failure)
 
-    def _found(self, segment: int, enough: Callable[[], bool]) -> str | None:
-        """Wait until a segment is there, and map its files; what is wrong, if it is. enough: whether to wait no more."""
+    def _map_files(self, segment: int, give_up: Callable[[], bool]) -> str | None:
+        """Wait until a segment is published, and map its files; returns what is wrong with them, or None. give_up: whether to wait no more."""
         try:
             while not self._schedule.published(segment):
-                if enough():
+                if give_up():
                     return None
                 self._schedule.check_growing(segment)
                 self._pause()

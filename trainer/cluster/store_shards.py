@@ -18,7 +18,7 @@ from foreload.trainer.cluster.control import AskReplace, Refused, Replacing, Sha
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.run.job import TrainJob
 
-SHOWN_STEP = 0.1  # of a rebuild, after which the user is told again
+SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class StoreShards:
 
     @property
     def plain_urls(self) -> tuple[str, ...]:
-        """The same without passwords."""
+        """`urls` without passwords."""
         return tuple(url.plain for url in parse_urls(self.urls, {}))
 
     @property
     def servers_return(self) -> bool:
-        """Whether lost shards will have a server again by themselves."""
+        """Whether a lost shard may get a server again without its user: its own, started again, or a spare."""
         return self._restarted is not None or bool(self._spares)
 
     def restart_dead(self) -> None:
@@ -89,7 +89,7 @@ class StoreShards:
         self._note(trainer, shard, ShardState("rebuilding", share))
 
     def _note(self, trainer: int, shard: int, state: ShardState, why: str = "") -> None:
-        """What a trainer tells, and what the user is told for it."""
+        """Note what a trainer tells, and tell the user where that changes how the shard is for all trainers together."""
         before = self._state(shard)
         self._states.setdefault(shard, {})[trainer] = state
         after = self._state(shard)
@@ -103,7 +103,7 @@ class StoreShards:
             sys.stderr.write(f"store shard {shard}: {after.rebuilt:.0%} rebuilt\n")
 
     def _state(self, shard: int) -> ShardState:
-        """Of a shard for all trainers together: the worst that any told, and the least that any has rebuilt."""
+        """How a shard is for all trainers together: the worst that any told, and the least that any has rebuilt."""
         told = self._states.get(shard, {}).values()
         worst_first: tuple[Literal["lost", "rebuilding"], ...] = ("lost", "rebuilding")
         for what in worst_first:
@@ -113,7 +113,7 @@ class StoreShards:
         return ShardState("ok", 1.0)
 
     def want_replacement(self, request: AskReplace) -> Replacing | Refused:
-        """Have a server take the place of a shard's, if it can."""
+        """Have a server take the place of a shard's, if it can. request.old: the shard's number, or its server's URL without password."""
         old = request.old
         if not self.protected:
             return Refused("the run has no parity, so a shard's rows are nowhere else; train with --parity")
@@ -141,7 +141,7 @@ class StoreShards:
 
     @property
     def states(self) -> dict[int, ShardStatus]:
-        """Of the shards that anything was told of."""
+        """How each shard is of which trainers told anything, by its number."""
         states = {shard: self._state(shard) for shard in list(self._states)}
         return {
             shard: ShardStatus(state.what, state.rebuilt if state.what == "rebuilding" else None)

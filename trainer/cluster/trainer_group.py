@@ -68,8 +68,8 @@ from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport, Totals
 
-POLL = timedelta(milliseconds=30)
-GRACE = timedelta(seconds=5)
+POLL = timedelta(milliseconds=30)  # between two looks at events, requests and processes
+GRACE = timedelta(seconds=5)  # for trainers to say why one failed, and to leave when all is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,10 @@ class Ending:
 
 
 class TrainerGroup:
-    """The trainers of one call, from the coordinator's side. status, failure: what stands when they have left."""
+    """The trainers of one call, from the coordinator's side.
+
+    status, failure: when they have left, how far the run is, and what stopped it before its end though all is saved; None: nothing did.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class TrainerGroup:
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
         self._observer, self._start_process = observer, start_process
         self._schedule, self._shards = schedule, shards
-        self._commands = 0
+        self._commands = 0  # how many were published
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
@@ -146,6 +149,7 @@ class TrainerGroup:
         self._interrupts.defer_signals = False
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
+        """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""
         board.publish(self._term, TERM)
         board.publish(spec)
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
@@ -169,15 +173,16 @@ class TrainerGroup:
             report.close()
 
     def _spawn(self, spawned: Sequence[int], address: str, held: Sequence[int]) -> None:
-        # A trainer that outlives this process holds the run on.
+        # A trainer that outlives this process goes on holding the lock on the run.
         held = (*held, *(() if self._run.lock is None else (self._run.lock,)))
         for trainer in spawned:
             told = TrainerStart(trainer, address, tuple(self._shards.urls), os.getpid())
             self._processes[trainer] = self._start_process(ProcessStart(WORKER, (), told.environment(), tuple(held)))
 
     def _follow(self, board: Board, report: RunReport) -> None:
+        """Take in events, and pass on what is asked, until every trainer has ended. Raises why one ended before its time, or KeyboardInterrupt."""
         receiver = EventReceiver(board, self._term.members)
-        gone = False
+        gone = False  # whether a trainer failed, and the others were given time to say why
         while self._ended.keys() != set(self._term.members):
             # Before the event is read: what a process sent before it ended is then there.
             dead = [trainer for trainer, process in self._processes.items() if process.poll() is not None]
@@ -254,7 +259,7 @@ class TrainerGroup:
         board.publish(Go())
 
     def _reason(self) -> ForeloadError:
-        """Why trainers ended before their time: what the first said that had a reason of its own, or that one is gone without a word."""
+        """Why trainers ended before their time: rows that are lost; else the first reason that is not a lost peer; else who ended without a word."""
         causes = [failed for _, failed in self._failures if failed.code != PeerLost.code]
         if lost := [failed.lost for failed in causes if failed.lost is not None]:
             return _all_lost(lost)
@@ -273,6 +278,7 @@ class TrainerGroup:
         return PeerLost(self._failures[0][1].message)
 
     def _finish(self, report: RunReport) -> Ending:
+        """What all trainers' ends come to: sets status and failure, and writes the summary."""
         ended = self._ended.values()
         first = first_of(self._ended)
         self.failure = first.failure

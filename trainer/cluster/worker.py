@@ -1,6 +1,7 @@
 """A trainer process: it joins a job, trains its lanes, and leaves rows and dense part where the next one finds them.
 
-Started by the launcher as `python -m foreload.trainer.cluster.worker`; what it is told comes over the rendezvous store, passwords in its environment.
+Started by the launcher as `python -m foreload.trainer.cluster.worker`, or forked and told to run `main`; a scheduler's process calls `work` itself.
+What it is told comes over the rendezvous store, passwords in its environment.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ from foreload.trainer.run.resume import check_same
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
-SHARDS_PAUSE = timedelta(milliseconds=250)
-LAUNCHER_PAUSE = timedelta(milliseconds=200)
-BOARD_PAUSE = timedelta(milliseconds=10)
-TERM = 0
+SHARDS_PAUSE = timedelta(milliseconds=250)  # between two looks at commands and at what is rebuilt
+LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
+BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is waited for
+TERM = 0  # the only one that a job has so far
 
-_ready = threading.Event()
+_ready = threading.Event()  # set when this process no longer leaves with the launcher
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
 
 
@@ -100,7 +101,8 @@ def _leave_with(launcher: int) -> None:
 
 
 def work(rendezvous: Any, trainer: int, store_urls: Sequence[str] | None, interrupts: Interrupts | None = None) -> int:
-    """Train as trainer number `trainer`; returns the exit status. rendezvous: the store that the board is on.
+    """Train as trainer number `trainer`; returns the exit status: 0, 2 where the coordinator was told why it failed, 1 for an error that was not
+    foreseen, with its traceback. rendezvous: the store that the board is on.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers.
@@ -153,9 +155,9 @@ class TrainerProcess:
         self._totals = Totals()  # of this call's steps
         self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
-        self._commands = 0
-        self._shards_lost = 0  # of shards, found so far
-        self._asked_at = 0.0
+        self._commands = 0  # how many were taken from the board
+        self._shards_lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
+        self._asked_at = 0.0  # when the board was last looked at for commands, time.monotonic()
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
@@ -201,7 +203,7 @@ class TrainerProcess:
                     _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
                     for name, value in asdict(lanes.traffic.counters()).items()
                 }
-            # From here on no lane is written any more, so that the dense part may take the place of the one that goes with the rows before.
+            # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
             session.barrier()
             if session.leads:
                 save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
@@ -257,7 +259,7 @@ class TrainerProcess:
 
     @contextlib.contextmanager
     def _rows_lost_first(self, traffic: Traffic) -> Iterator[None]:
-        """Where another trainer is gone because rows are, say which of this one's are, too. Raises RowsLost then."""
+        """Where a peer is lost, look at the shards: it may be gone because rows are, and then RowsLost, of this trainer's rows, is raised instead."""
         try:
             yield
         except PeerLost:
@@ -273,7 +275,10 @@ class TrainerProcess:
                 self._events.send(FaultInjected(fault.shard, at))
 
     def _see_to_shards(self, traffic: Traffic) -> None:
-        """Tell what became of store shards, take servers in their place, and run errands, as the coordinator says."""
+        """Tell the coordinator what became of store shards, and how far run requests are; do what it commands.
+
+        Changes are told at every call, the rest every SHARDS_PAUSE.
+        """
         while self._shard_changes:
             change, at = self._shard_changes.popleft()
             self._shards_lost += change.what == "lost"
@@ -300,7 +305,8 @@ class TrainerProcess:
     def _repair_shards(self, traffic: Traffic) -> list[int]:
         """Wait until all shards are whole again, for every trainer, as long as there is hope; returns those that are not.
 
-        A shard that one trainer finds lost may have been whole when another looked, so all look until none finds a further one.
+        A shard that one trainer finds lost may have been whole when another looked, so all look, turn by turn, until none finds a further one. There
+        is hope where servers come back by themselves, for RETURN_TIMEOUT at most, and not again once a shard was given up.
         """
         lost: list[int] = []
         turn, known = 0, self._shards_lost
@@ -312,8 +318,8 @@ class TrainerProcess:
                 self._see_to_shards(traffic)
                 if traffic.shards.not_whole.keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
                     break
-            found, known = self._shards_lost > known, self._shards_lost
-            self._board.publish(ShardsLooked(found), turn, self._trainer)
+            further, known = self._shards_lost > known, self._shards_lost
+            self._board.publish(ShardsLooked(further), turn, self._trainer)
             if not any(self._found_lost(traffic, turn, trainer) for trainer in self._term.members):
                 return lost
             turn += 1
@@ -326,7 +332,7 @@ class TrainerProcess:
         return looked.found_lost
 
     def _check_fingerprint(self) -> None:
-        """That of the run, or, where it has none or another is accepted, that of the first trainer. Raises FingerprintError."""
+        """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
         mine = numerics.fingerprint(self._device())
         if self._spec.fingerprint is not None:
             numerics.check(mine, self._spec.fingerprint, resumed=True)

@@ -1,1 +1,1 @@
-"""The commands as the command line has them: what they take, and how what they found is told."""
+"""The commands as the command line has them: what they take, and how their results are printed."""

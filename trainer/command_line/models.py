@@ -56,12 +56,12 @@ def add_to(commands: Any) -> None:
 def _evaluate(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import evaluate
 
-    found = evaluate.run(parsed.run, parsed.store, parsed.schedule)
+    metrics = evaluate.run(parsed.run, parsed.store, parsed.schedule)
     text = (
-        f"log loss {found['log_loss']:.5f}   AUC {found['auc']:.4f}   normalised entropy {found['normalized_entropy']:.4f}   "
-        f"({found['samples']:,} samples, after step {found['step']})"
+        f"log loss {metrics['log_loss']:.5f}   AUC {metrics['auc']:.4f}   normalised entropy {metrics['normalized_entropy']:.4f}   "
+        f"({metrics['samples']:,} samples, after step {metrics['step']})"
     )
-    return tell(parsed, found, text)
+    return tell(parsed, metrics, text)
 
 
 def _predict(parsed: argparse.Namespace) -> int:
@@ -71,27 +71,27 @@ def _predict(parsed: argparse.Namespace) -> int:
     records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
     batches = predict.run(parsed.run, parsed.store, records)
     if parsed.logits:
-        found = predict.write(parsed.out, batches, "logit")
+        written = predict.write(parsed.out, batches, "logit")
     else:
-        found = predict.write(parsed.out, map(predict.probabilities, batches), "score")
-    return tell(parsed, found, f"{parsed.out}: {found['records']:,} {'logits' if parsed.logits else 'scores'}")
+        written = predict.write(parsed.out, map(predict.probabilities, batches), "score")
+    return tell(parsed, written, f"{parsed.out}: {written['records']:,} {'logits' if parsed.logits else 'scores'}")
 
 
 def _lookup(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import lookup
 
-    found = lookup.run(
+    answer = lookup.run(
         parsed.run, parsed.store, parsed.table, None if parsed.ids else parsed.values, parsed.values if parsed.ids else None
     )
     rows = [
         {"value": value, "id": int(row_id), "trained": bool(trained), "vector": vector.tolist()}
-        for value, row_id, trained, vector in zip(parsed.values, found.ids, found.trained, found.weights, strict=True)
+        for value, row_id, trained, vector in zip(parsed.values, answer.ids, answer.trained, answer.weights, strict=True)
     ]
     lines = [
         "  ".join([repr(row["value"]), f"id {row['id']}", "trained" if row["trained"] else "initial", " ".join(map(str, vector))])
-        for row, vector in zip(rows, found.weights, strict=True)
+        for row, vector in zip(rows, answer.weights, strict=True)
     ]
-    return tell(parsed, {"table": parsed.table, "step": found.step, "rows": rows}, "\n".join(lines))
+    return tell(parsed, {"table": parsed.table, "step": answer.step, "rows": rows}, "\n".join(lines))
 
 
 def _export(parsed: argparse.Namespace) -> int:
@@ -109,6 +109,6 @@ def _export(parsed: argparse.Namespace) -> int:
 def _digest(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import digest
 
-    found = digest.run(parsed.run, parsed.store)
-    mixed = [numerics.mixed_text(found["mixed_numerics"])] if found["mixed_numerics"] else []
-    return tell(parsed, found, "\n".join([found["digest"], *mixed]))
+    answer = digest.run(parsed.run, parsed.store)
+    mixed = [numerics.mixed_text(answer["mixed_numerics"])] if answer["mixed_numerics"] else []
+    return tell(parsed, answer, "\n".join([answer["digest"], *mixed]))

@@ -37,7 +37,7 @@ def add_command(commands: Any, name: str, command: Command, help: str, descripti
 
 
 def add_plain(commands: Any, name: str, command: Command, help: str, description: str) -> argparse.ArgumentParser:
-    """A command without arguments as yet."""
+    """A command, to which all of its arguments are still to be added."""
     added: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
     added.set_defaults(command=command)
     return added

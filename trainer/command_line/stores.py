@@ -62,12 +62,12 @@ def _add_stores(commands: Any) -> None:
 def _stores_status(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import stores
 
-    found = stores.run(parsed.run, parsed.store)
-    parity = found["parity"]
+    status = stores.run(parsed.run, parsed.store)
+    parity = status["parity"]
     lines = [
-        f"run {found['run']}: {found['state']}, namespace {found['namespace']}, parity {parity['code']} {parity['state'] or ''}".rstrip()
+        f"run {status['run']}: {status['state']}, namespace {status['namespace']}, parity {parity['code']} {parity['state'] or ''}".rstrip()
     ]
-    for shard in found["shards"]:
+    for shard in status["shards"]:
         facts = [
             f"{shard[name]:,} {name.replace('_', ' ')}"
             for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")
@@ -76,20 +76,20 @@ def _stores_status(parsed: argparse.Namespace) -> int:
         if "rebuilt" in shard:
             facts.insert(0, f"{shard['rebuilt']:.0%} rebuilt")
         lines.append("  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]]))
-    if found["lag"] is not None:
-        lag = found["lag"]
+    if status["lag"] is not None:
+        lag = status["lag"]
         lines.append(
             f"on the way to the store: {lag['rows']:,} rows of {lag['boundaries']:,} boundaries, {lag['batches']:,} batches not yet "
             "released"
         )
-    if found["forecast"] is not None:
-        end = found["forecast"]
+    if status["forecast"] is not None:
+        end = status["forecast"]
         lines.append(
             f"at the end of the schedule: {end['rows']:,} rows and {end['parity_rows']:,} parity rows, {end['memory_bytes'] / 2**20:,.1f} MiB in all "
             f"shards ({end['overhead_bytes_a_row']:.0f} bytes a row beyond its own{', measured' if end['overhead_measured'] else ''})"
         )
-    tell(parsed, found, "\n".join(lines))
-    return 2 if any(shard["state"] in ("down", "lost") for shard in found["shards"]) else 0
+    tell(parsed, status, "\n".join(lines))
+    return 2 if any(shard["state"] in ("down", "lost") for shard in status["shards"]) else 0
 
 
 def _stores_replace(parsed: argparse.Namespace) -> int:
@@ -108,9 +108,9 @@ def _stores_replace(parsed: argparse.Namespace) -> int:
 def _stores_list(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
 
-    found = rows.listed(parsed.urls)
-    tell(parsed, found, rows.listed_text(found))
-    return 2 if any(server["why"] for server in found["servers"]) else 0
+    servers = rows.listed(parsed.urls)
+    tell(parsed, servers, rows.listed_text(servers))
+    return 2 if any(server["why"] for server in servers["servers"]) else 0
 
 
 def _stores_delete(parsed: argparse.Namespace) -> int:
@@ -125,31 +125,31 @@ def _delete(parsed: argparse.Namespace) -> int:
     return _tell_gone(parsed, rows.run(parsed.run, parsed.store))
 
 
-def _tell_gone(parsed: argparse.Namespace, found: dict[str, Any]) -> int:
+def _tell_gone(parsed: argparse.Namespace, deletion: dict[str, Any]) -> int:
     from foreload.trainer.commands import rows
 
-    tell(parsed, found, rows.deleted_text(found))
-    return 2 if any(shard["why"] for shard in found["shards"]) else 0
+    tell(parsed, deletion, rows.deleted_text(deletion))
+    return 2 if any(shard["why"] for shard in deletion["shards"]) else 0
 
 
 def _scrub(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import scrub
 
-    found = scrub.run(parsed.run, parsed.store)
+    findings = scrub.run(parsed.run, parsed.store)
     lines = [
-        f"{found['stripes']:,} stripes, {found['rows']:,} rows and {found['parity_rows']:,} parity rows checked: "
-        f"{found['stripes_repaired']:,} stripes repaired, {found['stripes_damaged']:,} damaged"
+        f"{findings['stripes']:,} stripes, {findings['rows']:,} rows and {findings['parity_rows']:,} parity rows checked: "
+        f"{findings['stripes_repaired']:,} stripes repaired, {findings['stripes_damaged']:,} damaged"
     ]
-    if found["lost_shards"]:
-        lines.append(f"not checked: store shard {', '.join(map(str, found['lost_shards']))}, which is lost")
+    if findings["lost_shards"]:
+        lines.append(f"not checked: store shard {', '.join(map(str, findings['lost_shards']))}, which is lost")
     for kind in ("repaired", "damaged"):
-        for one in found[kind][:_NAMED]:
+        for one in findings[kind][:_NAMED]:
             first, last = one["ordinals"]
             shards = ", ".join(map(str, one["shards"]))
             lines.append(
                 f"{kind}: lane {one['lane']}, table {one['table']}, ordinals {first} to {last}, shards {shards}: {one['what']}"
             )
-        if found[f"stripes_{kind}"] > _NAMED:
-            lines.append(f"{kind}: {found[f'stripes_{kind}'] - _NAMED:,} more; --json has the first 1,000")
-    tell(parsed, found, "\n".join(lines))
-    return DAMAGED if found["stripes_damaged"] else 0
+        if findings[f"stripes_{kind}"] > _NAMED:
+            lines.append(f"{kind}: {findings[f'stripes_{kind}'] - _NAMED:,} more; --json has the first 1,000")
+    tell(parsed, findings, "\n".join(lines))
+    return DAMAGED if findings["stripes_damaged"] else 0

@@ -121,5 +121,5 @@ def _drill(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import drill
 
     plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)
-    found = drill.run(job, plan)
-    return tell(parsed, found, drill.text(found))
+    summary = drill.run(job, plan)
+    return tell(parsed, summary, drill.text(summary))

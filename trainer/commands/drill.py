@@ -145,19 +145,19 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
         **account(timeline, moments),
         "rows_rebuilt": ending.summary["store_traffic"]["rows_rebuilt"],
     }
-    found = ending.summary | {"drill": figures}
+    summary = ending.summary | {"drill": figures}
     figures["picture"] = draw(Path(job.run) / DRILL, timeline, moments, figures)
     if drill.check and not ending.stopped:
         figures["digest_undisturbed"] = _undisturbed(job)
-    write_json(Path(job.run) / SUMMARY, found)
+    write_json(Path(job.run) / SUMMARY, summary)
     if ending.signal_number is not None:
         raise KeyboardInterrupt
-    if figures.get("digest_undisturbed", found.get("digest")) != found.get("digest"):
+    if figures.get("digest_undisturbed", summary.get("digest")) != summary.get("digest"):
         raise TrainerError(
-            f"drill: the model is not that of an undisturbed run: digest {found['digest']}, undisturbed {figures['digest_undisturbed']}; "
+            f"drill: the model is not that of an undisturbed run: digest {summary['digest']}, undisturbed {figures['digest_undisturbed']}; "
             f"this must not be: please report it with {job.run}/{SUMMARY}"
         )
-    return found
+    return summary
 
 
 def _check(job: TrainJob, drill: Drill) -> None:
@@ -209,28 +209,28 @@ def _undisturbed(job: TrainJob) -> str:
 
 def text(summary: Mapping[str, Any]) -> str:
     """What `run` found, for a person."""
-    found = summary["drill"]
+    figures = summary["drill"]
 
     def after(name: str) -> str:
-        seconds = found[f"seconds_until_{name}"]
+        seconds = figures[f"seconds_until_{name}"]
         return "never" if seconds is None else f"after {seconds:.3f} s"
 
     def of_normal(name: str) -> str:
-        return "-" if found[name] is None else f"{found[name]:.1%}"
+        return "-" if figures[name] is None else f"{figures[name]:.1%}"
 
-    struck = f"struck by {found['signal']} after step {found['step']}, {found['struck_at_seconds']:.2f} s into the training"
+    struck = f"struck by {figures['signal']} after step {figures['step']}, {figures['struck_at_seconds']:.2f} s into the training"
     lines = [
-        f"store shard {found['shard']}: {struck}; its server was away for {found['down_seconds']:g} s",
-        f"given up {after('lost')}, back {after('back')}, whole {after('whole')}: {found['rows_rebuilt']:,} rows rebuilt",
-        f"longest gap between steps {milliseconds(found['longest_gap_seconds'])}, counted from the strike; "
-        f"median step {milliseconds(found['median_step_seconds'])}",
-        f"throughput, of {found['samples_per_second_normal'] or 0:,.0f} samples a second: {of_normal('throughput_degraded')} while the shard was "
+        f"store shard {figures['shard']}: {struck}; its server was away for {figures['down_seconds']:g} s",
+        f"given up {after('lost')}, back {after('back')}, whole {after('whole')}: {figures['rows_rebuilt']:,} rows rebuilt",
+        f"longest gap between steps {milliseconds(figures['longest_gap_seconds'])}, counted from the strike; "
+        f"median step {milliseconds(figures['median_step_seconds'])}",
+        f"throughput, of {figures['samples_per_second_normal'] or 0:,.0f} samples a second: {of_normal('throughput_degraded')} while the shard was "
         f"lost, {of_normal('throughput_rebuilding')} while it was rebuilt",
     ]
-    if "digest_undisturbed" in found:
+    if "digest_undisturbed" in figures:
         lines.append(f"the model is that of an undisturbed run: digest {summary['digest']}")
-    if found["picture"] is not None:
-        lines.append(f"drawn in {found['picture']}")
+    if figures["picture"] is not None:
+        lines.append(f"drawn in {figures['picture']}")
     return "\n".join(lines)
 
 

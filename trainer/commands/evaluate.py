@@ -51,14 +51,14 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
         used = saved.schedule if schedule is None else fitting(saved, Schedule(schedule))
         for one in evaluated(saved, used):
             metrics.add(one.logits, one.labels)
-    found = metrics.result()
+    result = metrics.result()
     return {
         "schedule": str(used.path),
         "step": saved.status.step,
-        "samples": found.samples,
-        "log_loss": found.log_loss,
-        "auc": found.auc,
-        "normalized_entropy": found.normalized_entropy,
+        "samples": result.samples,
+        "log_loss": result.log_loss,
+        "auc": result.auc,
+        "normalized_entropy": result.normalized_entropy,
     }
 
 
@@ -113,8 +113,8 @@ def _step(schedule: Schedule, event: Event, held: list[np.ndarray]) -> Evaluatio
 
 def _distinct_rows(schedule: Schedule) -> np.ndarray:
     """All rows that the pass uses, by (table, id): _KEY [n]."""
-    found = [np.unique(np.concatenate(step.rows)) for step in last_pass(schedule)]
-    return np.unique(np.concatenate(found))
+    of_steps = [np.unique(np.concatenate(step.rows)) for step in last_pass(schedule)]
+    return np.unique(np.concatenate(of_steps))
 
 
 def _weights(saved: SavedRun, wanted: np.ndarray) -> Tensor:
@@ -134,6 +134,6 @@ def _logits(dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, 
         if not len(moves.labels):
             continue
         used = [
-            found[(owner.users >> np.uint64(lane)) & np.uint64(1) == 1] for found, owner in zip(places, step.lanes, strict=True)
+            owned[(owner.users >> np.uint64(lane)) & np.uint64(1) == 1] for owned, owner in zip(places, step.lanes, strict=True)
         ]
         yield lane, dense_part.logits(weights[torch.from_numpy(np.concatenate(used))], moves.index, moves.offsets, moves.dense)

@@ -54,10 +54,10 @@ def _ids_of(schedule: Schedule, table: int, values: Sequence[str | int | None]) 
 
 def _checked(schedule: Schedule, table: int, given: Sequence[object]) -> np.ndarray:
     rows = schedule.header.features.table_rows[table]
-    found = []
+    ids = []
     for value in given:
         text = str(value).strip()
         if not text.isdecimal() or int(text) >= rows:
             raise SettingError(f"VALUE: an id must be a whole number in 0 .. {rows - 1}; got {value!r}")
-        found.append(int(text))
-    return np.array(found, np.int64)
+        ids.append(int(text))
+    return np.array(ids, np.int64)

@@ -168,11 +168,11 @@ _Known = dict[int, tuple[np.ndarray, np.ndarray]]
 def _rows(saved: SavedRun, reader: ModelRowReader, group: Sequence[Samples], tables: np.ndarray) -> _Known:
     of_lookup = np.concatenate([_lookup_tables(samples, tables) for samples in group])
     ids = np.concatenate([samples.ids for samples in group])
-    found = {}
+    known = {}
     for table in range(len(saved.layouts)):
         wanted = np.unique(ids[of_lookup == table])
-        found[table] = wanted, reader.read(table, wanted)[0]
-    return found
+        known[table] = wanted, reader.read(table, wanted)[0]
+    return known
 
 
 def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndarray, np.ndarray]:
@@ -196,7 +196,9 @@ def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndar
 
 
 def encoding_of(schedule: Schedule) -> tuple[FeatureSpec, Encoder]:
-    """The features of a schedule, and what encodes by its vocabularies and scales. Raises ScheduleError."""
+    """The features of a schedule, and what encodes by its vocabularies and scales. Raises ScheduleError where these are
+    damaged, RunError where they are not what the schedule was prepared with.
+    """
     folder, features = schedule.path / encoding_state.FOLDER, schedule.header.features
     if encoding_state.identity(folder) != schedule.header.settings.get("encoding"):
         raise RunError(f"schedule {schedule.path}: its encoding is not what it was prepared with; put that folder back")

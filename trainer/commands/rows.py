@@ -47,17 +47,17 @@ def run(path: str, urls: str | None) -> dict[str, Any]:
     deleted and why are both None for a shard where another run has taken the namespace. urls: those of its servers with passwords; by default the
     run's. Raises RunError for a run that trains, StoreError where a server refuses.
     """
-    found = Run.open(path)
-    if training_status(found.path) is not None:
+    deleted_run = Run.open(path)
+    if training_status(deleted_run.path) is not None:
         raise RunError(f"run {path}: is being trained; stop it with Ctrl-C first")
-    manifest = found.manifest
+    manifest = deleted_run.manifest
     shards = []
-    with locked(found.path):
+    with locked(deleted_run.path):
         if manifest.local_stores is None:
             shards = [
                 _delete(url, manifest.namespace, manifest.identity) for url in parse_urls(urls or ",".join(manifest.store_urls))
             ]
-        found.delete()
+        deleted_run.delete()
     kept = sorted(item.name for item in Path(path).iterdir()) if Path(path).exists() else []
     return {
         "run": path,
@@ -69,7 +69,7 @@ def run(path: str, urls: str | None) -> dict[str, Any]:
 
 
 def _delete(url: StoreUrl, namespace: str, identity: dict[str, Any] | None) -> dict[str, Any]:
-    """identity: of the run whose rows these must be; None for any."""
+    """Remove a namespace from a server; returns an entry of `deleted`'s shards. identity: of the run whose rows these must be; None for any."""
 
     def removed(store: Store) -> dict[str, Any]:
         holding = holding_of(store, 0, namespace)

@@ -40,38 +40,38 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     repaired and damaged: {"lane", "table", "ordinals", "shards", "what"} each. The write-back batch that a broken-off run died in is finished
     from its log first. Raises RunError and CacheError.
     """
-    found = Run.open(path)
-    if not found.placement.r:
+    scrubbed_run = Run.open(path)
+    if not scrubbed_run.placement.r:
         raise RunError(f"run {path}: has no parity, so there is nothing to check its rows against; train with --parity")
-    training = training_status(found.path)
+    training = training_status(scrubbed_run.path)
     if training is not None:
-        return _beside_training(found, training)
-    status = found.status
+        return _beside_training(scrubbed_run, training)
+    status = scrubbed_run.status
     if status is None:
         raise RunError(f"run {path}: never began to train, so it has no rows")
-    local = LocalStores.find(found.path / STORES)
+    local = LocalStores.find(scrubbed_run.path / STORES)
     # Where its local servers are gone, what they saved at the last clean stop is what is left.
-    if status.state == "training" and (found.manifest.local_stores is None or (local is not None and any(local.pids))):
-        with locked(found.path), _broken_off(found, local, store) as (stored, schedule):
-            return _scrub(stored, schedule, None, [None] * found.manifest.lanes)
+    if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
+        with locked(scrubbed_run.path), _broken_off(scrubbed_run, local, store) as (stored, schedule):
+            return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
     with open_saved(path, store) as saved:
         return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
 
 
 @contextlib.contextmanager
-def _broken_off(found: Run, local: LocalStores | None, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
+def _broken_off(scrubbed_run: Run, local: LocalStores | None, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
     """The rows of a run whose trainers died, every lane's last batch finished."""
-    manifest = found.manifest
-    job, schedule = manifest.training_job, schedule_of(found)
+    manifest = scrubbed_run.manifest
+    job, schedule = manifest.training_job, schedule_of(scrubbed_run)
     servers = list(local.urls) if local is not None else urls.split(",") if urls else list(manifest.store_urls)
-    with Store.connect(servers, job.store_silence, found.placement.r) as store:
-        stored = StoredRows(store, found.placement, layouts_of(job, schedule), manifest.namespace)
-        log = FileLog(found.path / LOG)
+    with Store.connect(servers, job.store_silence, scrubbed_run.placement.r) as store:
+        stored = StoredRows(store, scrubbed_run.placement, layouts_of(job, schedule), manifest.namespace)
+        log = FileLog(scrubbed_run.path / LOG)
         for lane in range(manifest.lanes):
             recover(stored, lane, log, Ownership(0, manifest.identity))
         if lost := sorted(stored.shards.lost):
             raise RunError(
-                f"run {found.path}: was broken off, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "
+                f"run {scrubbed_run.path}: was broken off, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "
                 "ever written is not known, so the stripes cannot be checked; a server that still has them can be started again"
             )
         yield stored, schedule
@@ -83,25 +83,25 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
     total = Findings()
     with _bar(stripes) as bar:
         for lane, rows in table_rows(schedule, step, ordinals):
-            for found in scrub_table(stored, lane, rows, last_batches[lane]):
-                total.add(found)
-                bar.update(found.stripes)
+            for findings in scrub_table(stored, lane, rows, last_batches[lane]):
+                total.add(findings)
+                bar.update(findings.stripes)
     return told(total, [layout.name for layout in stored.layouts], sorted(stored.shards.lost))
 
 
-def _beside_training(found: Run, training: RunStatus) -> dict[str, Any]:
+def _beside_training(scrubbed_run: Run, training: RunStatus) -> dict[str, Any]:
     """Have the trainers scrub their lanes, and wait for it."""
-    schedule = schedule_of(found)
-    (found.path / SCRUB).mkdir(exist_ok=True)
-    directory = Path(tempfile.mkdtemp(dir=found.path / SCRUB))
+    schedule = schedule_of(scrubbed_run)
+    (scrubbed_run.path / SCRUB).mkdir(exist_ok=True)
+    directory = Path(tempfile.mkdtemp(dir=scrubbed_run.path / SCRUB))
     try:
         write_expected_rows(schedule, directory)
-        _asked(found, AskScrub(directory.name))
+        _asked(scrubbed_run, AskScrub(directory.name))
         progress = ScrubProgress(False, 0, ())
         with _bar(0) as bar:
             while not progress.done:
                 time.sleep(POLL.total_seconds())
-                progress = _asked(found, AskScrubbed())
+                progress = _asked(scrubbed_run, AskScrubbed())
                 bar.total = progress.stripes
                 bar.update(sum(part.findings.stripes for part in progress.trainers) - bar.n)
     finally:
@@ -116,15 +116,15 @@ def _beside_training(found: Run, training: RunStatus) -> dict[str, Any]:
     return told(total, [table.name for table in schedule.header.features.tables], lost)
 
 
-def _asked(found: Run, request: Asks[_Answer]) -> _Answer:
+def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
     """What a run that trains answers. Raises RunError where it does not, or no more."""
-    answer = ask(found.path, request)
+    answer = ask(scrubbed_run.path, request)
     if answer is None:
         raise RunError(
-            f"run {found.path}: stopped training before its scrub was told to be through; scrub it again, now that it rests"
+            f"run {scrubbed_run.path}: stopped training before its scrub was told to be through; scrub it again, now that it rests"
         )
     if isinstance(answer, Refused):
-        raise RunError(f"run {found.path}: {answer.error}")
+        raise RunError(f"run {scrubbed_run.path}: {answer.error}")
     return answer
 
 

@@ -1,4 +1,4 @@
-"""`foreload stores status`: the store shards of a run, whether it trains, rests or was broken off, and what they will need."""
+"""`foreload stores status`: the store shards of a run, whether it trains, is saved or was broken off, and what they will need."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     shards: {"shard", "url", "state", "rows", "parity_rows", "row_bytes", ...} each; a shard that is down is told, not raised. lag: of a run that
     trains. forecast: of the memory at the schedule's end, None while it is not known. What cannot be told now is None or left out.
     """
-    found = Run.open(path)
-    manifest, status, placement = found.manifest, found.status, found.placement
-    training = training_status(found.path)
+    asked_run = Run.open(path)
+    manifest, status, placement = asked_run.manifest, asked_run.status, asked_run.placement
+    training = training_status(asked_run.path)
     # What the status says is of the beginning while a run trains.
-    shards = _shards(found, store, status if training is None else None, {} if training is None else training.shards)
-    plan = _plan(found)
+    shards = _shards(asked_run, store, status if training is None else None, {} if training is None else training.shards)
+    plan = _plan(asked_run)
     lag = forecast = None
     if training is not None:
-        answer = ask(found.path, AskRowCounts())
+        answer = ask(asked_run.path, AskRowCounts())
         counted = answer.trainers if isinstance(answer, RowCountsAnswer) else ()
         for name in ("rows", "parity_rows", "row_bytes"):
             _tell(shards, name, np.sum([getattr(part, name) for part in counted], axis=0) if counted else None)
@@ -90,13 +90,14 @@ def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
 
 def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowCounts:
     """What every shard holds when all ordinals given (int64 [lanes, tables]) were written."""
-    found = RowCounts.none(tables, placement.shard_count)
+    counts_by_shard = RowCounts.none(tables, placement.shard_count)
     for lane, counts in enumerate(ordinals):
-        found += count_rows(placement.stripes(lane, counts), tables, placement.shard_count)
-    return found
+        counts_by_shard += count_rows(placement.stripes(lane, counts), tables, placement.shard_count)
+    return counts_by_shard
 
 
 def _tell(shards: list[dict[str, Any]], name: str, values: np.ndarray | None) -> None:
+    """Set an entry of every shard to its value, int [shards]; to None where values is, or the shard does not hold all of its rows."""
     for told in shards:
         there = values is not None and told["state"] not in ("down", "lost", "degraded")
         told[name] = int(values[told["shard"]]) if there and values is not None else None
@@ -134,18 +135,18 @@ def _forecast(at_end: RowCounts, rows: list[RowLayout], shards: list[dict[str, A
     }
 
 
-def _shards(found: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[dict[str, Any]]:
-    """What each server says of itself, and the trainers of it (seen, by shard)."""
-    manifest = found.manifest
+def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[dict[str, Any]]:
+    """What each server says of itself, and trainers say of it. status: of a run that does not train; seen: what trainers say, by shard."""
+    manifest = asked_run.manifest
     lost = status.lost if status else []
     expected = None
     if status is not None and status.state != "training":
         numbers = (int(status.batches.get(str(lane), 0)) for lane in range(manifest.lanes))
         expected = [str(Marker(number, number)) for number in numbers]
     shards: list[dict[str, Any]] = []
-    if manifest.local_stores is not None and (local := LocalStores.find(found.path / STORES)) is None:
+    if manifest.local_stores is not None and (local := LocalStores.find(asked_run.path / STORES)) is None:
         for shard in range(manifest.local_stores):
-            saved = found.path / STORES / f"shard-{shard}.rdb"
+            saved = asked_run.path / STORES / f"shard-{shard}.rdb"
             size = saved.stat().st_size if saved.exists() else None
             shards.append(
                 {"shard": shard, "url": str(saved), "state": "at rest" if saved.exists() else "lost", "saved_bytes": size}
@@ -162,7 +163,7 @@ def _shards(found: Run, store: str | None, status: Status | None, seen: Mapping[
         if told["shard"] in lost and told["state"] in ("up", "at rest"):
             told["state"] = "degraded"
         if told["state"] == "up" and expected is not None and told["markers"] != expected:
-            told |= {"state": "degraded" if found.placement.r else "lost", "why": f"{told['url']} lacks rows of the run"}
+            told |= {"state": "degraded" if asked_run.placement.r else "lost", "why": f"{told['url']} lacks rows of the run"}
         state = seen.get(told["shard"])
         if told["state"] == "up" and state is not None and state.state != "ok":
             told |= to_json(state)
@@ -170,6 +171,7 @@ def _shards(found: Run, store: str | None, status: Status | None, seen: Mapping[
 
 
 def _ask(url: str, namespace: str, lanes: int) -> dict[str, Any]:
+    """What a server says of itself and of the namespace's lanes there; "down", and why, where it cannot be asked."""
     try:
         with Store([url], TIMEOUT, timedelta(seconds=1)) as store:
             info = store.info(0)

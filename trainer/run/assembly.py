@@ -121,8 +121,10 @@ def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[i
 
 
 def _written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -> Callable[[int], LaneStripes]:
-    """The stripes of each lane when so many ordinals were given, int64 [lanes, tables], and all rows were written back."""
+    """The stripes of each lane when so many ordinals were given, int64 [lanes, tables], and all rows were written back.
 
+    ordinals: called once, when a stripe is first asked for, since only decoding needs it and it may read the whole schedule.
+    """
     known = cache(ordinals)
 
     @cache
@@ -135,7 +137,7 @@ def _written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -
 def stored_rows_at(
     store: Store, placement: Placement, rows: Sequence[RowLayout], namespace: str, schedule: Schedule, at: Start
 ) -> StoredRows:
-    """The rows of a run that rests after a step, found on the store shards that have them. Raises StoreError and RowsLost."""
+    """The rows of a saved run, found on the store shards that have them. at: where it stopped. Raises StoreError and RowsLost."""
     stored = StoredRows(store, placement, rows, namespace)
     stored.stripes = _written_stripes(placement, lambda: ordinals_after(schedule, at.step))
     find_rows(stored, at.last_batches)
@@ -180,20 +182,21 @@ def _free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool)
 def _take_lanes(
     stored: StoredRows, ownership: Ownership, partitions: Mapping[int, Partition], start: Start, position: Position
 ) -> None:
-    """Fence lanes that rest, and fill their slots with the rows that sat there, as whoever closed them wrote them back."""
+    """Fence lanes that were closed, and fill their slots with the rows that sat there then, read back from the store."""
     given = np.array([state.ordinals for state in position.lanes], np.int64)
     stored.stripes = _written_stripes(stored.placement, lambda: given)
     take_over(stored, ownership, {lane: start.last_batches[lane] for lane in partitions})
     for lane, partition in partitions.items():
         slots, who = position.lanes[lane].slots, position.lanes[lane].occupants
         rows = read_rows(stored, Expected(*who.columns(), lane))
+        # -1: no write-back of this schedule is to be waited for.
         partition.admit(Arrivals(*who.columns(), slots, np.full(len(slots), -1, np.int32)), rows)
 
 
 def _host(
     parts: TrainerParts, hosted: HostedLanes, partitions: Mapping[int, Partition], start: Start, position: Position
 ) -> None:
-    """Have lanes that were taken over among the hosted ones, their traffic begun."""
+    """Put lanes that were taken over among the hosted ones, and begin their traffic."""
     for lane, partition in partitions.items():
         # What was given an ordinal was trained, and so written back when the lane was closed.
         written = np.array(position.lanes[lane].ordinals, np.int64) if hosted.stored.placement.r else None
@@ -202,7 +205,7 @@ def _host(
 
 
 def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
-    """Take lanes over, which rest since the step that `start` tells, and begin their traffic. position: of the schedule after that step.
+    """Take over lanes that were closed after the step that `start` tells, and begin their traffic. position: of the schedule after that step.
 
     From here on this trainer alone may write them, until they are closed. Raises CacheError.
     """
@@ -226,7 +229,9 @@ def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], s
 def open_further_lanes(
     parts: TrainerParts, access: StoreAccess, hosted: HostedLanes, lanes: Sequence[int], start: Start, position: Position
 ) -> None:
-    """The same for lanes that come to others while these are served. Raises CacheError, and ends the traffic where taking over does."""
+    """Open further lanes on the traffic that serves the hosted ones, between two of its rounds. Raises CacheError; where that comes of taking over,
+    the traffic has ended.
+    """
     if lanes:
         partitions = _free_partitions(parts, lanes, with_base=access.placement.r > 0)
         hosted.traffic.between_rounds(lambda: _take_lanes(hosted.stored, access.ownership, partitions, start, position))

@@ -17,7 +17,7 @@ _PARAMETER, _STATE, _STEP = "parameter/", "state/", "step"
 
 
 def save_dense(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write parameters and optimizer state after training step `step`, by temporary file and rename, however long the disk is full.
+    """Write parameters and optimizer state after training step `step`, by temporary file and rename; waits for as long as the disk is full.
 
     Raises RunError where it cannot be written for another reason.
     """

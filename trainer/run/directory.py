@@ -80,8 +80,8 @@ def _cannot_write(path: Path | str, error: OSError) -> RunError:
 
 def _is_temporary(name: str) -> bool:
     """Whether a file is what `replacing` began to write for a run, and was killed in."""
-    found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", name)
-    return found is not None and found[1] in _FILES
+    match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", name)
+    return match is not None and match[1] in _FILES
 
 
 class Run:
@@ -179,7 +179,7 @@ class Run:
         write_json(self.path / STATUS, asdict(status))
 
     def come_to_rest(self, manifest: Manifest, status: Status) -> None:
-        """Publish how far the run is, and what it is by now, however long the disk is full."""
+        """Publish what the run is by now, then how far it is; waits for as long as the disk is full."""
         persist(self.path / MANIFEST, lambda: self.write_manifest(manifest))
         persist(self.path / STATUS, lambda: self.write_status(status))
 
@@ -277,7 +277,7 @@ def check_free(path: Path, overwrite: bool) -> None:
 
 
 def open_stores(run: Run, status: Status) -> LocalStores | None:
-    """The local stores of a run that rests at a status, to be started; None if it has none. Raises CacheError where rows are missing.
+    """The local stores of a run that does not train, to be started; None if it has none. Raises CacheError where rows of `status` are missing.
 
     Servers that still run, since they could not save or whoever started them was killed, are used as they are.
     """
@@ -285,8 +285,8 @@ def open_stores(run: Run, status: Status) -> LocalStores | None:
     if count is None:
         return None
     stores = LocalStores(count, run.path / STORES, adopt=True)
-    found = LocalStores.find(stores.directory)
-    running = found.pids if found is not None else (None,) * count
+    earlier = LocalStores.find(stores.directory)
+    running = earlier.pids if earlier is not None else (None,) * count
     missing = [shard for shard in range(count) if not running[shard] and not (stores.directory / f"shard-{shard}.rdb").exists()]
     # A shard of which parity has the rows begins empty, and is noticed by that; so do all where none was ever written.
     if len(missing) > run.placement.r and any(status.batches.values()):

@@ -55,6 +55,7 @@ def write_expected_rows(schedule: Schedule, directory: Path) -> None:
     """Write the ids and last tags of all rows of a complete schedule, for MappedRows: 12 bytes a row."""
     ordinals = given_ordinals(schedule, None)
     starts = np.cumsum(ordinals, axis=1) - ordinals
+    # A mapped file cannot be empty.
     files = [
         np.lib.format.open_memmap(directory / f"lane-{lane}.npy", "w+", _EXPECTED, (max(int(own.sum()), 1),))
         for lane, own in enumerate(ordinals)

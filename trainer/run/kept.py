@@ -15,8 +15,9 @@ from foreload.trainer.run.job import TrainJob
 
 
 def keep_schedule(run: Run, schedule: Schedule, step: int | None = None) -> None:
-    """Keep in RUN what evaluate, export and digest need of a schedule, once it is complete. step: the last one trained, where the run rests.
+    """Keep in RUN what commands that read its model need of a schedule, once that is complete.
 
+    step: the last one trained, where the run comes to rest: what was kept of earlier schedules is deleted then. None: training begins.
     What cannot be kept is told, and no reason to stop. Raises ScheduleError where the schedule that is to be trained on is damaged.
     """
     if not schedule.complete:
@@ -41,9 +42,9 @@ def schedule_of(run: Run) -> Schedule:
     why = f"{stage.path} is another one now"
     for path in (Path(stage.path), run.path / KEPT / stage.identity[:16]):
         try:
-            found = Schedule(path)
-            if found.identity == stage.identity:
-                return found
+            schedule = Schedule(path)
+            if schedule.identity == stage.identity:
+                return schedule
         except ScheduleError as error:
             why = why if path.parent == run.path / KEPT else str(error)
     raise RunError(f"run {run.path}: needs the schedule that it was trained on: {why}; put that one back")

@@ -42,7 +42,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a run is. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None.
+    """What a run is. run_id: drawn when it was made; job: its settings as TrainJob.to_dict has them, without those declared stated=False;
+    namespace: its name on the store. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None. stages: in
+    order.
 
     fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
     in order, step the first under it; else empty.
@@ -61,7 +63,7 @@ class Manifest:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Whose the namespace on the store is."""
+        """What stands beside the rows on every shard, and says whose the namespace is."""
         return {"run": self.run_id, "lanes": self.lanes}
 
     def under(self, fingerprint: dict[str, Any], step: int) -> Manifest:

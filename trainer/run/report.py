@@ -95,7 +95,7 @@ def merged(reports: Sequence[StepReport]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Sums:
-    """What lines of metrics.jsonl add up to; loss: times samples."""
+    """What lines of metrics.jsonl add up to; loss: the sum of each step's loss times its samples."""
 
     steps: int = 0
     samples: int = 0
@@ -165,6 +165,7 @@ class RunReport:
         self._members = frozenset(members)
         self._waiting: dict[int, dict[int, StepReport]] = {}  # step -> trainer -> what that one tells of it
         self._excepthook, threading.excepthook = threading.excepthook, self._except_full
+        # TensorBoard's, not the trainers' board.
         self._board = SummaryWriter(str(run / TENSORBOARD))
         if settings:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
@@ -231,7 +232,7 @@ class RunReport:
         """Write and return summary.json; further entries go in as they are. Metrics of a run without evaluation are null."""
         last = self.evaluations[-1] if self.evaluations else {}
         totals = self.totals
-        found = {
+        entries = {
             "steps": totals.steps,
             "samples": totals.samples,
             "samples_per_second": totals.samples_per_second,
@@ -244,10 +245,10 @@ class RunReport:
             "last_step": self.last_step,
             **further,
         }
-        found = _finite(found)
+        entries = _finite(entries)
         with self._room():
-            write_json(self._run / SUMMARY, found)
-        return found
+            write_json(self._run / SUMMARY, entries)
+        return entries
 
     def close(self) -> None:
         """Write what is buffered."""

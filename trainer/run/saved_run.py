@@ -1,4 +1,4 @@
-"""Opening a run that rests: its schedule, its dense part, and its rows on the store."""
+"""Opening a saved run, one that does not train: its schedule, its dense part, and its rows on the store."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
 
 
 def _leave(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
+    """End the servers of a command that is through. of_the_stop: their rows are those of the last clean stop; changed: some were written since."""
     if not of_the_stop:
         # What servers that were found running have must not take the place of what was saved.
         local.discard()

@@ -100,7 +100,7 @@ def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
     whole = end if moments.whole is None else moments.whole
     normal = [(begin + (struck - begin) / 10, struck), (whole, end)]
     rate = timeline.throughput(*normal)
-    found = {
+    figures = {
         "median_step_seconds": timeline.median_step(*normal[0]),
         "longest_gap_seconds": timeline.longest_gap(struck, whole),
         "samples_per_second_normal": rate,
@@ -108,9 +108,9 @@ def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
         "throughput_rebuilding": float("nan"),
     }
     if moments.lost is not None:
-        found["throughput_degraded"] = timeline.throughput((moments.lost, moments.back or end)) / rate
+        figures["throughput_degraded"] = timeline.throughput((moments.lost, moments.back or end)) / rate
     if moments.back is not None:
-        found["throughput_rebuilding"] = timeline.throughput((moments.back, whole)) / rate
+        figures["throughput_rebuilding"] = timeline.throughput((moments.back, whole)) / rate
     for name, moment in (("lost", moments.lost), ("back", moments.back), ("whole", moments.whole)):
-        found[f"seconds_until_{name}"] = float("nan") if moment is None else moment - struck
-    return {name: value if np.isfinite(value) else None for name, value in found.items()}
+        figures[f"seconds_until_{name}"] = float("nan") if moment is None else moment - struck
+    return {name: value if np.isfinite(value) else None for name, value in figures.items()}

@@ -37,18 +37,19 @@ class ModelRowReader:
         weights = np.zeros((len(ids), layout.width), np.float32)
         initial_weights(saved.job.seed, table, np.ascontiguousarray(ids), layout.scale, weights, layout.init_columns)
         trained = np.zeros(len(ids), bool)
-        found = self._index.find(table, ids)
-        reached = np.ones(len(found.places), bool)
+        located = self._index.find(table, ids)
+        reached = np.ones(len(located.places), bool)
         if self._ordinals is not None:
-            reached = found.ordinal < self._ordinals[found.lane, table]
-        for lane in np.unique(found.lane[reached]):
-            chosen = np.flatnonzero(reached & (found.lane == lane))
-            tags = np.minimum(found.tag[chosen], saved.status.step + 1)
+            reached = located.ordinal < self._ordinals[located.lane, table]
+        for lane in np.unique(located.lane[reached]):
+            chosen = np.flatnonzero(reached & (located.lane == lane))
+            tags = np.minimum(located.tag[chosen], saved.status.step + 1)
+            # The last change of a row that changes after the run's step is not known, so any tag up to that is taken.
             tables = np.full(len(chosen), table, np.int16)
-            expected = Expected(tables, found.ordinal[chosen], found.id[chosen], tags, int(lane), tag_at_most=True)
+            expected = Expected(tables, located.ordinal[chosen], located.id[chosen], tags, int(lane), tag_at_most=True)
             read = read_rows(saved.stored, expected, saved.last_batches[lane]).weights
-            weights[found.places[chosen]] = read[:, : layout.width]
-            trained[found.places[chosen]] = True
+            weights[located.places[chosen]] = read[:, : layout.width]
+            trained[located.places[chosen]] = True
         return weights, trained
 
 
@@ -69,8 +70,8 @@ class DenseForward:
         values = torch.empty(dense.shape, dtype=torch.float32)
         # A mapped view may lie at any address, and the bits of a product depend on its alignment.
         values.numpy()[...] = dense
-        found = torch.as_tensor(rows)
-        self._kernels.gather_block(found, Lookups(index, offsets, self._layout), block)
+        distinct_rows = torch.as_tensor(rows)
+        self._kernels.gather_block(distinct_rows, Lookups(index, offsets, self._layout), block)
         with torch.no_grad():
             logits: Tensor = self._module(values, self._layout.embeddings(block))
         return logits

@@ -84,7 +84,7 @@ def error_of(code: str, message: str) -> ForeloadError:
 
     Of a class that takes more than a message it is the nearest class above; of an unknown code, the root.
     """
-    kind = next((one for one in all_errors() if one.code == code), ForeloadError)
-    while kind.__init__ is not Exception.__init__:
+    kind = next((known for known in all_errors() if known.code == code), ForeloadError)
+    while kind.__init__ is not Exception.__init__:  # it takes more than a message
         kind = kind.__bases__[0]
     return kind(message)

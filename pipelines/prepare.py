@@ -59,7 +59,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
 
 
 def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage: stage) -> dict[str, Any]:
-    """The same from options and Beam's flags."""
+    """Prepare a schedule from options and Beam's flags; see `run`."""
     started = time.monotonic()
     with quiet_import():
         from foreload.pipelines.beam import (
@@ -96,7 +96,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             _note_failure(options.out, error)
             raise error
         finally:
-            held.close()
+            held.close()  # the lock's file goes with the work folder
             shutil.rmtree(plan.work, ignore_errors=True)
     summary = _summary(options.out, plan.spec, results, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
@@ -125,6 +125,7 @@ def main() -> int:
 
 
 def _absolute(patterns: Sequence[str]) -> tuple[str, ...]:
+    """Paths and globs as they are from any folder; URLs stay."""
     return tuple(pattern if "://" in pattern else os.path.abspath(pattern) for pattern in patterns)
 
 
@@ -159,7 +160,7 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
 
 
 def _note_failure(out: Path, error: BaseException) -> None:
-    """Leave word for a trainer that follows, unless the compilation has done so."""
+    """Leave word in failed.json for a trainer that follows, unless the compilation has done so; a stop overrides what that says."""
     (out / MANIFEST).unlink(missing_ok=True)
     stopped = isinstance(error, KeyboardInterrupt)
     if stopped or not (out / FAILED).exists():
@@ -169,6 +170,7 @@ def _note_failure(out: Path, error: BaseException) -> None:
 
 
 def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What --json writes. results: "rejected" and "columns" as the reading stages saved them."""
     schedule = Schedule(out)
     counts, manifest = schedule.manifest["counts"], schedule.manifest
     used, arrivals = counts["rows_used"], counts["arrivals"]

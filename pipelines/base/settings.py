@@ -261,9 +261,11 @@ def path(flag: str, value: Any) -> Path:
 def texts(flag: str, value: Any) -> tuple[str, ...]:
     """A path or several, as text; a tuple in any case."""
     values = [value] if isinstance(value, str | os.PathLike) else value
-    if not isinstance(values, list | tuple) or not all(isinstance(one, str | os.PathLike) and os.fspath(one) for one in values):
+    if not isinstance(values, list | tuple) or not all(
+        isinstance(item, str | os.PathLike) and os.fspath(item) for item in values
+    ):
         raise SettingError(f"{flag}: must be a path or a list of paths; got {value!r}")
-    return tuple(os.fspath(one) for one in values)
+    return tuple(os.fspath(item) for item in values)
 
 
 def key_values(flag: str, value: Any) -> dict[str, Any]:

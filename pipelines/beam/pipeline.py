@@ -54,6 +54,7 @@ class Compile(GroupStage):
         yield "compiled"
 
     def _progress(self) -> Any:
+        """What compile_schedule calls with steps done and steps in all; writes them for the command to show, once a second at most."""
         noted = 0.0
 
         def note(done: int, total: int) -> None:
@@ -66,7 +67,7 @@ class Compile(GroupStage):
 
 
 def add_schedule(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap = lambda stage: stage) -> None:
-    """Add everything to a pipeline. wrap: applied to every DoFn (tests disturb them)."""
+    """Add everything to a pipeline, from tasks to a complete schedule in plan.out. wrap: applied to every DoFn (tests disturb them)."""
     orders = add_reading(pipeline, plan, tasks, wrap)
     if plan.spec.order_by is not None:
         buckets = each(orders, CutBuckets(plan), wrap, spread=False)

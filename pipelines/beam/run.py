@@ -73,16 +73,17 @@ def _temporary_folders_in(folder: Path) -> Iterator[None]:
 
 
 def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:
-    """Beam logs the stack where Ctrl-C met it, as it does for a failure."""
+    """A filter of log records: False for the stack that Beam logs where Ctrl-C met it, as it does for a failure."""
     return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt)) and not record.getMessage().startswith(
         KeyboardInterrupt.__name__
     )
 
 
 def _interrupted(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, KeyboardInterrupt):
+    """Whether a KeyboardInterrupt is among what an error came from."""
+    origin: BaseException | None = error
+    while origin is not None:
+        if isinstance(origin, KeyboardInterrupt):
             return True
-        seen = seen.__cause__ or seen.__context__
+        origin = origin.__cause__ or origin.__context__
     return False

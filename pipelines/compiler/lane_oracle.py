@@ -66,7 +66,11 @@ class MoveBuffer:
 
 
 class LaneOracle:
-    """One lane's part of the oracle: what it knows of its arrivals, and the moves of the segment being planned."""
+    """One lane's part of the oracle: what it knows of its arrivals, and the moves of the segment being planned.
+
+    lookahead_ratio: the least lookahead that a decision to end a residency had, in units of slots / arrivals per step; infinite: none had less than
+    all of the future.
+    """
 
     def __init__(self, lane: int, slots: int, mask: np.dtype) -> None:
         self.lane, self.slots = lane, slots
@@ -75,7 +79,7 @@ class LaneOracle:
         self.totals = {"used": 0, "ends": 0, "arrivals": 0, "initial": 0}
         self.lookahead_ratio = float("inf")
         self.pending = 0  # accesses between the serial pass and the oracle
-        self._recent: deque[int] = deque(maxlen=RATE_STEPS)  # arrivals of each
+        self._recent: deque[int] = deque(maxlen=RATE_STEPS)  # arrivals of each of the last steps planned
         self._sum = 0  # of the recent steps' arrivals
 
     def lookahead(self, occupied: int, pending_steps: int) -> int:
@@ -92,7 +96,10 @@ class LaneOracle:
         return 2 + (TARGET_RATIO * self.slots * len(self._recent) // self._sum if self._sum else 1 << 30)
 
     def count(self, first: int, counts: np.ndarray, front: int, at_end: bool) -> None:
-        """Take note of steps that were planned, from `first` on, while the serial pass stood at step `front`."""
+        """Take note of steps that were planned, from `first` on, while the serial pass stood at step `front`.
+
+        counts: int64 [steps, 4], as `room` gives them; at_end: the serial pass has come to the end.
+        """
         for step, (_, ends, arrivals, _) in enumerate(counts.tolist(), first):
             if len(self._recent) == RATE_STEPS:
                 self._sum -= self._recent[0]

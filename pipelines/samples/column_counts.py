@@ -57,7 +57,7 @@ class ColumnCounts:
         return ColumnCounts(len(samples), int(np.count_nonzero(samples.labels)), dense, features)
 
     def __add__(self, other: ColumnCounts) -> ColumnCounts:
-        return ColumnCounts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return ColumnCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form."""
@@ -70,7 +70,9 @@ class ColumnCounts:
         return ColumnCounts(d["samples"], d["ones"], np.array(d["dense"], np.int64), features)
 
     def told(self, spec: FeatureSpec) -> dict[str, Any]:
-        """For people and programs: samples, label_rate, and for each column, by name, its values and how many are missing and unknown."""
+        """For people and programs, JSON-able: samples, label_rate (None without samples), and for each column, by name, its values and how many are
+        missing and, with a vocabulary, unknown.
+        """
         columns: list[dict[str, Any]] = [
             {"name": dense.name, "values": self.samples, "missing": missing}
             for dense, missing in zip(spec.dense, self.dense.tolist(), strict=True)

@@ -83,8 +83,8 @@ class DenseStatistics:
         """The statistics of both samples together."""
         return DenseStatistics(
             *(
-                tuple(a + b for a, b in zip(mine, theirs, strict=True))
-                for mine, theirs in ((self.counts, other.counts), (self.sums, other.sums), (self.squares, other.squares))
+                tuple(a + b for a, b in zip(own, others, strict=True))
+                for own, others in ((self.counts, other.counts), (self.sums, other.sums), (self.squares, other.squares))
             )
         )
 
@@ -131,7 +131,7 @@ def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scal
 
 
 def rows_of(columns: Sequence[np.ndarray], rows: int, dtype: type) -> np.ndarray:
-    """Columns [rows] side by side as [rows, columns], converted to dtype."""
+    """Columns [rows] side by side as [rows, columns], converted to dtype; by way of [columns, rows], in blocks that stay in cache."""
     staged: np.ndarray = np.empty((len(columns), rows), dtype)
     for place, column in enumerate(columns):
         staged[place] = column

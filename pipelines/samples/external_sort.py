@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_MOST_CANDIDATES = 65_536  # sampled keys from which splitters are chosen, at most (unless that were fewer than four a bucket)
+_MOST_CANDIDATES = 65_536  # sampled keys from which splitters are chosen, about, at most; more where four a bucket are more
 
 
 class Keys(Protocol):
@@ -97,7 +97,7 @@ def buckets(runs: Runs, starts: np.ndarray, ends: np.ndarray, target: int) -> It
         candidates = [s for i in used for s in sampled(runs[i], i, int(starts[i]), int(ends[i]), stride)]
         splitters = choose(candidates, stride, target)
         if splitters:
-            break
+            break  # else the runs are too short for the stride: look at every key
     stops = np.tile(ends, (len(splitters) + 1, 1))  # (parts, runs)
     for i in used:
         keys = runs[i]
@@ -113,7 +113,7 @@ def first_rows(runs: Runs, count: int, target: int) -> np.ndarray:
     before = 0
     for starts, stops in buckets(runs, np.zeros(len(runs), np.int64), ends, target):
         size = int((stops - starts).sum())
-        if before + size > count:
+        if before + size > count:  # the bucket in which sample number `count` lies, which is the first that is left out
             used = np.flatnonzero(stops > starts).tolist()
             candidates = [s for i in used for s in sampled(runs[i], i, int(starts[i]), int(stops[i]), 1)]
             following = choose(candidates, 1, 1)[count - before]

@@ -35,7 +35,10 @@ def shown_names(names: Sequence[str]) -> str:
 
 
 def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[str, ...], int]:
-    """The names of a file's columns, and where its records begin (bytes of the decompressed file)."""
+    """The names of a file's columns, and where its records begin (bytes of the decompressed file).
+
+    text: with the delimiter filled in; its columns are the names where it has some. SourceError where a column that the spec needs is not there once.
+    """
     with open_stream(path) as stream:
         head = stream.read(len(_BOM)) if text.columns else stream.readline(_HEAD_BYTES)
     start = len(_BOM) if head.startswith(_BOM) else 0

@@ -31,11 +31,11 @@ from foreload.pipelines.sources.splits import PIECE_ROWS, Source, Split
 SPLIT_ROWS = 4 * PIECE_ROWS
 """Rows of a split."""
 
-_EXPONENT = 1.1
+_EXPONENT = 1.1  # of the Zipf law: the probability of rank r falls as r to the power of minus this
 _HEAD_RANKS = 1024  # ranks with a probability of their own; further ones share it within buckets a few percent wide
-_BUCKET_GROWTH = 1.02
+_BUCKET_GROWTH = 1.02  # from one bucket's first rank to the next one's
 _MOST_VALUES = 1 << 31  # a rank times the scattering factor stays below 2^63
-_GUIDE_BITS = 12
+_GUIDE_BITS = 12  # leading bits of a drawn number that say in which bucket to begin the search
 
 _ONE = 1 << 16  # a logit of 1, in the fixed point of the hidden model
 _HEAD_WEIGHT = 0.45  # largest hidden weight of a rank among the frequent ones
@@ -120,10 +120,10 @@ class Generator:
     def __init__(self, seed: int, sizes: tuple[int, ...], values: int | None = None) -> None:
         self._row_seed = key(seed)
         self._columns = [_column(seed, place, size, min(values or size, size, _MOST_VALUES)) for place, size in enumerate(sizes)]
-        rng = [key(seed, _COLUMN_SEEDS - len(sizes) - place) for place in range(len(CRITEO_DENSE))]
+        hashes = [key(seed, _COLUMN_SEEDS - len(sizes) - place) for place in range(len(CRITEO_DENSE))]
         # Every second dense weight is positive, all between half of and the whole of the largest one.
         self._dense_weights = np.array(
-            [(1 - 2 * (place % 2)) * int(_ONE * _DENSE_WEIGHT * (0.5 + (h >> 40) / 2**25)) for place, h in enumerate(rng)],
+            [(1 - 2 * (place % 2)) * int(_ONE * _DENSE_WEIGHT * (0.5 + (h >> 40) / 2**25)) for place, h in enumerate(hashes)],
             np.int64,
         )
         self._bias = int(_CLICK_LOGIT * _ONE) - sum(_mean_weight(column) for column in self._columns)

@@ -19,7 +19,7 @@ __all__ = ["ForeloadError", "Run", "Schedule", "open_run", "prepare", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """What the door offers is imported when it is asked for."""
+    """The names of the Python interface are imported when they are first asked for, so that importing foreload stays cheap."""
     if name not in _IN_HANDLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("foreload.api.handles"), name)

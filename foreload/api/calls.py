@@ -1,4 +1,8 @@
-"""What a forked process does for its caller: a function a call, each giving what the caller gets piece by piece, as JSON values and bytes."""
+"""What a forked process does for its caller: one function per call, a generator of what the caller gets, as JSON values and bytes.
+
+Each takes the call's values, and a function that closes the socket to the caller, for processes that are forked in turn. Imports are in the
+functions, so that a call loads only what it needs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,10 @@ Part = tuple[dict[str, Any], bytes]
 
 
 def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
-    """Do what a request asks for, and tell how it ended; gives the exit status."""
+    """Do what a request asks for, sending each piece and then how it ended; returns the exit status.
+
+    The last message is empty where the call succeeded, or was interrupted, which the caller knows; else it has the error.
+    """
     replace_environment(request["environment"])
     end: dict[str, Any] = {}
     try:
@@ -114,9 +121,9 @@ def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 def _rows(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import lookup
 
-    found = lookup.run(values["run"], values["store"], values["table"], values["values"], values["ids"])
-    told = {"rows": len(found.ids), "columns": found.weights.shape[1], "step": found.step}
-    yield told, found.ids.tobytes() + found.weights.tobytes() + found.trained.tobytes()
+    looked_up = lookup.run(values["run"], values["store"], values["table"], values["values"], values["ids"])
+    shape = {"rows": len(looked_up.ids), "columns": looked_up.weights.shape[1], "step": looked_up.step}
+    yield shape, looked_up.ids.tobytes() + looked_up.weights.tobytes() + looked_up.trained.tobytes()
 
 
 CALLS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Iterator[Part]]] = {

@@ -1,4 +1,8 @@
-"""Calls that are answered by a process forked for them: from the caller's side. Free of threads, signal handlers and changes to the environment."""
+"""The caller's side of calls, each of which is answered by a process that a fork server forks for it.
+
+In the caller's process there are no threads, signal handlers or changes to the environment for this. There is one fork server for each set of
+numerics and of variables that are read at start; one that no call uses is closed when another is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,14 @@ from foreload.pipelines.errors import SettingError, error_of
 from foreload.trainer.cluster.processes import program_path
 from foreload.trainer.compute.numerics import environment
 
-# Variables that are read where a process, or a library, is loaded: a fork server has those of its start.
+# Variables that a process, or a library, reads when it is loaded: a fork server keeps those of its start, so other values need another server.
 _READ_AT_START = (
     "ATEN_", "CUBLAS_", "CUDA_", "FORELOAD_LOCAL_SERVER", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NUMBA_", "OMP_", "ONEDNN_",
     "OPENBLAS_", "PYTHON", "TORCH",
 )  # fmt: skip
 # A process that forks must have one thread: neither Arrow's allocator nor NumPy's BLAS may start theirs.
 _THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
-_TAIL_BYTES = 1 << 14  # of what a call has said, for an error that nobody foresaw
+_TAIL_BYTES = 1 << 14  # of what a call wrote to stdout and stderr, kept for an error that nobody foresaw
 _READ_BYTES = 1 << 16
 
 _lock = threading.Lock()
@@ -38,29 +42,30 @@ _forbidden = False
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What of a job decides in which process it may run."""
+    """What of a job decides in which fork server it may run."""
 
     cpu_capability: str = "avx2"
     threads: int = 1
 
 
 def forbid() -> None:
-    """Refuse calls in this process and its children, in which a model's file is imported that may make calls itself."""
+    """Refuse calls in this process and its children: a model's file that they import may make calls where it is imported."""
     global _forbidden
     _forbidden = True
 
 
 def result(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> dict[str, Any]:
-    """What a call gives that gives one thing; see `parts`."""
-    with contextlib.closing(parts(name, values, numerics, progress)) as found:
-        last: dict[str, Any] = [message.values for message in found][-1]
+    """The JSON values that a call with a single result gives; arguments and errors as in `parts`."""
+    with contextlib.closing(parts(name, values, numerics, progress)) as pieces:
+        last: dict[str, Any] = [message.values for message in pieces][-1]
     return last
 
 
 def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> Generator[Message]:
-    """What a call of `foreload.api.calls` gives, piece by piece. numerics: None where torch is not needed.
+    """What a call gives, piece by piece. name: in `foreload.api.calls.CALLS`; values: its arguments; numerics: None where torch is not needed.
 
-    Ctrl-C asks the call for a clean stop; KeyboardInterrupt is raised when it has come to rest. Raises the errors of the project.
+    progress: whether what the call writes goes to stderr. Ctrl-C asks the call for a clean stop; KeyboardInterrupt is raised when it has come to
+    rest. Raises the ForeloadError or OSError that the call ended with, and RuntimeError for anything else.
     """
     if _forbidden:
         raise SettingError(
@@ -71,7 +76,7 @@ def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progr
 
 
 class _Call:
-    """A call under way. progress: what it says goes to this process's stderr, else only its end is kept, for errors that nobody foresaw."""
+    """A call under way. progress: what it writes goes to this process's stderr, else only the last of it is kept, for errors that nobody foresaw."""
 
     def __init__(self, name: str, values: dict[str, Any], numerics: Numerics | None, progress: bool) -> None:
         self._progress, self._told, self._silent = progress, bytearray(), False
@@ -79,7 +84,7 @@ class _Call:
         self._reply, theirs = socket.socketpair()
         self._output, output = os.pipe()
         if progress and _at_terminal():
-            # One line is written over there, which a pipe could not be.
+            # Progress is one line that is written over again; the call does so only where its output is a terminal.
             os.dup2(2, output, inheritable=False)
         request = {
             "call": name,
@@ -146,16 +151,15 @@ class _Call:
         raise error_of(end["code"], end["message"])
 
     def _wait(self, descriptor: int) -> bool:
-        """Whether a descriptor has something to read, after a while; meanwhile what is said is passed on, and Ctrl-C handed on."""
+        """Wait until something can be read; whether it is of this descriptor. What the call writes is passed on first, and Ctrl-C handed on to it."""
         try:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
             if not self._silent:
                 poll.register(self._output, select.POLLIN)
-            ready = {found for found, _ in poll.poll()}
+            ready = {descriptor_ready for descriptor_ready, _ in poll.poll()}
             if self._output in ready:
                 self._tell(os.read(self._output, _READ_BYTES))
-            # What was said before is passed on first.
             return descriptor in ready and self._output not in ready
         except KeyboardInterrupt:
             self._interrupted = True
@@ -221,7 +225,7 @@ class _Server:
         return process, interrupted
 
     def abandon(self) -> None:
-        """Let go of it in a process that was forked from its owner."""
+        """Let go of it, without ending it, in a process that was forked from its owner."""
         self._control.close()
         self._process.returncode = 0  # it is no child of this one
 

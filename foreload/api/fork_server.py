@@ -18,7 +18,7 @@ from foreload.api import client
 from foreload.pipelines.base.forking import fork
 from foreload.pipelines.base.socket_messages import Message, receive, send
 
-# None of them starts a thread, which the numerics' variables and those of `client` see to.
+# Imported at the first call that needs torch. None of them starts a thread, owing to the variables of the numerics and `_THREADLESS` of `client`.
 _PRELOADED = (
     "foreload.trainer.cluster.launcher",
     "foreload.trainer.cluster.preforked",
@@ -53,7 +53,7 @@ class ForkServer:
 
     def _start(self, request: Message) -> None:
         reply, output = request.descriptors
-        # What importing may tell is told to the first who asks.
+        # What importing writes to stderr goes to the first call.
         os.dup2(output, 2)
         if request.values["torch"] and not self._preloaded:
             self._preloaded = True
@@ -67,7 +67,7 @@ class ForkServer:
             os.close(descriptor)
 
     def _serve(self, request: Message) -> int:
-        """In the child."""
+        """Answer the request, in the child; returns its exit status."""
         self._control.close()
         reply, output = request.descriptors
         os.dup2(output, 1)
@@ -86,10 +86,10 @@ class ForkServer:
 
 def _preload() -> None:
     for name in _PRELOADED:
-        # What cannot be imported is for the call to tell that needs it.
+        # What cannot be imported fails again in the call that needs it, which tells of it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    # Children that collect garbage need not copy what is here.
+    # Frozen objects are not touched by a child's garbage collector, so their pages stay shared.
     gc.collect()
     gc.freeze()
 
@@ -97,7 +97,7 @@ def _preload() -> None:
 def main() -> int:
     """The process; see above."""
     client.forbid()
-    # Ctrl-C is for the owner, which hands it on, maybe before a child is ready to heed it: it waits there.
+    # Ctrl-C is for the owner, which sends it on to the child; blocked here and inherited, it waits until the child is ready to heed it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with socket.socket(fileno=int(sys.argv[1])) as control:
         control.set_inheritable(False)

@@ -1,4 +1,4 @@
-"""What a caller of the door holds: a schedule, a run, and the functions that give them."""
+"""What a caller of the Python interface holds: a schedule, a run, and the functions that give them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AnyPath = str | os.PathLike[str]
 
 
 class Schedule:
-    """A schedule on disk, taken wherever a path to one is. summary: what `prepare` told of it, if this is what that gave."""
+    """A schedule on disk, taken wherever a path to one is. summary: what `prepare` told of it; None unless `prepare` returned this."""
 
     def __init__(self, path: AnyPath, summary: PrepareSummary | None = None) -> None:
         self.path = Path(path)
@@ -50,7 +50,8 @@ class Schedule:
 class Run:
     """A run on disk, taken wherever a path to one is. Nothing is read before it is asked for; every call reads anew.
 
-    store: URLs of its store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give.
+    store: URLs of its store shards, needed only where they hold a password that FORELOAD_STORE_PASSWORD does not give. Every method may raise a
+    ForeloadError.
     """
 
     def __init__(self, path: AnyPath, store: str | None = None) -> None:
@@ -80,7 +81,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """training, stopped or ended: "training" also where it was broken off. Raises RunError where it never began."""
+        """training, stopped or ended: "training" also where its processes were killed. Raises RunError where it never began."""
         return str(self._json("status.json")["state"])
 
     def metrics(self) -> list[StepMetrics | EvaluationMetrics]:
@@ -125,8 +126,8 @@ class Run:
         """The probability that each record's label is 1, float32 [records], in order; see `predict_batches`, which takes bounded memory."""
         import numpy as np
 
-        found = self.predict_batches(*sources, format=format, steps_of=steps_of, logits=logits, progress=progress)
-        return np.concatenate([np.empty(0, np.float32), *found])
+        batches = self.predict_batches(*sources, format=format, steps_of=steps_of, logits=logits, progress=progress)
+        return np.concatenate([np.empty(0, np.float32), *batches])
 
     def predict_batches(
         self,
@@ -136,7 +137,7 @@ class Run:
         logits: bool = False,
         progress: bool = False,
     ) -> Iterator[np.ndarray]:
-        """The same batch after batch, as they are computed.
+        """What `predict` gives, batch after batch, as they are computed: float32 [records of the batch] each.
 
         sources: files or globs of raw records, whose labels are not needed; malformed ones are left out, as many as the schedule's max_rejects
         allows. format: by default that of the schedule, or what the names say. steps_of: a schedule whose evaluation samples these are, in
@@ -159,7 +160,7 @@ class Run:
         return Export.of(self._call("export", {"out": os.fspath(out)}, progress))
 
     def digest(self) -> str:
-        """The fingerprint of its model, all its bits: 64 hexadecimal digits."""
+        """SHA-256 of every bit of its model: 64 hexadecimal digits."""
         return str(self._call("digest", {}, False)["digest"])
 
     def delete(self) -> Deletion:
@@ -173,13 +174,13 @@ class Run:
         return {"run": str(self.path), "store": self._store, **values}
 
     def _numerics(self) -> Numerics:
-        """Those that it is trained under."""
+        """Those that it is trained under. Raises RunError where this is no run."""
         job = self._json("manifest.json").get("job", {})
         return Numerics(job.get("cpu_capability", "avx2"), job.get("threads", 1))
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+            values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             what = {"summary.json": "it has not come to an end yet", "status.json": "it never began to train"}
             raise RunError(
@@ -187,14 +188,14 @@ class Run:
             ) from None
         except (OSError, ValueError) as error:
             raise RunError(f"run {self.path}: cannot read {name} ({error}); restore the folder from a copy") from error
-        return found
+        return values
 
 
 def open_run(run: AnyPath, *, store: str | None = None) -> Run:
     """The run in a folder. store: as Run has it. Raises RunError where there is none."""
-    found = Run(run, store)
-    found._numerics()
-    return found
+    opened = Run(run, store)
+    opened._numerics()  # reads the manifest, which only a run has
+    return opened
 
 
 def prepare(
@@ -225,18 +226,18 @@ def train(
     elif model is not None:
         values["model"] = model
     numerics = Numerics(str(values.get("cpu_capability", "avx2")), _threads(values.get("threads", 1)))
-    found = client.result("train", values, numerics, progress)
+    ended = client.result("train", values, numerics, progress)
     store = values.get("store")
-    return Run(found["run"], None if store is None or str(store).startswith("local") else str(store))
+    return Run(ended["run"], None if store is None or str(store).startswith("local") else str(store))
 
 
 def _threads(value: object) -> int:
-    """What is no number is for the job to refuse."""
+    """The number of threads, for the choice of a fork server; 1 where it is none, which the job will refuse."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
 def _plain(value: object) -> Any:
-    """A setting as JSON has it."""
+    """A setting as a value of JSON. Raises SettingError."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

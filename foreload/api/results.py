@@ -1,4 +1,4 @@
-"""What calls give: values, each a dataclass that is made of what the command of the same name writes with --json."""
+"""What calls give: dataclasses, made of what the command of the same name writes with --json (summary.json, metrics.jsonl, export.json)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
+    """A dataclass that is made of JSON values."""
+
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """From JSON values by the fields' names; what has no field is left out."""

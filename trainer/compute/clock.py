@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds by what they went to; what lies between two laps goes to the second one's name."""
+    """Seconds of a step by what they went to: the time between two calls of `lap` is added to what the later one names."""
 
     compute: float = 0.0
     exchange: float = 0.0
@@ -17,7 +17,7 @@ class Clock:
     last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> None:
-        """Add the time since the last lap to `name`."""
+        """Add the time since the last lap to `name`: compute, exchange or waiting."""
         now = time.perf_counter()
         setattr(self, name, getattr(self, name) + now - self.last)
         self.last = now

@@ -24,7 +24,7 @@ from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
 from foreload.trainer.compute.row_optimizers import ADAGRAD, EPSILON, SGD
 
 _ONE = np.uint64(1)
-_AHEAD = 16  # rows that are asked for early
+_AHEAD = 16  # lookups, or rows, that prefetching is ahead of their use
 _LINE = 16  # float32 values in a cache line
 # Division by zero gives inf or nan as in torch, instead of an exception that also keeps LLVM from vectorising.
 _compile = nb.njit(nogil=True, cache=True, error_model="numpy")
@@ -32,9 +32,9 @@ _compile = nb.njit(nogil=True, cache=True, error_model="numpy")
 
 @_compile
 def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
-    """block[l] = rows[index[l]], where rows of all tables are as wide as the block: float32 [lookups, W].
+    """block[l] = rows[index[l]], where rows of all features are as wide as the block: float32 [lookups, W].
 
-    Before: rows is contiguous and has the block's width, so a row is W values on, counted flat. After: every row of the block is written;
+    Before: rows is contiguous and has the block's width, so row r begins at value r * W of the flat array. After: every row of the block is written;
     whole vectors of COLUMNS first, then the columns that are left.
     """
     columns = block.shape[1]
@@ -51,7 +51,7 @@ def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> Non
 def _gather_through(rows: np.ndarray, places: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
     """`_gather_equal` of rows[places], which lie at random: block[l] = rows[places[index[l]]].
 
-    Before and after are the same; the row of the lookup _AHEAD further on is asked for meanwhile, which changes nothing but the time.
+    Before and after are the same; the row of the lookup _AHEAD further on is prefetched meanwhile, which changes nothing but the time.
     """
     columns, last = block.shape[1], index.size - 1
     vectors = columns // COLUMNS * COLUMNS
@@ -68,7 +68,7 @@ def _gather_through(rows: np.ndarray, places: np.ndarray, index: np.ndarray, blo
 
 @_compile
 def _gather_single(rows: np.ndarray, index: np.ndarray, widths: np.ndarray, block: np.ndarray) -> None:
-    """The same where rows of features differ in width: one lookup a feature, in the order of the samples' features.
+    """`_gather_equal` where features' rows differ in width: block [b, F, W], one lookup per sample and feature, by sample and then feature.
 
     Before: index has b * F entries. After: block[i, f] is the row's own columns, and zeros beyond them, whatever the row holds there.
     """
@@ -86,7 +86,7 @@ def _gather_single(rows: np.ndarray, index: np.ndarray, widths: np.ndarray, bloc
 def _gather_bags(
     rows: np.ndarray, index: np.ndarray, offsets: np.ndarray, widths: np.ndarray, pooling: np.ndarray, block: np.ndarray
 ) -> None:
-    """The same for bags: block[i, f] is the sum of the bag's rows, from the first on, divided by their number where pooling is MEAN.
+    """`_gather_single` for bags: block[i, f] is the sum of the bag's rows, from the first on, divided by their number where pooling is MEAN.
 
     Before: offsets, of b * F + 1 entries, ascend from 0; a bag may be empty, and may name a row twice. After: a bag of one row is that row bit for
     bit (it is copied, not added to zero), an empty one is zeros, and so are the columns beyond a table's width.
@@ -133,7 +133,7 @@ def _scatter_single(gradient: np.ndarray, index: np.ndarray, out: np.ndarray) ->
 
 @_compile
 def _scatter_bags(gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray, pooling: np.ndarray, out: np.ndarray) -> None:
-    """The same for bags: every row of a bag gets the bag's gradient, divided by the bag's length where pooling is MEAN.
+    """`_scatter_single` for bags: every row of a bag gets the bag's gradient, divided by the bag's length where pooling is MEAN.
 
     Before: gradient is float32 [b * F, W], one row a bag. After: as `_scatter_single` leaves it, a row that stands twice in a bag having
     two terms. The division comes before the sum, as in backward of a mean.
@@ -176,7 +176,7 @@ def _add_part(total: np.ndarray, users: np.ndarray, lane: np.uint64, part: np.nd
 
 @_compile
 def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) -> np.float32:
-    """Q of docs/definitions.md over g[i, start:end]: eight sums, column c in sum c % 8, then added in pairs.
+    """Q of docs/definitions.md over g[i, start:end]: eight sums, the c-th of these columns in sum c % 8, then added in pairs.
 
     Before: p is float32 [8] of scratch, holding anything. After: p may have changed, g has not. Where the columns are whole eights, the sums are the
     lanes of one vector: the same additions in the same order.

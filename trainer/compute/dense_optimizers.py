@@ -1,4 +1,7 @@
-"""Optimizers of the dense part: those of torch.optim whose update is a fixed function of parameters, gradients and state."""
+"""Optimizers of the dense part: those of torch.optim whose update is a fixed function of parameters, gradients and state.
+
+They are made and stepped so that torch does not import its compiler, which takes two seconds.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,21 @@ def check_dense_optimizer(
 
     name: as in torch.optim, in upper or lower case; options: its other arguments, as strings or values ("betas" as "0.9,0.99").
     """
-    found = DENSE_OPTIMIZERS.get(name.lower())
-    if found is None:
+    class_name = DENSE_OPTIMIZERS.get(name.lower())
+    if class_name is None:
         why = f"; {name} {_REFUSED[name.lower()]}" if name.lower() in _REFUSED else ""
         raise SettingError(f"dense-optimizer: must be one of {', '.join(_ALLOWED)}; got {name!r}{why}")
     if not (math.isfinite(lr) and lr >= 0):
         raise SettingError(f"dense-lr: must be a finite number, not negative; got {lr!r}")
-    kind: type[torch.optim.Optimizer] = getattr(torch.optim, found)
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, class_name)
     parameters = inspect.signature(kind).parameters
     known = {key: p.default for key, p in parameters.items() if key not in ("params", "lr", *_OWN)}
     arguments: dict[str, Any] = {"lr": lr}
     for key, value in options.items():
         if key not in known:
-            raise SettingError(f"dense-options: {found} has no option {key}; it has {', '.join(known)}")
+            raise SettingError(f"dense-options: {class_name} has no option {key}; it has {', '.join(known)}")
         try:
+            # An option whose default is an integer, such as weight_decay=0, takes any number.
             like = 0.0 if isinstance(known[key], int) and not isinstance(known[key], bool) else known[key]
             arguments[key] = parse_value(f"dense-options: {key}", value, like)
         except ModelError as error:
@@ -61,14 +65,14 @@ def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], m
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without what torch wraps around it, for which it imports its compiler: two seconds, at the first step."""
+    """`optimizer.step()` without the profiling and the compiler's guard that torch wraps around it. Gradients are in `.grad` of the parameters."""
     update: Callable[[torch.optim.Optimizer], None] = inspect.unwrap(type(optimizer).step)
     with torch.no_grad():
         update(optimizer)
 
 
 def _leave_the_compiler_out() -> None:
-    # Methods that are not to be compiled import the compiler to say so, unless it was said before.
+    # A method that torch marks as not to be compiled imports the compiler when it is first called, to say so; unless it bears the mark already.
     for method in vars(torch.optim.Optimizer).values():
         if hasattr(method, "__wrapped__"):
             method.__wrapped__.__dynamo_disable = method.__wrapped__
@@ -76,12 +80,12 @@ def _leave_the_compiler_out() -> None:
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as "<parameter>/<key>" -> float32 tensor on the CPU, numbers as tensors without dimensions."""
-    found = {}
+    state = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                found[f"{name}/{key}"] = torch.as_tensor(value).detach().to("cpu", torch.float32).clone()
-    return found
+                state[f"{name}/{key}"] = torch.as_tensor(value).detach().to("cpu", torch.float32).clone()
+    return state
 
 
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,8 @@
 """What trainers send each other in a step: rows to the lanes that use them, gradients back to the owners, dense sums.
 
+A row's *owner* is its lane, or the trainer that hosts that. A *peer* is the rank of another trainer. An owner lane's *list of rows* is what a step
+uses of it, U rows in the order of first lookup, as LaneEvent has them; `users` [U] are the masks of the lanes that use each.
+
 Who sends what follows from the schedule's masks and the lane map, on both sides alike, so no index and no size is ever sent. A row goes at
 most once to a trainer: early, while the step before still computes, or on the critical path. Gradients go back one part per lane, since
 parts are added in lane order (docs/definitions.md, A step's arithmetic).
@@ -20,11 +23,13 @@ from foreload.pipelines.schedule.format import LaneEvent
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.transport import Transport, Work
 
+# Kinds of messages.
 EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT = range(7)
 
 
 @nb.njit(nogil=True, cache=True)
 def _select(users: np.ndarray, bits: np.uint64) -> np.ndarray:
+    """Places, int32, of the rows that some lane of `bits` uses."""
     out = np.empty(users.size, np.int32)
     count = 0
     for i in range(users.size):
@@ -36,6 +41,7 @@ def _select(users: np.ndarray, bits: np.uint64) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _split(users: np.ndarray, bits: np.uint64, early: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`_select` in two lists: the places where early, bool [U], is set, and the others."""
     first, second = np.empty(users.size, np.int32), np.empty(users.size, np.int32)
     a = b = 0
     for i in range(users.size):
@@ -53,9 +59,9 @@ def _split(users: np.ndarray, bits: np.uint64, early: np.ndarray) -> tuple[np.nd
 class ExchangePlan:
     """What one trainer sends and receives for one event; places are int32 indices into an owner lane's list of rows.
 
-    sends: peer -> per hosted lane (lane, early places, critical places). buffers: peer -> float32 [early, then critical rows; W].
-    early_rows: peer -> rows of the buffer that come early. at: lane of a peer -> int32 [U], where its rows stand in the peer's buffer.
-    local: hosted lane -> per owner lane, the places of the rows that it uses, which are its local rows in this order.
+    events: every lane's part of the event. sends: peer -> per hosted lane (lane, early places, critical places). buffers: peer -> float32 [early,
+    then critical rows; W]. early_rows: peer -> rows of the buffer that come early. at: lane of a peer -> int32 [U], where its rows stand in the
+    peer's buffer. local: hosted lane -> per owner lane, the places of the rows that it uses, which are its local rows in this order.
     """
 
     events: Sequence[LaneEvent]
@@ -70,7 +76,11 @@ class ExchangePlan:
 
 @dataclass(slots=True)
 class DenseSum:
-    """The sum of the lanes' dense vectors while it is under way. bounds: where each trainer's chunk begins, and where the last one ends."""
+    """The sum of the lanes' dense gradients while it is under way: first the lanes' chunks to who adds them, then each sum to all.
+
+    parcels: as `begin_dense` got them; bounds: where each trainer's chunk begins, and where the last one ends; outgoing, incoming: the messages under
+    way, which must live as long; total: float32 [numbers of the dense part], once `add_dense` was called.
+    """
 
     parcels: Mapping[int, Sequence[Tensor]]
     bounds: list[int]
@@ -81,6 +91,7 @@ class DenseSum:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
+    """One contiguous tensor of the parts; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -100,7 +111,7 @@ class Exchange:
         return torch.empty((rows, self._width), dtype=torch.float32, device=self._transport.device)
 
     def plan(self, events: Sequence[LaneEvent], early: bool) -> ExchangePlan:
-        """What an event's exchange consists of. events: every lane's; early: whether rows may go early at all."""
+        """What an event's exchange consists of. events: every lane's part of it; early: whether rows may go before the step, at all."""
         flags = [event.early if early else np.zeros_like(event.early) for event in events]
         sends = {
             peer: [(lane, *_split(events[lane].users, self._masks[peer], flags[lane])) for lane in self.hosted]
@@ -108,8 +119,9 @@ class Exchange:
         }
         buffers, early_rows, at = {}, {}, {}
         for peer in self._peers:
-            mine = self._masks[self._transport.rank]
-            parts = [(lane, *_split(events[lane].users, mine, flags[lane])) for lane in self._lanes[peer]]
+            hosted_here = self._masks[self._transport.rank]
+            parts = [(lane, *_split(events[lane].users, hosted_here, flags[lane])) for lane in self._lanes[peer]]
+            # A peer sends two messages into one buffer: the early rows of all its lanes, and behind them the critical ones.
             early_rows[peer] = place = sum(first.size for _, first, _ in parts)
             total, start = place + sum(second.size for _, _, second in parts), 0
             for lane, first, second in parts:
@@ -122,7 +134,7 @@ class Exchange:
         return ExchangePlan(events, sends, buffers, early_rows, at, local)
 
     def post_early(self, plan: ExchangePlan, fill: Callable[[int, np.ndarray, Tensor], None]) -> None:
-        """Start the early messages of the next step. fill(lane, places, out): write the weights of a hosted lane's rows there."""
+        """Start the early messages of the next step, whose plan this is. fill(lane, places, out): write a hosted lane's rows into out."""
         outgoing = {}
         for peer, parts in plan.sends.items():
             buffer = self._empty(sum(first.size for _, first, _ in parts))
@@ -177,12 +189,13 @@ class Exchange:
         return rows, None
 
     def _owner_parts(self, plan: ExchangePlan, lane: int, gradients: Tensor) -> list[Tensor]:
+        """Gradients of a lane's local rows, which stand by owner lane, cut into a view per owner."""
         return list(gradients.split([part.size for part in plan.local[lane]]))
 
     def sum_row_gradients(self, plan: ExchangePlan, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return every lane's gradients to the owners and add them there in lane order.
 
-        gradients: hosted lane -> float32 [n, W] of its local rows. Returns hosted lane -> float32 [U, W] of the rows that it owns.
+        gradients: hosted lane -> float32 [n, W] of its local rows. Returns hosted lane -> float32 [U, W] of its list of rows.
         """
         if len(self._map) == 1:
             return dict(gradients)
@@ -190,6 +203,7 @@ class Exchange:
         outgoing = {
             peer: _joined([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]]) for peer in self._peers
         }
+        # How many rows of a hosted owner each lane elsewhere uses: so long is the part that comes back.
         used = {
             owner: {
                 lane: _select(plan.events[owner].users, np.uint64(1 << lane)).size
@@ -252,7 +266,7 @@ class Exchange:
         return torch.stack([parts[lane][-1] for lane in range(len(self._map))])
 
     def finish_dense(self, dense: DenseSum) -> Tensor:
-        """The sum, float32 [P], on every trainer."""
+        """The sum of all chunks, float32 [numbers of the dense part], the same on every trainer."""
         dense.work.wait()
         assert dense.total is not None
         return dense.total
@@ -265,13 +279,13 @@ class Exchange:
             return None
         incoming = {peer: torch.empty(sum(samples[lane] for lane in self._lanes[peer]), device=device) for peer in self._peers}
         self._transport.post({}, incoming, LOGITS).wait()
-        found = dict(logits)
+        by_lane = dict(logits)
         for peer, buffer in incoming.items():
-            found.update(zip(self._lanes[peer], buffer.split([samples[lane] for lane in self._lanes[peer]]), strict=True))
-        return [found[lane] for lane in range(len(self._map))]
+            by_lane.update(zip(self._lanes[peer], buffer.split([samples[lane] for lane in self._lanes[peer]]), strict=True))
+        return [by_lane[lane] for lane in range(len(self._map))]
 
     def agree(self, found: Tensor) -> Tensor:
-        """What the leader found, on every trainer; found: of the same shape and dtype everywhere."""
+        """The leader's `found`, on every trainer: elsewhere it is overwritten. Of the same shape and dtype everywhere."""
         leads = self._transport.rank == self._leader
         sends, receives = (dict.fromkeys(self._peers, found), {}) if leads else ({}, {self._leader: found})
         self._transport.post(sends, receives, VERDICT).wait()

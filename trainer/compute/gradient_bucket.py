@@ -1,4 +1,7 @@
-"""The dense gradients of a lane end to end in one vector, and in the parcels that the exchange carries."""
+"""The dense gradients of a lane end to end in one vector, cut into one chunk per trainer, and the parcels in which chunks are sent.
+
+Each trainer adds one chunk over all lanes (docs/internals/trainer.md, A step). A parcel is a lane's chunk with the lane's loss behind it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _ALIGNED = 16  # float32 values: each gradient begins 64 bytes on, so that it is
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What of a parameter lies in one chunk: its elements start .. end - 1, at `place` of the parcels' memory; whole: that is all of it."""
+    """What of a parameter lies in one chunk: its elements start .. end - 1, at `place` of the memory of the parcels; whole: all of them."""
 
     parameter: int
     start: int
@@ -31,13 +34,14 @@ class GradientBucket:
     """
 
     def __init__(self, parameters: Sequence[Tensor], chunks: int) -> None:
+        """parameters: those that are trained, in order; chunks: as many as trainers."""
         self._shapes = [parameter.shape for parameter in parameters]
         sizes = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in parameters]
         self._starts = list(accumulate(sizes, initial=0))
         self.length = self._starts[-1]
         self._bounds = [self.length * k // chunks for k in range(chunks + 1)]
         self._memory = self.length + chunks * _ALIGNED
-        # A parcel begins as many values on as there are losses before it, and those are aligned, too.
+        # Every parcel before it adds a loss, which takes _ALIGNED values of memory, so that gradients behind it stay aligned.
         self._parcels = [slice(begin + k * _ALIGNED, end + k * _ALIGNED + 1) for k, (begin, end) in enumerate(self._chunks())]
         self._pieces = [
             piece for k, (begin, end) in enumerate(self._chunks()) for piece in self._pieces_of(begin, end, k * _ALIGNED)
@@ -48,12 +52,13 @@ class GradientBucket:
         return list(zip(self._bounds[:-1], self._bounds[1:], strict=True))
 
     def _pieces_of(self, begin: int, end: int, shift: int) -> list[Piece]:
-        found = []
+        """What lies between begin and end of the vector, which stand `shift` values further on in the parcels' memory."""
+        pieces = []
         for number, (first, shape) in enumerate(zip(self._starts[:-1], self._shapes, strict=True)):
             start, stop = max(begin, first), min(end, first + shape.numel())
             if start < stop:
-                found.append(Piece(number, start - first, stop - first, start + shift, stop - start == shape.numel()))
-        return found
+                pieces.append(Piece(number, start - first, stop - first, start + shift, stop - start == shape.numel()))
+        return pieces
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
         """Views of a vector [length], one a parameter, in its shape."""
@@ -62,7 +67,10 @@ class GradientBucket:
         ]
 
     def pack(self, gradients: Sequence[Tensor], loss: Tensor, lane: int) -> list[Tensor]:
-        """A lane's parcels, one a trainer, in the same memory each time; what lies between gradients is 0."""
+        """A lane's parcels, one per trainer, float32 [chunk + 1]; in the lane's same memory each time, so the next call overwrites them.
+
+        gradients: one per parameter, in its shape; loss: of the lane, without dimensions. What lies between gradients, for alignment, is 0.
+        """
         if lane not in self._packed:
             memory = torch.zeros(self._memory, device=loss.device)
             views = [memory[piece.place : piece.place + piece.end - piece.start] for piece in self._pieces]

@@ -30,15 +30,15 @@ def _arrival_of(slots: np.ndarray, arriving: np.ndarray, scratch: np.ndarray, ou
 
 
 class HostedLanes:
-    """Partitions by lane, and the one traffic that serves them, of the rows `stored`. Lanes come and go between steps.
+    """Partitions by lane, and the one traffic that serves them. Lanes come and go between steps.
 
-    The trainer's thread uses it; the traffic has a thread of its own, to which `stored` belongs.
+    stored: access to the rows in the store, which belongs to the traffic's thread. All methods are for the trainer's own thread.
     """
 
     def __init__(self, stored: StoredRows, traffic: Traffic) -> None:
         self.stored, self.traffic = stored, traffic
         self.partitions: dict[int, Partition] = {}
-        self._arrivals: dict[int, np.ndarray] = {}  # scratch, int32 [slots]
+        self._arrivals: dict[int, np.ndarray] = {}  # scratch of `_arrival_of` by lane, int32 [slots], all -1 between calls
         self._boundary = -1  # the last one whose ended residencies left for write-back
 
     @property
@@ -47,7 +47,7 @@ class HostedLanes:
         return list(self.partitions)
 
     def add(self, partition: Partition, plan: LanePlan) -> None:
-        """Host one more lane, which was taken over, with its rows in its slots. Raises CacheError."""
+        """Host one more lane, which was taken over: partition, with its rows in their slots; plan, of its traffic. Raises CacheError."""
         self.traffic.add_lane(plan)
         self.partitions[plan.lane] = partition
         self._arrivals[plan.lane] = np.full(partition.slots, -1, np.int32)
@@ -64,11 +64,11 @@ class HostedLanes:
         return batch
 
     def _boundary_after(self, boundary: int) -> int:
-        """That of a step which was not finished is behind already."""
+        """The first boundary, from this one on, that was not passed: that of a step that was broken off is passed already."""
         return max(boundary, self._boundary + 1)
 
     def weights(self) -> dict[int, Tensor]:
-        """Lane -> float32 [slots, W], the partition itself."""
+        """Lane -> float32 [slots, W]: the partitions themselves, no copies."""
         return {lane: partition.weights for lane, partition in self.partitions.items()}
 
     def pass_boundary(self, event: Event, moves: Sequence[LaneEvent], clock: Clock) -> None:

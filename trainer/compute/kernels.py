@@ -1,8 +1,9 @@
-"""The arithmetic of rows: pooling lookups into the embedding block, gradients per row, their sum over lanes, row optimizers.
+"""The kernels' interface, the arithmetic of rows: pooling lookups into the embedding block, gradients per row, their sum over lanes, updates.
 
 Two implementations of one interface with the same bits (docs/definitions.md, A step's arithmetic): `compiled_kernels`, loops for rows in CPU
-memory, and `torch_kernels`, torch operations for rows on any device. Floating-point data are torch tensors; index arrays are NumPy arrays, which
-may be read-only views of mapped files. `W` is the width of the widest row; columns beyond a row's own width are never read into a result.
+memory, and `torch_kernels`, torch operations for rows on any device. Floating-point data are torch tensors, on the
+kernels' device; index arrays are NumPy arrays, which may be read-only views of mapped files. `W` is the width of the widest row of all tables; a
+bag is what one sample looks up of one feature. Columns beyond a row's own width are never read into a result.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Kernels(Protocol):
     def add_part(self, total: Tensor, users: np.ndarray, lane: int, part: Tensor) -> None:
         """Add a lane's gradients of the owned rows it uses; to be called for the lanes in ascending order.
 
-        total: float32 [U, W]; users: uint64 [U], bit v: lane v uses the row; part: float32 [rows with the lane's bit, W], in the order of the owner's
-        list. Before: of each lane below this one that uses a row, total has its part; a row that none of them uses may hold anything. After: the same
-        of the lanes up to this one; so no row needs to be zero first, and the first part is there bit for bit.
+        total: float32 [U, W]; users: unsigned [U], bit v: lane v uses the row; part: float32 [rows with the lane's bit, W], in the order of the
+        owner's list, which has all U. Before: of each lane below this one that uses a row, total has its part; a row that none of them uses may hold
+        anything. After: the same of the lanes up to this one; so no row needs to be zero first, and the first part is there bit for bit.
         """
 
     def apply(
@@ -53,6 +54,7 @@ class Kernels(Protocol):
     ) -> None:
         """One update of each row weights[slots[i]] and state[slots[i]] by gradient[i], by the rule of its table.
 
-        weights: float32 [slots, W]; state: float32 [slots, S]; slots: int32 [U] without repetition; tables: int16 [U]; gradient: float32 [U, W].
-        After: every row in `slots` is one step further within its table's columns; what lies beyond them, and all other slots, are as before.
+        weights: float32 [slots, W]; state: float32 [slots, S], S the widest state; slots: int32 [U] without repetition; tables: int16 [U]; gradient:
+        float32 [U, W]. After: every row in `slots` is one step further within its table's columns; what lies beyond them, and all other slots, are as
+        before.
         """

@@ -15,17 +15,17 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
-# Numbers that the kernels switch on.
+# How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.
 SINGLE, SUM, MEAN = 0, 1, 2
 POOLING = {"single": SINGLE, "sum": SUM, "mean": MEAN}
 
 
 def dimensions(features: FeatureSpec, dim: int) -> list[int]:
-    """D of every table: its own, or else dim, which must be positive. Raises SettingError."""
-    found = [table.dimension or dim for table in features.tables]
-    if min(found, default=1) < 1:
+    """Columns of an embedding, D, by table: the table's own `dimension`, or else `dim`. Raises SettingError unless all are positive."""
+    by_table = [table.dimension or dim for table in features.tables]
+    if min(by_table, default=1) < 1:
         raise SettingError(f"dim: must be at least 1; got {dim}")
-    return found
+    return by_table
 
 
 def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
@@ -56,20 +56,21 @@ def layouts(
     if unknown:
         raise SettingError(f"row optimizers by table: no table {unknown[0]!r}; the tables are {', '.join(names)}")
     further = further_columns(model)
-    found = []
+    row_layouts = []
     for number, (table, dimension) in enumerate(zip(features.tables, dimensions(features, dim), strict=True)):
         if table.rows is None:
             raise SettingError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
         own = by_table.get(table.name, optimizer)
-        found.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), own.name, float(own.lr)))
-    return found
+        row_layouts.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), own.name, float(own.lr)))
+    return row_layouts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLayout:
     """How the embedding block [b, F, width] is filled and read.
 
-    names: per feature; parts: per feature, of its rows; widths: int32 [F], columns of its rows; pooling: int8 [F]; width: the largest W.
+    All by feature, in the order of the feature file: names; parts, (name, columns) of each part of its rows; widths, int32 [F], all columns of its
+    rows; pooling, int8 [F], one of POOLING. width: the widest row of all tables.
     """
 
     names: tuple[str, ...]
@@ -92,7 +93,7 @@ class BlockLayout:
 
     @property
     def equal(self) -> bool:
-        """Whether rows of all features are equally wide."""
+        """Whether the rows of every feature fill the block's width, so that they can be copied whole."""
         return bool((self.widths == self.width).all())
 
     def embeddings(self, block: Tensor) -> Embeddings:
@@ -104,7 +105,8 @@ class BlockLayout:
 class Lookups:
     """What a slice looks up, and into which block.
 
-    index: int32 [lookups], places among the local rows; offsets: int32 [b*F + 1] into index, or None where every feature has one value.
+    The *local rows* of a slice are the distinct rows that it uses. index: int32 [lookups], the place of each lookup among them, by sample, feature,
+    value; offsets: int32 [b*F + 1], where the bag of each sample and feature begins in index, or None where every feature has one value.
     """
 
     index: np.ndarray
@@ -115,9 +117,9 @@ class Lookups:
 class UpdateRules(NamedTuple):
     """The row optimizers of all tables as arrays, for the kernels: a named tuple, which compiled loops take as it is.
 
-    kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables]; widths: int32 [tables]; parts: int32, columns of the parts of
-    table k at part_offsets[k] .. part_offsets[k+1]; width, state_width: the largest of all tables, the columns of a partition; rowwise: whether
-    all tables have rows of one part, of one width, under row-wise Adagrad.
+    kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables], learning rates; widths: int32 [tables]; parts: int32, columns of the
+    parts of table k at part_offsets[k] .. part_offsets[k+1]; width, state_width: the largest of all tables, the columns of a partition; rowwise:
+    whether all tables have rows of one part, of one width, under row-wise Adagrad.
     """
 
     kinds: np.ndarray

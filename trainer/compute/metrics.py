@@ -23,7 +23,7 @@ class Metrics:
 
 
 def log_losses(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Binary cross-entropy of each sample, float64 [n]."""
+    """Binary cross-entropy of each sample, in nats, float64 [n]. logits: [n]; labels: 0 or 1, [n]."""
     x, y = logits.astype(np.float64), labels.astype(np.float64)
     return np.asarray(np.maximum(x, 0) - x * y + np.log1p(np.exp(-np.abs(x))))
 
@@ -35,11 +35,11 @@ def auc(logits: np.ndarray, labels: np.ndarray) -> float:
     negatives = len(labels) - positives
     if not positives or not negatives or np.isnan(logits).any():
         return math.nan
-    # Twice the mean rank of each tie is an integer, so the sum of ranks is exact.
+    # The Mann-Whitney U of the ranks: twice the mean rank of each tie is an integer, so their sum is exact.
     _, tie, count = np.unique(logits, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
-    twice = int((2 * last - count + 1)[tie[clicked]].sum())
-    return (twice - positives * (positives + 1)) / (2 * positives * negatives)
+    twice_rank_sum = int((2 * last - count + 1)[tie[clicked]].sum())
+    return (twice_rank_sum - positives * (positives + 1)) / (2 * positives * negatives)
 
 
 class BinaryMetrics:

@@ -1,11 +1,12 @@
 """Settings under which the same operations give the same bits, and the fingerprint by which trainers agree on them.
 
 `set_environment` must come before the first computation of torch in a process, best before torch is imported; hence torch is
-imported in functions here. On AMD processors MKL does not follow MKL_CBWR=AVX2 or AVX512 and says AUTO,STRICT: the same slice has the same
-bits then, and that is enough (docs/definitions.md, What is asked of torch). Measured for MKL_CBWR on a Cascade Lake CPU, with Linear layers of
-1 to 128 outputs: under AVX2,STRICT a row's result is the same wherever it stands in memory and in its slice, with any number of threads; under
-AVX2 without STRICT, COMPATIBLE and the rest it depends on its place in the slice. STRICT takes no more time. AVX512,STRICT keeps the same
-promise in half the time or a little more (large layers: 372 to 391 ms instead of 622 to 813), on hosts that have it.
+imported in functions here. MKL_CBWR is MKL's setting for results that can be repeated (conditional numerical reproducibility). On AMD processors MKL
+does not follow MKL_CBWR=AVX2 or AVX512 and says AUTO,STRICT: the same slice has the same bits then, and that is enough (docs/definitions.md, What is
+asked of torch). Measured for MKL_CBWR on a Cascade Lake CPU, with Linear layers of 1 to 128 outputs: under AVX2,STRICT a row's result is the same
+wherever it stands in memory and in its slice, with any number of threads; under AVX2 without STRICT, COMPATIBLE and the rest it depends on its place
+in the slice. STRICT takes no more time. AVX512,STRICT keeps the same promise in half the time or a little more (large layers: 372 to 391 ms instead
+of 622 to 813), on hosts that have it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ ENVIRONMENTS = {
     "avx2": {"MKL_CBWR": "AVX2,STRICT", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"MKL_CBWR": "AVX512,STRICT", "ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
-"""By --cpu-capability, what is set where the user's environment says nothing else: given and not detected, or hosts of two kinds could never
-join one run."""
+"""By --cpu-capability, the variables that are set unless the user's environment has them. The capability is given, not detected: otherwise hosts of
+two kinds could never join one run."""
+# What cuBLAS needs to give the same bits each time, by its documentation.
 _CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # Tensors of a step are of the same sizes in every step: glibc is told to keep their memory, in huge pages, instead of giving it back and
@@ -48,6 +50,7 @@ _REMEDY = {
     "flush_to_zero": "start the trainer without what switches it on",
     "probe": "its arithmetic differs for another reason; use hosts of one kind",
 }
+# MKL's own numbers for the branch of code that MKL_CBWR asks for, and the arguments of mkl_serv_cbwr_get.
 _CBWR_BRANCHES = {
     1: "off", 2: "AUTO", 3: "COMPATIBLE", 4: "SSE2", 6: "SSSE3", 7: "SSE4_1", 8: "SSE4_2", 9: "AVX", 10: "AVX2", 11: "AVX512_MIC",
     12: "AVX512", 13: "AVX512_MIC_E1", 14: "AVX512_E1",
@@ -65,9 +68,9 @@ def _tunables() -> str:
 
 
 def environment(cpu_capability: str = "avx2", threads: int = 1) -> dict[str, str]:
-    """The variables of a CPU capability, but those that are set already, for a process under these settings; it keeps memory.
+    """Environment variables, name to value, for a process under these settings; those that are set already keep their values, but for the threads.
 
-    threads: of an operation, in every thread of it; torch.set_num_threads alone is heeded by MKL in the one that calls it.
+    threads: that one operation of torch uses. They are set here too, since torch.set_num_threads reaches MKL in the calling thread only.
     """
     wanted = {"GLIBC_TUNABLES": _tunables()} | ENVIRONMENTS[cpu_capability] | _CUBLAS
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}
@@ -79,7 +82,7 @@ def set_environment(cpu_capability: str = "avx2", threads: int = 1) -> None:
 
 
 def check_processor() -> None:
-    """Raise SettingError where the processor has no such instructions as the environment asks torch to use: they would end the process."""
+    """Raise SettingError where the environment asks torch for instructions that this processor lacks: the first of them would kill the process."""
     import torch
 
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx512" and not torch.cpu._is_avx512_supported():
@@ -144,7 +147,7 @@ def fingerprint(device: str = "cpu") -> dict[str, str]:
     """
     import torch
 
-    kept = bool((torch.full((1,), 2e-39) * 0.5 > 0).item())
+    denormals_kept = bool((torch.full((1,), 2e-39) * 0.5 > 0).item())
     return {
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
@@ -152,7 +155,7 @@ def fingerprint(device: str = "cpu") -> dict[str, str]:
         "mkl_cbwr": _mkl_cbwr(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "onednn_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
-        "flush_to_zero": "off" if kept else "on",
+        "flush_to_zero": "off" if denormals_kept else "on",
         "probe": _probe(device),
     }
 
@@ -166,7 +169,7 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 def check(mine: Mapping[str, str], run: Mapping[str, str], resumed: bool = False) -> None:
     """Raise FingerprintError, naming the first field that differs, unless this trainer's fingerprint is the run's.
 
-    resumed: the run's is that of an earlier call.
+    mine, run: as `fingerprint` gives them; resumed: the run's is that of an earlier call, so --accept-numerics is a remedy.
     """
     for field in differing(mine, run):
         here, there = mine.get(field, "nothing"), run.get(field, "nothing")
@@ -177,7 +180,7 @@ def check(mine: Mapping[str, str], run: Mapping[str, str], resumed: bool = False
 
 
 def mixed_text(fingerprints: Sequence[Mapping[str, Any]]) -> str:
-    """A line about a run that went on in other numerics. fingerprints: {"step", "fingerprint"} of each, in order."""
+    """A line about a run that went on in other numerics. fingerprints: {"step": its first, "fingerprint": ...} of each, in order, two at least."""
     since = [
         f"{now['step']} ({', '.join(differing(now['fingerprint'], before['fingerprint']))})"
         for before, now in itertools.pairwise(fingerprints)

@@ -17,9 +17,10 @@ from foreload.trainer.compute.layouts import BlockLayout, UpdateRules
 
 @dataclass(frozen=True, slots=True)
 class TrainerParts:
-    """The program, the dense part of the model, and the settings of a step; everything in it belongs to that trainer alone.
+    """The schedule, the dense part of the model, and the settings of a step; nothing in it is shared with another trainer.
 
-    parameters: those of the module that are trained, in its order; layouts: of the rows, by table.
+    parameters: those of the module that are trained, in its order; layouts: of the rows, by table; block: of the embedding block; rules: the row
+    optimizers; seed: of the run; allow_nan: whether training goes on after a loss that is not finite.
     """
 
     schedule: Schedule
@@ -35,5 +36,5 @@ class TrainerParts:
     allow_nan: bool
 
     def moves(self, event: Event) -> list[LaneEvent]:
-        """Every lane's part of an event."""
+        """Every lane's part of an event, by lane: also of the lanes that others host, from whose masks follows what comes from them."""
         return [self.schedule.lane(event, lane) for lane in range(self.schedule.header.lanes)]

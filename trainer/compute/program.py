@@ -1,4 +1,4 @@
-"""A trainer within a term: it runs the schedule's program, training steps and evaluation passes, over the lanes that it hosts."""
+"""A trainer within a term: it runs the events of the schedule, training and evaluation steps, over the lanes that it hosts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Trainer:
         self.parts, self.lanes, self.session = parts, lanes, session
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
         self._metrics: BinaryMetrics | None = None
-        self._not_finite: tuple[int, int] | None = None  # of this evaluation pass: the first step and lane with such a loss
+        # Of this evaluation pass, where this trainer leads: the first step and lane with a logit that is not finite.
+        self._not_finite: tuple[int, int] | None = None
 
     def run(
         self,
@@ -45,9 +46,9 @@ class Trainer:
     ) -> int | None:
         """Run events until they end, or until stop_after(step), asked after every training step, says so.
 
-        All trainers must get the same answers. Returns the last step if stopped, None at the end. on_evaluation is called on the trainer that leads
-        alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the last step reported left them; and PeerLost, after
-        which the term is over.
+        stop_after must answer alike on all trainers. Returns the last step if stopped, None at the end. on_evaluation is called on the trainer that
+        leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the last step reported left them; and PeerLost,
+        after which the term is over.
         """
         event = next(events, None)
         ahead: ExchangePlan | None = None
@@ -69,7 +70,7 @@ class Trainer:
 
     def _train(self, step: TrainingStep, events: Iterator[Event], on_step: Callable[[StepReport], None]) -> Event | None:
         """One step through its phases; returns the event after it."""
-        # A following segment may not be published yet, so rows go early within a segment only; the end of a segment is known to all.
+        # The next segment may not be published yet, and asking for it may wait; so rows go early within a segment only, as all trainers know.
         segment = self.parts.schedule.segment(step.event.segment)
         assert segment is not None
         following = next(events) if step.event.row + 1 < len(segment.samples) else None
@@ -80,14 +81,14 @@ class Trainer:
             step.reduce()
             step.apply()
         except LossNotFinite:
-            # Every trainer has the same losses, so all are here.
+            # Every trainer has the same losses, so all of them break off here.
             step.break_off()
             raise
         on_step(step.report())
         return following if following is not None else next(events, None)
 
     def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:
-        """An evaluation step, the last of its pass or not; it changes nothing that is trained."""
+        """An evaluation step, the last of its pass or not; it changes nothing that is trained. step: the last training step, None before any."""
         parts, exchange = self.parts, self.session.exchange
         segment = parts.schedule.segment(event.segment)
         assert segment is not None
@@ -116,23 +117,23 @@ class Trainer:
         if last:
             self._agree_on_evaluation()
         if last and self._metrics is not None:
-            found, self._metrics = self._metrics.result(), None
+            metrics, self._metrics = self._metrics.result(), None
             on_evaluation(
                 EvaluationReport(
                     step=-1 if step is None else step,
                     epoch=event.epoch,
-                    samples=found.samples,
-                    log_loss=found.log_loss,
-                    auc=found.auc,
-                    normalized_entropy=found.normalized_entropy,
+                    samples=metrics.samples,
+                    log_loss=metrics.log_loss,
+                    auc=metrics.auc,
+                    normalized_entropy=metrics.normalized_entropy,
                 )
             )
 
     def _agree_on_evaluation(self) -> None:
-        """At the end of an evaluation pass: raise LossNotFinite on every trainer where a loss of the pass is not finite."""
+        """At the end of an evaluation pass: raise LossNotFinite, on every trainer alike, if the leader saw a logit that is not finite."""
         if self.parts.allow_nan:
             return
-        found = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.parts.device)
-        step, lane = self.session.exchange.agree(found).tolist()
+        step_and_lane = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.parts.device)
+        step, lane = self.session.exchange.agree(step_and_lane).tolist()
         if step >= 0:
             raise LossNotFinite(f"evaluation step {step}", lane, math.nan)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a trainer tells of a training step. Rows are of its own lanes; loss is of the whole step, the same on every trainer."""
+    """What a trainer tells of a training step.
+
+    Rows are of its own lanes; samples and loss (mean over them) are of the whole step, the same on every trainer. seconds: wall time, of which
+    waiting is that for rows of the store; bytes_sent: payload to other trainers.
+    """
 
     step: int
     epoch: int
@@ -26,7 +30,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """An evaluation pass, on the trainer that leads: the metrics after `epoch`, whose last training step was `step`."""
+    """The metrics of an evaluation pass after `epoch`, told by the trainer that leads. step: the last training step before it, -1 before any."""
 
     step: int
     epoch: int

@@ -10,16 +10,16 @@ import numpy as np
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.errors import SettingError
 
-# Numbers that the kernels switch on.
+# UpdateRules.kinds, on which the kernels switch: places in ROW_OPTIMIZERS.
 SGD, ADAGRAD, ROWWISE_ADAGRAD = (ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad"))
-EPSILON = np.float32(1e-8)
+EPSILON = np.float32(1e-8)  # added to the root that adagrad and rowwise_adagrad divide by
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
     """How rows are updated: `name` is one of ROW_OPTIMIZERS, `lr` the learning rate, finite and not negative.
 
-    lr = 0 leaves the weights of every row as they were first, to compare with. Raises SettingError.
+    lr = 0 leaves the weights of every row at their initial values, as a baseline. Raises SettingError.
     """
 
     name: str

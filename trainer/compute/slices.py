@@ -1,4 +1,4 @@
-"""Forward and backward of one lane alone on its slice, which makes its bits a function of the lane and not of who hosts it."""
+"""Forward and backward of one lane on its slice, with no other lane's data: its bits do not depend on which trainer hosts the lane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foreload.trainer.compute.parts import TrainerParts
 
 @dataclass(frozen=True, slots=True)
 class LocalRows:
-    """The rows that a slice looks up: rows float32 [n, W] or, of them, those at `places` int32 [local rows]."""
+    """The local rows of a slice: all of `rows`, float32 [n, W], in order; or, where `places` is given, those at places int32 [local rows] of it."""
 
     rows: Tensor
     places: np.ndarray | None
@@ -29,7 +29,11 @@ class LocalRows:
 
 @dataclass(frozen=True, slots=True)
 class SliceGradients:
-    """What backward of a slice gives: rows float32 [local rows, W], dense one a trained parameter, loss of the slice's share of the batch."""
+    """What backward of a slice gives.
+
+    rows: float32 [local rows, W]; dense: one tensor per trained parameter, in its shape; loss: the sum over the slice's samples, divided by the
+    samples of the whole batch, so that the lanes' losses add up to the batch's mean.
+    """
 
     rows: Tensor
     dense: list[Tensor]
@@ -44,7 +48,7 @@ def _aligned(view: np.ndarray) -> Tensor:
 
 
 def forward(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(block, logits, labels) of a lane's slice, which has samples."""
+    """(block [b, F, W], logits [b], labels [b]) of a lane's slice, which must not be empty, all float32. moves: the lane's part of the event."""
     block = torch.empty(
         (len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device, requires_grad=requires_grad
     )
@@ -56,9 +60,9 @@ def forward(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_gr
 def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local: LocalRows) -> SliceGradients:
     """Forward and backward of a lane's slice. Changes nothing but torch's generator and the module's mode."""
     if not len(moves.labels):
-        nothing = [torch.zeros_like(parameter) for parameter in parts.parameters]
+        no_gradients = [torch.zeros_like(parameter) for parameter in parts.parameters]
         return SliceGradients(
-            torch.empty((0, parts.block.width), device=parts.device), nothing, torch.zeros((), device=parts.device)
+            torch.empty((0, parts.block.width), device=parts.device), no_gradients, torch.zeros((), device=parts.device)
         )
     seed = key(parts.seed, event.step, lane) >> 1
     if parts.device.type == "cpu":
@@ -69,9 +73,9 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
     parts.module.train()
     block, logits, labels = forward(parts, moves, local, requires_grad=True)
     loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / event.samples
-    found = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)
-    dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(found[1:], parts.parameters, strict=True)]
-    gradient = found[0] if found[0] is not None else torch.zeros_like(block)
+    of_block, *of_parameters = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)
+    dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(of_parameters, parts.parameters, strict=True)]
+    gradient = of_block if of_block is not None else torch.zeros_like(block)
     rows = torch.empty((local.count, parts.block.width), device=parts.device)
     parts.kernels.row_gradients(gradient, Lookups(moves.index, moves.offsets, parts.block), rows)
     return SliceGradients(rows, dense, loss.detach())

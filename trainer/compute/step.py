@@ -23,8 +23,8 @@ from foreload.trainer.errors import LossNotFinite
 class TrainingStep:
     """A step: `boundary`, `exchange`, `compute`, `reduce`, `apply`, each once and in this order; `break_off` where it does not come that far.
 
-    Weights, row states and the dense part are those of the step before until `apply`, and those of this step after it. The plan of the next step is
-    `ahead`, if rows of it went early.
+    Weights, row states and the dense part are those of the step before until `apply`, and those of this step after it. `ahead`: the plan of the next
+    step, where rows of it went early.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class TrainingStep:
         """
         exchange, gradients = self._session.exchange, self._gradients
         if len(self._plan.events) > 1:
-            parcels = {lane: self._bucket.pack(found.dense, found.loss, lane) for lane, found in gradients.items()}
+            parcels = {lane: self._bucket.pack(of_lane.dense, of_lane.loss, lane) for lane, of_lane in gradients.items()}
             self._dense_sum = exchange.begin_dense(parcels)
-        self._totals = exchange.sum_row_gradients(self._plan, {lane: found.rows for lane, found in gradients.items()})
+        self._totals = exchange.sum_row_gradients(self._plan, {lane: of_lane.rows for lane, of_lane in gradients.items()})
         losses = gradients[0].loss.reshape(1) if self._dense_sum is None else exchange.add_dense(self._dense_sum)
         self._clock.lap("exchange")
         self._loss_of_lane = losses.tolist()  # on CUDA this waits for the backward pass

@@ -12,8 +12,9 @@ from foreload.trainer.compute.transport import Transport
 class TermSession:
     """The group of a term's trainers, who of them hosts which lane, and the exchange between them.
 
-    lane_map[v]: the rank that hosts lane v. A rank is an address within the term, and no trainer's number: in the next term the same trainer may
-    have another one. width: columns of the rows that are exchanged. One thread uses it.
+    lane_map[v]: the rank that hosts lane v; the trainer that hosts lane 0 leads. A rank is an address within the term, and no trainer's number: in
+    the next term the same trainer may have another one. width: columns of the rows that are exchanged, W. One thread uses it. Raises ValueError if a
+    rank hosts no lane.
     """
 
     def __init__(self, transport: Transport, lane_map: Sequence[int], kernels: Kernels, width: int) -> None:

@@ -18,7 +18,7 @@ _ONE = np.uint64(1)
 
 
 class TorchKernels(Kernels):
-    """`Kernels` for rows on `device`."""
+    """`Kernels` for rows on `device`, a name of torch's (cpu, cuda, cuda:0)."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
@@ -27,6 +27,7 @@ class TorchKernels(Kernels):
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
     def _segment_sum(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Sums of consecutive rows, in order: values [sum of lengths, W], lengths int64 [segments]; returns [segments, W], -0 for an empty one."""
         # -0 + x = x for every x, so each sum starts from its first term
         return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, initial=-0.0, unsafe=True)
 
@@ -58,6 +59,7 @@ class TorchKernels(Kernels):
             mean = torch.from_numpy(layout.pooling == MEAN).to(self.device).repeat(gradient.shape[0])
             values = values / torch.where(mean & (lengths > 0), lengths, 1).to(torch.float32)[:, None]
             values = values.repeat_interleave(lengths, dim=0, output_size=index.size)
+        # Stable, so that the terms of a row stay in the order of lookups.
         order = torch.sort(places, stable=True).indices
         counts = self._long(np.bincount(index, minlength=out.shape[0]))
         out.copy_(self._segment_sum(values.index_select(0, order), counts))
@@ -80,7 +82,10 @@ class TorchKernels(Kernels):
             state.index_copy_(0, places, s)
 
     def _update(self, w: Tensor, s: Tensor, g: Tensor, k: int, rules: UpdateRules) -> None:
-        """Update copies of rows of one table in place; python scalars would be float64, so constants are float32 tensors."""
+        """Update, in place, copies of rows of table k: weights w [n, W] and state s [n, S] by gradient g [n, width of the table].
+
+        Python scalars would be float64, so constants are float32 tensors.
+        """
         lr = torch.tensor(rules.rates[k], device=self.device)
         epsilon = torch.tensor(EPSILON, device=self.device)
         width = g.shape[1]
@@ -99,7 +104,9 @@ class TorchKernels(Kernels):
 
 
 def _root(s: Tensor) -> Tensor:
-    """The correctly rounded square root, which torch's float32 one is not on the CPU (MKL); rounding twice is harmless here."""
+    """The correctly rounded float32 square root, which torch's float32 one is not on the CPU (MKL); rounding twice,
+    to float64 and then to float32, gives the same, since float64 has more than twice the digits.
+    """
     return torch.sqrt(s.to(torch.float64)).to(torch.float32)
 
 

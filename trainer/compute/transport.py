@@ -36,9 +36,10 @@ class Work(ABC):
 
 
 class Transport(ABC):
-    """Point-to-point messages among the trainers of one term. members: their numbers, by rank; errors name trainers by number.
+    """Point-to-point messages among the trainers of one term. A peer, below, is the rank of another trainer.
 
-    Attributes: rank, world; bytes_sent: Counter of payload bytes by kind.
+    trainer: the number of this one; members: all trainers' numbers, by rank (errors name trainers by number); timeout: after which a silent peer
+    counts as lost. Attributes: rank, its own; world, how many there are; bytes_sent, Counter of payload bytes by kind.
     """
 
     def __init__(self, trainer: int, members: Sequence[int], timeout: timedelta) -> None:
@@ -51,10 +52,10 @@ class Transport(ABC):
         self.bytes_sent: Counter[int] = Counter()
 
     def post(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], kind: int) -> Work:
-        """Start sending and receiving, one contiguous tensor a peer, and return at once.
+        """Start sending and receiving, one contiguous tensor a peer, and return at once. sends, receives: peer -> tensor; kind: names the messages.
 
         Messages of one kind between two ranks arrive in the order posted; all ranks post kinds in the same order. Both sides know
-        the sizes: a tensor without elements is no message, on either side.
+        the sizes: a tensor without elements is no message, on either side. Raises PeerLost, and ValueError for a tensor or a peer that cannot be.
         """
         outgoing = {peer: self._checked(peer, tensor) for peer, tensor in sorted(sends.items()) if tensor.numel()}
         incoming = {peer: self._checked(peer, tensor) for peer, tensor in sorted(receives.items()) if tensor.numel()}
@@ -101,7 +102,7 @@ class GlooTransport(Transport):
     def __init__(
         self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, address: str = "127.0.0.1"
     ) -> None:
-        """store: the launcher's; address: of this trainer's own network interface; raises PeerLost if a peer does not come."""
+        """store: the run's rendezvous store; address: of this trainer's own network interface. Raises PeerLost if a peer does not come."""
         super().__init__(trainer, members, timeout)
         options = _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname=address)]
@@ -145,7 +146,7 @@ class _GlooWork(Work):
 
 
 class NcclTransport(Transport):
-    """Between CUDA devices by NCCL: all messages of a post are one batch, matched by order, so kinds only count bytes."""
+    """Between CUDA devices by NCCL: all messages of a post are one batch, matched by order; a kind only says what bytes_sent counts them as."""
 
     def __init__(
         self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, device: torch.device
@@ -191,7 +192,10 @@ class _NcclWork(Work):
 
 
 class LocalHub:
-    """The term of several trainers that are threads of one process: mailboxes by (source, destination, kind). members: their numbers, by rank."""
+    """The term of several trainers that are threads of one process. members: their numbers, by rank.
+
+    messages: by (source rank, destination rank, kind, how many of that kind came before); closed: ranks that have left.
+    """
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = tuple(members)

@@ -25,13 +25,14 @@ MODELS = {
     "deepfm": "foreload.trainer.models.deepfm:DeepFM",
 }
 
-_MANY = 64  # made-up samples, so that what is used shows in one
+_MANY = 64  # made-up samples: with so many, an input that is used shows in the gradient of at least one
 
 
 def load_model(name: str, folder: str = "") -> type[nn.Module]:
-    """The class of a model: a name in MODELS, package.module:Class, found as Python finds it, or file.py:Class.
+    """The class of a model: a name in MODELS, package.module:Class, or file.py:Class.
 
-    Both are looked for in `folder`, too, where one is given, and then in the working directory. Raises ModelError.
+    A module is looked for on Python's path, then in `folder`, where one is given, and in the working directory; a file in these two folders alone.
+    Raises ModelError.
     """
     path = MODELS.get(name, name)
     module_name, _, class_name = path.partition(":")
@@ -39,16 +40,16 @@ def load_model(name: str, folder: str = "") -> type[nn.Module]:
         raise ModelError(f"model: must be one of {', '.join(MODELS)}, package.module:Class or file.py:Class; got {name!r}")
     folders = list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
     try:
-        found = getattr(_imported(module_name, folders), class_name)
+        model = getattr(_imported(module_name, folders), class_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ModelError(
             f"model: cannot import {name}: {type(error).__name__}: {error}; looked for it in {' and '.join(folders)}: put it there, or its folder "
             "into PYTHONPATH"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    if not (isinstance(model, type) and issubclass(model, nn.Module)):
         raise ModelError(f"model: {name} must be a subclass of torch.nn.Module")
-    further_columns(found)
-    return found
+    further_columns(model)  # refused here if they are declared wrongly
+    return model
 
 
 def _imported(name: str, folders: Sequence[str]) -> ModuleType:
@@ -77,7 +78,7 @@ def _imported(name: str, folders: Sequence[str]) -> ModuleType:
 def parse_value(name: str, value: object, like: object) -> Any:
     """A value from a flag (a string) or a job file, as the type of `like`: bool, int, float, a tuple of floats, else as it is.
 
-    Raises ModelError.
+    name: of the setting, for errors. Raises ModelError.
     """
     try:
         if isinstance(like, bool) and isinstance(value, str):
@@ -106,16 +107,16 @@ def parse_options(model: type[nn.Module], options: Mapping[str, object]) -> dict
     parameters = list(inspect.signature(model).parameters.values())[1:]
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     known = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    found = {}
+    arguments = {}
     for name, value in options.items():
         if name not in known and not open_ended:
             raise ModelError(f"model-options: {model.__name__} has no option {name}; it has {', '.join(known) or 'none'}")
         default = known[name].default if name in known else None
-        found[name] = parse_value(f"model-options: {name}", value, default)
+        arguments[name] = parse_value(f"model-options: {name}", value, default)
     for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in found:
+        if parameter.default is parameter.empty and name not in arguments:
             raise ModelError(f"model-options: {model.__name__} needs {name}; give {name}=...")
-    return found
+    return arguments
 
 
 def build_model(model: type[nn.Module], spec: ModelSpec, options: Mapping[str, object], seed: int) -> nn.Module:
@@ -171,6 +172,7 @@ def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int) -> tuple[Te
 
 
 def _check_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Raise ModelError if the buffers are not those of `before`, name to copy."""
     after = dict(module.named_buffers())
     changed = [buffer for buffer in after if buffer not in before or not _same(before[buffer], after[buffer])]
     if changed or len(after) != len(before):
@@ -187,23 +189,26 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
-    """The features whose embeddings get no gradient, and "dense values" where the logits do not depend on them; spoils the module.
+    """The features whose embeddings get no gradient, and "dense values" where the logits do not depend on them.
+
+    The module is not to be used afterwards: its parameters may have been replaced, and it holds gradients.
 
     Initial parameters may be such that a gradient is zero, so what has none is tried again with random ones.
     """
     with torch.random.fork_rng(devices=[]):
-        found = _ignored(module, spec)
-        if found:
+        ignored = _ignored(module, spec)
+        if ignored:
             torch.manual_seed(0)
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.normal_(0, 0.5)
             again = _ignored(module, spec)
-            found = [name for name in found if name in again]
-    return found
+            ignored = [name for name in ignored if name in again]
+    return ignored
 
 
 def _ignored(module: nn.Module, spec: ModelSpec) -> list[str]:
+    """`ignored_inputs` with the parameters as they are; nothing where forward fails."""
     module.train()
     try:
         logits, gradient = _trial(module, spec, _MANY)
@@ -211,8 +216,8 @@ def _ignored(module: nn.Module, spec: ModelSpec) -> list[str]:
     except Exception:  # a user's model may raise anything where its parameters are not those that it began with
         return []
     used = gradient.ne(0).any(2).any(0).tolist() if gradient is not None else [False] * len(spec.names)
-    found = [name for name, does in zip(spec.names, used, strict=True) if not does]
-    return [*found, *(["dense values"] if torch.equal(logits, others) else [])]
+    ignored = [name for name, is_used in zip(spec.names, used, strict=True) if not is_used]
+    return [*ignored, *(["dense values"] if torch.equal(logits, others) else [])]
 
 
 def check_model(module: nn.Module, spec: ModelSpec) -> None:

@@ -18,7 +18,10 @@ from foreload.trainer.models.spec import (
 
 
 class DLRM(nn.Module):
-    """Options: bottom, sizes of the MLP on dense values (the last must be D; default 64-D); top, of the MLP on the dot products (ends in 1)."""
+    """Options: bottom, sizes of the MLP on dense values (the last must be D; default 64-D); top, of that on its output and the dots (ends in 1).
+
+    Buffers, as `with_pairwise_dots` takes them: pairs int64 [n*(n-1)/2], places int64 [n*n], n the features and, if there are dense values, one more.
+    """
 
     pairs: Tensor
     places: Tensor

@@ -1,8 +1,9 @@
 """DLRM's interaction, the dot products of all pairs of a sample's vectors: compiled for the CPU, and of torch operations.
 
-Sums run over k ascending in fused operations, which is what MKL's products give too where it follows AVX2,STRICT, not on AMD (measured: the same
-bits, in 2.5 x the time). Products of fewer than SMALL multiplications are torch's own loop, k ascending without fused operations. Both are as
-docs/definitions.md has them on every processor, and which of them runs depends on the shapes alone.
+A sample's vectors are the bottom MLP's output (`low`; none without dense values) and its embeddings. Compiled sums run over k, the column, ascending,
+in fused multiply-add; MKL's products have the same bits where it follows AVX2,STRICT, which it does not on AMD, in 2.5 x the time (measured).
+Products of fewer than SMALL multiplications are left to torch, whose own loop for them runs over k ascending too, without fused multiply-add. So the
+bits are those of docs/definitions.md on every processor, and which of the two runs depends on the shapes alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)
 
 SMALL = 400  # as in torch, whose products of fewer multiplications do not go to MKL
-_ROWS, _COLUMNS = 4, 16  # of a block: eight running sums, enough to hide how long one fused operation takes
+_ROWS, _COLUMNS = (
+    4,
+    16,
+)  # of a block of products: eight vectors of running sums, enough to hide how long one fused multiply-add takes
 
 
 @intrinsic
@@ -40,9 +44,10 @@ def _block(
     out: Any,
     place: Any,
 ) -> Any:
-    """out[r, c] = sum over k < count of a[r, k] * b[k, c], r < 4, c < 16, k ascending from 0, in fused operations.
+    """out[r, c] = sum over k < count of a[r, k] * b[k, c], r < 4, c < 16, k ascending from 0, in fused multiply-add.
 
-    Arrays are contiguous float32, counted flat from their places; out is [4, 16].
+    Arrays are contiguous float32 and counted flat: a_place, b_place and place are where a[0, 0], b[0, 0] and out[0, 0] stand, the strides lead from a
+    row to the next; out is [4, 16].
     """
     whole = types.int64
     signature = types.void(a, whole, whole, b, whole, whole, whole, out, whole)
@@ -57,7 +62,7 @@ def _block(
         def number(value: int) -> Any:
             return ir.Constant(ir.IntType(64), value)
 
-        def eight(data: Any, at: Any) -> Any:
+        def eight(data: Any, at: Any) -> Any:  # a pointer to eight values
             return builder.bitcast(builder.gep(data, [at]), ir.PointerType(_EIGHT))
 
         nothing = ir.Constant(_EIGHT, ir.Undefined)
@@ -114,12 +119,13 @@ def _transpose(typing_context: Any, source: Any, place: Any, stride: Any, target
 
 @nb.njit(nogil=True, cache=True)
 def _padded(count, block):  # type: ignore[no-untyped-def]
+    """count rounded up to a multiple of block."""
     return -(-count // block) * block
 
 
 @nb.njit(nogil=True, cache=True)
 def _collect(low, vectors, s, own):  # type: ignore[no-untyped-def]
-    """The vectors of sample s as the rows of own, low first."""
+    """Copy the vectors of sample s into the first rows of own, low first; what own has beyond them stays."""
     stride = np.uint64(own.shape[1])
     flat = own.reshape(-1)
     for c in range(low.shape[1]):
@@ -164,6 +170,11 @@ def _forward(low, vectors, out, width):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _backward(low, vectors, gradient, low_gradient, vectors_gradient):  # type: ignore[no-untyped-def]
+    """Fill the gradients of low [b, L] and vectors [b, F, D] from that of the output, gradient [b, L + pairs].
+
+    Per sample: the pairs' gradients as a symmetric matrix [n, n], zeros on its diagonal, times the vectors [n, D]; low's own share of the output is
+    added behind that.
+    """
     samples, count, columns = vectors.shape
     first = 1 if low.shape[1] else 0
     n = count + first
@@ -171,7 +182,7 @@ def _backward(low, vectors, gradient, low_gradient, vectors_gradient):  # type: 
     own = np.zeros((n, stride), np.float32)
     pairs = np.zeros((_padded(n, _ROWS), n), np.float32)
     flat = pairs.reshape(-1)
-    found = np.empty((_ROWS, _COLUMNS), np.float32)
+    products = np.empty((_ROWS, _COLUMNS), np.float32)
     for s in range(samples):
         _collect(low, vectors, s, own)
         place = np.uint64(low.shape[1])
@@ -186,22 +197,22 @@ def _backward(low, vectors, gradient, low_gradient, vectors_gradient):  # type: 
                 mirrored += np.uint64(n)
         for i in range(0, n, _ROWS):
             for start in range(0, columns, _COLUMNS):
-                _block(pairs, i * n, n, own, start, stride, n, found, 0)
+                _block(pairs, i * n, n, own, start, stride, n, products, 0)
                 for r in range(min(_ROWS, n - i)):
                     if i + r < first:
                         for c in range(min(_COLUMNS, columns - start)):
                             at = np.uint64(start + c)
-                            low_gradient[s, at] = gradient[s, at] + found[r, c]
+                            low_gradient[s, at] = gradient[s, at] + products[r, c]
                     else:
                         row = np.uint64(i + r - first)
                         for c in range(min(_COLUMNS, columns - start)):
-                            vectors_gradient[s, row, np.uint64(start + c)] = found[r, c]
+                            vectors_gradient[s, row, np.uint64(start + c)] = products[r, c]
 
 
 class PairwiseDots(torch.autograd.Function):
-    """low [b, D] (or [b, 0] for none) and vectors [b, n, D] to [b, D + pairs]: low, then the dot products of all pairs of low and the vectors.
+    """low [b, D] (or [b, 0] for none) and vectors [b, F, D] to [b, D + pairs]: low, then the dot products of all pairs of low and the vectors.
 
-    Pair (i, j < i) stands at i*(i-1)/2 + j, low being vector 0 where there is one. Contiguous, on the CPU.
+    Pair (i, j < i) is the (i*(i-1)/2 + j)-th product, low being vector 0 where there is one. float32, contiguous, on the CPU.
     """
 
     @staticmethod
@@ -217,10 +228,10 @@ class PairwiseDots(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         low, vectors = ctx.saved_tensors
-        found = torch.empty_like(low), torch.empty_like(vectors)
-        arrays = (t.detach().numpy() for t in (low, vectors, gradient.contiguous(), *found))
+        gradients = torch.empty_like(low), torch.empty_like(vectors)
+        arrays = (t.detach().numpy() for t in (low, vectors, gradient.contiguous(), *gradients))
         _backward(*arrays)
-        return found
+        return gradients
 
 
 class TorchPairwiseDots(torch.autograd.Function):
@@ -245,9 +256,10 @@ class TorchPairwiseDots(torch.autograd.Function):
 
 
 def with_pairwise_dots(low: Tensor, vectors: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-    """low [b, D] (or [b, 0] for none) and, behind it, the dot products of all pairs of low and vectors [b, n, D]: as PairwiseDots gives them.
+    """low [b, D] (or [b, 0] for none) and, behind it, the dot products of all pairs of low and vectors [b, F, D]: as PairwiseDots gives them.
 
-    pairs: of n vectors, low included, the places of pairs in a matrix [n, n]; places: the pair at each place of it, their number on the diagonal.
+    n: the vectors, low included. pairs: int64 [n*(n-1)/2], where each pair stands in a flat matrix [n, n]; places: int64 [n*n], which pair stands at
+    each place of it, and on the diagonal n*(n-1)/2, behind the last one.
     """
     n = vectors.shape[1] + bool(low.shape[1])
     if vectors.device.type == "cpu" and n * n * vectors.shape[2] >= SMALL:

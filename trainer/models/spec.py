@@ -25,15 +25,20 @@ class ModelSpec:
 
     @property
     def width(self) -> int:
-        """Columns of all embeddings side by side."""
+        """Columns of all features' embeddings together, without further columns."""
         return sum(dimension for _, dimension, _ in self.features)
 
     def equal_dimension(self, model: str) -> int:
-        """The one dimension of all features, for a model that multiplies embeddings with each other. Raises ModelError."""
+        """The one dimension of all features, for a model that multiplies embeddings with each other. Raises ModelError.
+
+        model: its name, for the error.
+        """
         dimensions = {dimension for _, dimension, _ in self.features}
         if len(dimensions) != 1:
-            found = ", ".join(f"{name} {dimension}" for name, dimension, _ in self.features)
-            raise ModelError(f"{model}: needs tables of one dimension; got {found}; give the tables one, or use wide_deep or dcn")
+            by_feature = ", ".join(f"{name} {dimension}" for name, dimension, _ in self.features)
+            raise ModelError(
+                f"{model}: needs tables of one dimension; got {by_feature}; give the tables one, or use wide_deep or dcn"
+            )
         return dimensions.pop()
 
 
@@ -49,7 +54,7 @@ class Embeddings(dict[str, Tensor]):
 
     @classmethod
     def split(cls, block: Tensor, names: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]) -> Embeddings:
-        """The views of a block; parts: per feature its rows' (part, columns), the first of which is the embedding.
+        """The views of a block [b, F, W]. names: the features'; parts: per feature the (name, columns) of its rows' parts, the embedding first.
 
         Unbinding and splitting make one node each in backward, where slicing would make one block of zeros per view.
         """
@@ -74,7 +79,7 @@ def further_columns(model: type[nn.Module]) -> tuple[tuple[str, int], ...]:
     return tuple(declared.items())
 
 
-# The functions below give the same bits from the block as from a plain dict: each ends in the same contiguous tensor.
+# The next three functions give the same bits from Embeddings, with a block, as from a plain dict: either way they end in the same contiguous tensor.
 
 
 def stacked(embeddings: Mapping[str, Tensor], spec: ModelSpec) -> Tensor:
@@ -99,7 +104,7 @@ def single_columns(embeddings: Mapping[str, Tensor], column: str, spec: ModelSpe
 
 
 def sizes(name: str, value: str | Sequence[int]) -> tuple[int, ...]:
-    """Layer sizes given as "64-32", or as a list of integers; "" is none. Raises ModelError."""
+    """Layer sizes given as "64-32", or as a list of integers; "" is none. name: of the option, for errors. Raises ModelError."""
     try:
         parts = [int(part) for part in value.split("-")] if isinstance(value, str) and value else [int(part) for part in value]
     except (TypeError, ValueError):
@@ -110,7 +115,7 @@ def sizes(name: str, value: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def fraction(name: str, value: float) -> float:
-    """A dropout probability in [0, 1). Raises ModelError."""
+    """A dropout probability, checked to be in [0, 1). name: of the option, for errors. Raises ModelError."""
     if not 0 <= value < 1:
         raise ModelError(f"{name}: must be at least 0 and below 1; got {value}")
     return value

@@ -1,5 +1,5 @@
-"""What a user has without this project: rows in memory, here; fetched on demand or in an LRU cache, in baselines_store. Each as fast as its
-kind can be made.
+"""The baselines, what a user has without this project: rows in memory, here; fetched on demand or in an LRU cache, in baselines_store. Each is as
+fast as its kind can be made.
 
 All train the same steps with the same dense module, dense optimizer and row-wise Adagrad, from the schedule's labels and dense values and
 from ids as a user's data have them; none gets the index that the schedule has computed.
@@ -28,7 +28,11 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a baseline is made from: the schedule of its steps and their ids, the one that filled the store, its URLs, slots of a cache."""
+    """What a baseline is made from.
+
+    schedule: of the steps that it trains; ids: their lookups as Workload.ids has them, int64 [steps, 2,048 * 26]; first: the schedule that filled the
+    store; urls: of the store's shards; slots: of an LRU cache.
+    """
 
     schedule: Schedule
     ids: np.ndarray
@@ -43,7 +47,7 @@ class Setting:
 
 
 class Rows(ABC):
-    """Where the rows of a step come from and go to. parts: what the last step's access took, in seconds, by name."""
+    """Where the rows of a step come from and go to. parts: seconds that the last step's access took, by what they went to."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
@@ -62,7 +66,7 @@ class Rows(ABC):
 
 
 def steps(setting: Setting, dense: DenseModel, rows: Rows, skipped: int) -> Iterator[tuple[float, dict[str, float]]]:
-    """Train the schedule's steps after the first `skipped`: each one's loss, and what its access to rows took."""
+    """Train the schedule's steps after the first `skipped`; yields each one's loss and `Rows.parts`."""
     schedule, lookups = setting.schedule, setting.ids
     names = [feature.name for feature in schedule.header.features.features]
     parts = [(("weights", DIM),)] * len(names)
@@ -101,7 +105,7 @@ def sum_by_row(gradient: Tensor, order: Tensor, counts: Tensor) -> Tensor:
 
 
 class Floor(Rows):
-    """Embeddings that are always there: what remains is the dense part."""
+    """The dense floor: embeddings that are always there and never change, so that what remains is the dense part."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()

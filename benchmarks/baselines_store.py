@@ -102,7 +102,7 @@ class OnDemand(Rows):
 
 
 class OnDemandByShard(OnDemand):
-    """The same with redis-py's clients as its documentation has them: a pipeline a shard, one shard after the other."""
+    """`OnDemand` with redis-py's clients used as its documentation says: a pipeline per shard, one shard after the other."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -129,7 +129,7 @@ class OnDemandByShard(OnDemand):
 
 
 class Lru(Rows):
-    """Rows in a cache of the same slots, the least recently used given up, over this project's own store client.
+    """Rows in a cache of as many slots, from which the least recently used leave, over this project's own store client.
 
     Nothing is known ahead: what is missing is fetched, and what had to leave for it written, while the step waits. Slots and ordinals are
     found by direct address.

@@ -37,11 +37,11 @@ _SENT = re.compile(r"\bbytes_sent:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What must cross between trainers in all steps together. rows_used: distinct rows of each step."""
+    """What must cross between trainers in all steps together. rows_used: distinct rows of each step, summed over the steps."""
 
     rows_used: int
-    rows: int  # each row once to each other trainer that uses it
-    parts: int  # of gradients: one a row and lane that is not on the owner's trainer
+    rows: int  # sent: each row once to each other trainer that uses it
+    parts: int  # of gradients: one for each row and each lane that uses it on another trainer than its owner's
     dense_bytes: int
 
     @property
@@ -71,7 +71,7 @@ def least(schedule: Schedule, trainers: int, dense_numbers: int) -> Least:
 
 
 class SocketBytes:
-    """What the processes of one program have sent each other by TCP, asked of the kernel through `ss`: bytes by pair of ends."""
+    """Bytes that the processes of one program have sent each other by TCP, as the kernel tells through `ss`, by pair of addresses."""
 
     def __init__(self, program: str) -> None:
         self._program = program
@@ -82,10 +82,10 @@ class SocketBytes:
         """Note how far every connection is."""
         if not self.known:
             return
-        said = subprocess.run(["ss", "-tinpH", "state", "established"], capture_output=True, text=True, check=False).stdout
+        listed = subprocess.run(["ss", "-tinpH", "state", "established"], capture_output=True, text=True, check=False).stdout
         sockets: dict[tuple[str, str], tuple[int, int]] = {}
         # A socket takes two lines, the second indented.
-        for first, second in zip(said.splitlines(), said.splitlines()[1:], strict=False):
+        for first, second in zip(listed.splitlines(), listed.splitlines()[1:], strict=False):
             ends, sent = _SOCKET.search(first), _SENT.search(second)
             if ends and sent and second[:1].isspace():
                 sockets[ends[1], ends[2]] = int(ends[3]), int(sent[1])

@@ -29,9 +29,9 @@ from interleaved import Ranks
 from workload import BATCH, DIM, ROOT, SHARDS, SLOTS
 
 SIZES = {"10^5": 10**5, "10^6": 10**6, "10^7": 10**7, "10^8": 10**8}
-VALUES = 100_000
+VALUES = 100_000  # distinct ones a column, whatever the size of its table
 MODEL = "small"
-STEPS, DISCARDED = 10, 10  # of a run; those not counted outlast what traffic had fetched ahead
+STEPS, DISCARDED = 10, 10  # of a run; the discarded steps are more than traffic had fetched ahead while others ran
 
 
 def prepare(out: Path, table_rows: int, samples: int) -> float:
@@ -46,18 +46,18 @@ def prepare(out: Path, table_rows: int, samples: int) -> float:
 
 def check_same_accesses(one: Schedule, other: Schedule) -> None:
     """Raises SystemExit unless two schedules move and look up the same in every event; their ids differ, as their tables do."""
-    for event, its in zip(one.events(), other.events(), strict=True):
-        mine, theirs = one.lane(event, 0), other.lane(its, 0)
-        pairs = [(getattr(mine, name), getattr(theirs, name)) for name in ("slots", "index", "users", "labels", "dense")]
-        pairs += [(getattr(mine.arrivals, name), getattr(theirs.arrivals, name)) for name in ("slot", "table", "ordinal", "tag")]
+    for event, other_event in zip(one.events(), other.events(), strict=True):
+        first, second = one.lane(event, 0), other.lane(other_event, 0)
+        pairs = [(getattr(first, name), getattr(second, name)) for name in ("slots", "index", "users", "labels", "dense")]
+        pairs += [(getattr(first.arrivals, name), getattr(second.arrivals, name)) for name in ("slot", "table", "ordinal", "tag")]
         if not all(np.array_equal(a, b) for a, b in pairs):
             raise SystemExit(f"{other.path}: event {event.step} accesses other rows than that of {one.path}")
 
 
 def start(schedule: Path, stores: LocalStores) -> Ranks:
     """A trainer on stores that hold nothing yet."""
-    order = {"rank": 0, "ranks": 1, "port": free_port(), "schedule": str(schedule), "model": MODEL, "urls": list(stores.urls)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "foreload_rank.py"), json.dumps(order)]
+    spec = {"rank": 0, "ranks": 1, "port": free_port(), "schedule": str(schedule), "model": MODEL, "urls": list(stores.urls)}
+    command = [sys.executable, str(ROOT / "benchmarks" / "foreload_rank.py"), json.dumps(spec)]
     return Ranks(schedule.name, [command], {"PYTHONPATH": str(ROOT)})
 
 
@@ -70,7 +70,7 @@ def run(contender: Ranks) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """By size: what prepare took and counted, and the runs."""
+    """By size: the seconds of prepare, the counts of its manifest, and the figures of each run, as `run` gives them."""
 
     prepare_seconds: dict[str, float]
     counts: dict[str, dict[str, int]]

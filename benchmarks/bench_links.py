@@ -33,12 +33,12 @@ IN_MEMORY = "in memory"
 RATES = (1000, 500, 200, 100, 50, 25)
 QUICK_RATES = (1000, 100)
 TABLES_IN_MEMORY = ("one table", "26 bags")
-# On the wire: a row that is written (field and value, with RESP's lengths), one that is asked for, and one that comes.
+# Bytes of a row on the wire, with RESP's lengths: written (field and value), asked for (field), fetched (value).
 WRITTEN_BYTES, ASKED_BYTES, FETCHED_BYTES = 14 + 152, 14, 152
 
 
 Figures = Mapping[str, float]
-Sweeps = dict[int, dict[str, Figures]]  # by slots and Mbit/s
+Sweeps = dict[int, dict[str, Figures]]  # slots -> Mbit/s -> figures of a run
 
 
 class Unavailable(Exception):
@@ -142,7 +142,7 @@ def listen(servers: Sequence[str], first_port: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long the contenders run: steps before the first run, while slots fill; of a run, those left out and those counted."""
+    """How long the contenders run, in steps: warm_up before the first run, while slots fill; of a run, those discarded and those counted (steps)."""
 
     warm_up: int
     discarded: int
@@ -162,7 +162,7 @@ class Through:
     def run(self, megabits: int) -> Figures:
         """A run at a link speed: ms a step, ms of it waiting for rows, and the share of each direction's capacity that was used.
 
-        The share is over all steps of the run: rows fetched ahead and write-backs that wait would show as shares of one.
+        The share is over all counted steps. A share near 1 means that the link is the limit: fetches ahead and waiting write-backs keep it busy.
         """
         self.link.limit(megabits)
         self.contender.run(1, self.pace.discarded - 1)
@@ -239,7 +239,7 @@ def measure(given: argparse.Namespace, link: Link) -> None:
     """Both claims, and throughput against link speed."""
     work = Workload(given.out / "work", QUICK if given.quick else FULL)
     pace, rates = (QUICK_PACE, QUICK_RATES) if given.quick else (FULL_PACE, RATES)
-    # All interleaved runs are of one schedule.
+    # All runs train one schedule, which must have steps for the pairs and, after them, for one run at each rate.
     runs_in_it = (work.size.steps - pace.warm_up) // (pace.discarded + pace.steps)
     pairs = min(given.pairs, runs_in_it - len(rates))
     few = work.second()

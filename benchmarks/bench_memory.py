@@ -87,7 +87,7 @@ def measure(arguments: Sequence[str], command: str) -> Peak:
 
 
 def prepare(folder: Path, rows: int, slots: str | None) -> Peak:
-    """Peak of preparing synthetic rows; slots None: the default."""
+    """Peak of preparing so many synthetic samples. slots: as `--slots` takes it; None for the default."""
     given = [
         "--format",
         "synthetic",
@@ -105,7 +105,7 @@ def prepare(folder: Path, rows: int, slots: str | None) -> Peak:
 
 
 def train(folder: Path, table_rows: int, rows: int) -> Peak:
-    """Peak of one trainer on synthetic rows whose accesses do not depend on the size of the tables."""
+    """Peak of one trainer on so many synthetic samples (rows), whose accesses do not depend on the size of the tables (table_rows)."""
     schedule = str(folder / f"tables-{table_rows}")
     given = [
         "--format",

@@ -30,7 +30,7 @@ SEED = 0
 CHUNK_STEPS = 16  # steps planned at once, as prepare does
 SEGMENT_STEPS = 150  # about what a segment of prepare holds
 WINDOW = 4 << 20  # most accesses that the lookahead may hold, prepare's bound
-PIECE = 65_536
+PIECE = 65_536  # samples generated at once
 MANY = 30  # tables of so many times Kaggle's rows have 10^9 ids
 
 
@@ -49,7 +49,7 @@ class Accesses:
 
 
 def accesses(steps: int, rows: tuple[int, ...]) -> Accesses:
-    """Synthetic Criteo-shaped steps."""
+    """Synthetic Criteo-shaped steps, on tables of so many rows each."""
     generator = Generator(SEED, rows)
     ids = np.empty((steps * BATCH, len(rows)), np.int64)
     for start in range(0, len(ids), PIECE):
@@ -60,14 +60,17 @@ def accesses(steps: int, rows: tuple[int, ...]) -> Accesses:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run of the oracle took and found."""
+    """What a run of the oracle took, and the arrivals that it planned."""
 
     seconds: float
     arrivals: int
 
 
 def run(what: Accesses, lanes: int, slots: int, direct_rows: int) -> Outcome:
-    """Compile the accesses in one thread, all but the files: slots, ordinals, tags, marks, masks, ends and every lane's index."""
+    """Compile the accesses in one thread, all but the files: slots, ordinals, tags, early marks, masks, ends and every lane's index.
+
+    slots: over all lanes; direct_rows: up to which size tables are numbered by direct address, not by hashing.
+    """
     steps, lookups = what.ids.shape
     labels, dense = np.zeros(BATCH, np.float32), np.zeros((BATCH, 0), np.float32)
     index = np.empty(lookups, np.int32)
@@ -75,10 +78,11 @@ def run(what: Accesses, lanes: int, slots: int, direct_rows: int) -> Outcome:
         begun = time.perf_counter()
         serial = SerialPass(what.spec, lanes, RowTable(what.spec, Path(folder), direct_rows))
         oracle = Oracle([slots // lanes] * lanes, serial.counts, WINDOW, mask_dtype(lanes), 0)
-        taken = 0
+        taken = 0  # steps whose planned moves were taken, as a segment takes them
         while oracle.step < steps:
             wanted = min(CHUNK_STEPS, steps - oracle.step)
             while oracle.front < steps and oracle.front - oracle.step < wanted + oracle.lookahead():
+                # As in prepare: the lookahead ends where the window is full, but always sees the next step.
                 if oracle.front - oracle.step >= 2 and oracle.pending() + serial.most.sum() > WINDOW:
                     break
                 step = serial.train(Samples(labels, dense, what.ids[oracle.front]))
@@ -105,6 +109,7 @@ def deduplicate(what: Accesses) -> None:
 
 
 def _millions(what: Accesses, work: Callable[[], Outcome | None]) -> float:
+    """Million lookups a second of some work; of its own seconds where it tells them."""
     begun = time.perf_counter()
     outcome = work()
     seconds = time.perf_counter() - begun if outcome is None else outcome.seconds
@@ -112,6 +117,7 @@ def _millions(what: Accesses, work: Callable[[], Outcome | None]) -> float:
 
 
 def _speed(near: Accesses, far: Accesses, pairs: int, until: float) -> tuple[list[Claim], Table]:
+    """Claims and table. near: accesses to tables of Kaggle's sizes; far: to tables MANY times as large."""
     few = Accesses(near.ids[: len(near.ids) // 10], near.rows)
     contenders = {
         "1 lane": partial(_millions, near, partial(run, near, 1, SLOTS, DIRECT_ROWS)),

@@ -35,10 +35,10 @@ TWO_WORKERS = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"
 
 
 def seconds(command: list[str], schedule: Path | None) -> float:
-    """What a Python process takes from its start to its end. schedule: the folder that it writes, removed before."""
+    """Seconds that a Python process takes from its start to its end. command: its arguments; schedule: the folder that it writes, removed before."""
     if schedule is not None:
         shutil.rmtree(schedule, ignore_errors=True)
-    os.sync()  # nobody pays for what another has written
+    os.sync()  # so that no contender waits for what another has written
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
     begun = time.monotonic()
     subprocess.run([sys.executable, *command], env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -46,7 +46,7 @@ def seconds(command: list[str], schedule: Path | None) -> float:
 
 
 def check_equal(one: Path, other: Path) -> int:
-    """The bytes of two schedules, which must be the same; AssertionError where they are not."""
+    """How many bytes a schedule has. Raises AssertionError unless the other one has the same files with the same bytes."""
     names = sorted(path.name for path in other.iterdir())
     assert sorted(path.name for path in one.iterdir() if path.name != PROVENANCE) == names, "the schedules have other files"
     _, different, failed = filecmp.cmpfiles(one, other, names, shallow=False)
@@ -129,7 +129,7 @@ def stages(kind: Format, source: Path, spec: FeatureSpec, work: Path) -> dict[st
 
 
 def stage_table(files: dict[str, tuple[Format, Path, FeatureSpec]], rows: int, work: Path) -> Table:
-    """Stages contender by contender, in microseconds a row, after a run that is not counted (it compiles the kernels and fills caches)."""
+    """The stages for each file, in microseconds a row, after a run that is not counted (it compiles the kernels and fills caches)."""
     seconds_of = {}
     for name, (kind, path, spec) in files.items():
         for _ in range(2):

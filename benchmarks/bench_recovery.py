@@ -31,12 +31,12 @@ from traffic_volume import rows_moved
 from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe
 
 TIMEOUT_SECONDS = 1.0  # --store-timeout's default with parity
-LEAST_SECONDS = (60.0, 10.0)  # of the gaps, in full and with --quick, whatever the others took
-GAP_SECONDS, GAP_STEPS = 0.5, 5
-KEPT = 0.93
+LEAST_SECONDS = (60.0, 10.0)  # that `gaps` has, in full and with --quick, whatever the other parts took
+GAP_SECONDS, GAP_STEPS = 0.5, 5  # the longest gap may be the larger of so many seconds and so many median steps
+KEPT = 0.93  # the share of its usual throughput that a training must keep, or have again
 MILLION_5 = 5_000_000
-REBUILD_SECONDS = 300
-CHECKPOINT_SECONDS = 600
+REBUILD_SECONDS = 300  # that a rebuild of 5 million rows may take
+CHECKPOINT_SECONDS = 600  # between two checkpoints
 RECOVERED_STEPS = 20  # whose rate tells that the training is back at its own
 MOVED_STEPS = 60
 GAP_ROWS = "--rows {rows} --values 20000 --epochs {epochs} --slots 40000"
@@ -44,7 +44,7 @@ GAP_ROWS = "--rows {rows} --values 20000 --epochs {epochs} --slots 40000"
 
 @dataclass(slots=True)
 class Found:
-    """What the parts add to the results."""
+    """What one part of this benchmark (`gaps`, `checkpoint`, `cost`) adds to the results."""
 
     claims: list[Claim] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
@@ -59,7 +59,7 @@ def memory_bytes(work: Workload, kind: str) -> int:
 
 
 def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
-    """Parity without failures: step time, samples/s, rows moved, memory."""
+    """What parity costs without failures: step time, samples/s, rows moved to and from the store, memory."""
     second = work.second()
     contenders = ["floor", "one table", "foreload", PROTECTED]
     small = contest(work, second, "small", contenders, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.53)))
@@ -69,29 +69,29 @@ def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
         large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 12, 6, budget.until(0.72)))
         results.tables.append(step_table("Bagpipe's model, with and without parity", large))
 
-    def dearer(of: Contest | None, model: str, most: float) -> Claim:
+    def step_time_claim(of: Contest | None, model: str, most: float) -> Claim:
         value = None if of is None else ratio(of.ms(PROTECTED), of.ms("foreload"))
         note = "" if of is not None else "not with --quick"
         return Claim(f"step time with 2+1, {model}", "without parity", f"<= {most}", value, most=most, note=note)
 
     k, r = PARITY
-    moved = rows_moved(work, work.second(steps=MOVED_STEPS))
+    row_counts = rows_moved(work, work.second(steps=MOVED_STEPS))
     plain, protected = (memory_bytes(work, kind) for kind in ("rows", "parity"))
     most = (1 + r / k) * 1.1
     results.claims = [
-        dearer(large, "Bagpipe's model", 1.05),
-        dearer(small, "small model", 1.10),
+        step_time_claim(large, "Bagpipe's model", 1.05),
+        step_time_claim(small, "small model", 1.10),
         Claim("trained samples/s with 2+1, small model", "in memory (one table)", ">= 1.08",
               ratio(small.ms("one table"), small.ms(PROTECTED)), least=1.08),
         Claim("rows moved to and from the store", "fetches + write-backs + R x (parity rows read + written)", "equal",
-              moved["moved"] / moved["accounted"], least=1.0, most=1.0),
+              row_counts["moved"] / row_counts["accounted"], least=1.0, most=1.0),
         Claim("store memory with 2+1", "without parity", f"<= {most:.2f}", protected / plain, most=most),
     ]  # fmt: skip
     results.tables.append(
         Table(
             f"Rows moved in {MOVED_STEPS} steps",
-            list(moved),
-            [[f"{value:,}" for value in moved.values()]],
+            list(row_counts),
+            [[f"{value:,}" for value in row_counts.values()]],
             "Fetches and write-backs are the schedule's; moved is what the store client asked for and sent.",
         )
     )
@@ -128,7 +128,9 @@ def gap_schedule(folder: Path, quick: bool) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one loss: seconds, and throughput over that of the calm before and after (None: too short to tell)."""
+    """Of one loss: the longest gap between steps and the median step before, in seconds; throughput while the shard is lost (degraded) and while it
+    is rebuilt, over that of the calm before and after (None: too short to tell).
+    """
 
     gap: float
     median_step: float
@@ -137,7 +139,7 @@ class Figures:
 
 
 def figures(shard_losses: Sequence[ShardLoss], timeline: Timeline) -> list[Figures]:
-    """Of each loss of a run."""
+    """The figures of each loss of a run, in order. timeline: of all its steps."""
     all_figures = []
     for loss, end in zip(shard_losses, [*(later.injected for later in shard_losses[1:]), float(timeline.ended[-1])], strict=True):
         rate = timeline.throughput((loss.since, loss.injected), (loss.whole, end))
@@ -156,7 +158,7 @@ def figures(shard_losses: Sequence[ShardLoss], timeline: Timeline) -> list[Figur
 def loss_table(
     title: str, shard_losses: Sequence[ShardLoss], all_figures: Sequence[Figures], begin: float, pulse: Pulse
 ) -> Table:
-    """Every loss."""
+    """A line for every loss. begin: of the training, by time.monotonic."""
     rows: list[list[Cell]] = []
     for loss, of in zip(shard_losses, all_figures, strict=True):
         rows.append([
@@ -178,7 +180,7 @@ def loss_table(
 
 
 def gap_claim(name: str, shard_losses: Sequence[ShardLoss], all_figures: Sequence[Figures], more: float) -> Claim:
-    """The longest gap over all losses by one signal."""
+    """The claim about the longest gap over all losses by one signal, `name`. more: seconds that the bar allows beyond its own."""
     by_signal = [
         of
         for loss, of in zip(shard_losses, all_figures, strict=True)

@@ -34,15 +34,16 @@ DISCARDED = LEAD + 1
 IN_MEMORY = ("one table", "26 bags")
 ON_DEMAND = ("on demand", "on demand, shards in turn")
 RESAMPLED = 2000
-SKIPPING = ("floor", *ON_DEMAND)  # how fast they are does not depend on the steps before
+SKIPPING = ("floor", *ON_DEMAND)  # need no warm-up: how fast they are does not depend on the steps before
 STORES: dict[str, Kind] = {"foreload": "rows", PROTECTED: "parity", "LRU": "rows", **dict.fromkeys(ON_DEMAND, "plain")}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long contenders run: pairs of interleaved runs at most, steps before the first run, of each run those counted and those before them.
+    """How long contenders run: pairs of interleaved runs at most; in steps, warm_up before the first run, of each run those counted (steps) and those
+    discarded before them.
 
-    until: when no more pairs are begun. InterleavedRuns are short, since the machine's speed may change within a second.
+    until: when no more pairs are begun, by time.monotonic. Runs are short, since the machine's speed may change within a second.
     """
 
     pairs: int
@@ -63,7 +64,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What contenders did in alternation: their answers by round, the processor time of their redis-servers in ms a step, and what was trained."""
+    """What contenders did in alternation.
+
+    answers: by contender and round; redis_ms: processor time of its redis-servers, ms a step; fetched_share: of the arrivals; arrivals: a step.
+    """
 
     answers: dict[str, list[Answer]]
     redis_ms: dict[str, float]
@@ -97,7 +101,7 @@ class Contest:
 
 
 def _processor_seconds(stores: LocalStores) -> float:
-    """What the servers have used so far."""
+    """Processor time that the servers have used so far."""
     total = 0
     for pid in stores.pids:
         # The name, in brackets, may hold spaces.
@@ -180,8 +184,8 @@ def breakdown(*contests: Contest) -> Series:
             for layer in ("waiting for rows", "exchange")
         }
         rest = statistics.median(contest.ms(contender)) - floor - sum(known.values())
-        of_side = {"dense part": floor, **known, "gather, gradients, updates": max(rest, 0.0)}
-        for layer, ms in of_side.items():
+        of_contender = {"dense part": floor, **known, "gather, gradients, updates": max(rest, 0.0)}
+        for layer, ms in of_contender.items():
             layers[layer].append((contender, ms))
     return Series("Step time broken down, small model", "", "ms a step", "stacked", layers)
 

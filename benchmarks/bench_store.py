@@ -33,7 +33,8 @@ from raw_sockets import RawSockets, trace
 
 ROWS = 20_000
 ROW_BYTES = 144
-FEW = 24_000  # rows of a store that a core's caches hold for the most part
+FEW = 24_000  # rows in a store that is so small that a core's caches hold most of it
+# The hash that the rows stand in, and the marker that goes with each write; only their sizes matter.
 KEY, MARKER = b"{bench:1}:0:0:1", b"00000001"
 OURS, RAW, LIBRARY, THREADS = "client", "raw socket", "redis-py", "redis-py, a thread a shard"
 GATHER, SCATTER = "gather", "scatter"

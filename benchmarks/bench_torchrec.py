@@ -63,7 +63,7 @@ def steps_of(plan: Plan) -> int:
 
 def torchrec(python: Path, schedule: Schedule, slices: Path, model: str) -> Ranks:
     """TorchRec's contender."""
-    order = {
+    spec = {
         "ranks": RANKS,
         "port": free_port(),
         "samples": str(slices),
@@ -76,20 +76,20 @@ def torchrec(python: Path, schedule: Schedule, slices: Path, model: str) -> Rank
         "seed": SEED,
     }
     script = str(ROOT / "benchmarks" / "torchrec_contender.py")
-    commands = [[str(python), script, json.dumps({"rank": rank, **order})] for rank in range(RANKS)]
+    commands = [[str(python), script, json.dumps({"rank": rank, **spec})] for rank in range(RANKS)]
     return Ranks("TorchRec", commands, {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
 
 
 def foreload(schedule: Schedule, model: str, stores: LocalStores, numerics: Mapping[str, str]) -> Ranks:
     """This project's contender: two trainers on a copy of the filled store. numerics: settings other than the project's own."""
-    order = {"ranks": RANKS, "port": free_port(), "schedule": str(schedule.path), "model": model, "urls": list(stores.urls)}
+    spec = {"ranks": RANKS, "port": free_port(), "schedule": str(schedule.path), "model": model, "urls": list(stores.urls)}
     script = str(ROOT / "benchmarks" / "foreload_rank.py")
-    commands = [[sys.executable, script, json.dumps({"rank": rank, **order})] for rank in range(RANKS)]
+    commands = [[sys.executable, script, json.dumps({"rank": rank, **spec})] for rank in range(RANKS)]
     return Ranks("Foreload", commands, {"PYTHONPATH": str(ROOT), **numerics})
 
 
 def settings_of() -> dict[str, dict[str, str]]:
-    """Foreload's contenders by name: with the widest instructions of this processor, and with its default, AVX2, where that is not the same."""
+    """Foreload's contenders, name -> variables: with this processor's widest instructions and, if these are others, with AVX2, its default."""
     contenders: dict[str, dict[str, str]] = {OURS: {}}
     if cpu_capability() != "avx2":
         contenders[AVX2] = ENVIRONMENTS["avx2"]
@@ -106,7 +106,7 @@ def processor_seconds(pids: Sequence[int | None]) -> float:
 
 
 def run(contender: Ranks, plan: Plan) -> dict[str, float]:
-    """A run's figures; the times of a step are the mean of the two processes."""
+    """A run's figures: speed and ms of a step by the slower process, processor time of both, the rest as their mean."""
     answers = contender.run(plan.steps, plan.discarded)
     seconds = max(sum(answer["seconds"]) for answer in answers)
     figures = {

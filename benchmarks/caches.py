@@ -46,8 +46,8 @@ class LruCache:
         most = len(lookups)
         rows, slots, index = np.empty(most, np.int64), np.empty(most, np.int32), np.empty(most, np.int32)
         missing, evicted = np.empty(most, np.int32), np.empty(most, np.int64)
-        lists = (self._slot_of, self._row_in, self._newer, self._older, self._used_at, self._place)
-        used, missed = _lru(lookups, self._step, *lists, rows, slots, index, missing, evicted)
+        state = (self._slot_of, self._row_in, self._newer, self._older, self._used_at, self._place)
+        used, missed = _lru(lookups, self._step, *state, rows, slots, index, missing, evicted)
         if used < 0:
             raise ValueError(f"slots: step {self._step} has more rows than {len(self._row_in)}")
         self._step += 1
@@ -78,6 +78,7 @@ def _lru(
     missing: np.ndarray,
     evicted: np.ndarray,
 ) -> tuple[int, int]:
+    """A step of `LruCache`, on its arrays and those of `LruStep`; returns how many rows it uses and how many were missing, (-1, 0): no room."""
     used = missed = 0
     for l in range(lookups.size):
         row = lookups[l]
@@ -130,7 +131,7 @@ def minimum_arrivals(lookups: np.ndarray, slots: int, rows: int) -> int:
     steps = len(lookups)
     next_use = np.full(rows, steps, np.int32)
     used = np.zeros(steps, np.int64)
-    # coming[t]: pairs (t, u) counted in a list, u the next use after t of each row used at t.
+    # By step, last step first: the steps at which its rows are used next (`steps`: never), and how many of its rows at each.
     pairs = []
     for step in range(steps - 1, -1, -1):
         coming = np.zeros(steps + 1, np.int32)
@@ -159,7 +160,10 @@ def minimum_arrivals(lookups: np.ndarray, slots: int, rows: int) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def _note(lookups: np.ndarray, step: int, next_use: np.ndarray, coming: np.ndarray) -> int:
-    """Count the distinct rows of a step by their next use, going backwards in time."""
+    """Count the distinct rows of a step by their next use, going backwards in time; returns how many they are.
+
+    next_use: int32 [rows], of the steps after this one, updated; coming: int32 [steps + 1], zeros before, then rows by the step of their next use.
+    """
     distinct = 0
     for l in range(lookups.size):
         following = next_use[lookups[l]]

@@ -1,4 +1,4 @@
-"""How every benchmark compares: contenders in turn, ratios of pairs, records of what was found, and their file.
+"""How every benchmark compares: contenders in turn, ratios of pairs, the results as records, and their file.
 
 A script takes `arguments`, runs its contenders by `alternate`, states each claim as a `Claim` and hands all to `save`, which prints it and writes
 `<out>/<script>.json` with the machine, the versions and the settings. `render.py` makes docs/benchmarks.md of those files.
@@ -44,7 +44,7 @@ MINUTES = {
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
 
-LEAST_PAIRS = 3
+LEAST_PAIRS = 3  # that are run even where the time is over
 PACKAGES = ("torch", "numpy", "numba", "pyarrow", "apache-beam", "redis", "hiredis")
 
 
@@ -207,7 +207,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a script found. `script` names it and its file: bench_<script>.py, <script>.json."""
+    """The results of a script. `script` names it and its file: bench_<script>.py, <script>.json."""
 
     script: str
     title: str

@@ -39,7 +39,7 @@ from workload import PARITY, ROOT, job, last_batches  # noqa: E402
 
 PROTECTED = "foreload, 2+1"
 FORELOAD = {"foreload": (1, 0), PROTECTED: PARITY}  # this project's contenders, and how many rows and parity rows a stripe has
-_OF_A_REPORT = {"exchange": "seconds_exchange", "waiting for rows": "seconds_waiting"}
+_REPORT_FIELDS = {"exchange": "seconds_exchange", "waiting for rows": "seconds_waiting"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ContenderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A run: the milliseconds of each step counted, what they went to on average where the contender tells, and the last step's loss."""
+    """A run: the milliseconds of each step counted; by part, on average, what they went to where the contender tells; and the last step's loss."""
 
     ms: tuple[float, ...]
     parts: dict[str, float]
@@ -77,7 +77,7 @@ class Answer:
 
 
 class Contender:
-    """The controller's end: a contender's process, which is ready once this is made."""
+    """The controller's end of a contender's process, which is ready once this is made. steps: how many it has trained or skipped."""
 
     def __init__(self, spec: ContenderSpec) -> None:
         self.spec = spec
@@ -111,7 +111,7 @@ def run_foreload(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, int
         )
 
         def on_step(report: StepReport) -> None:
-            interleaved.step(report.loss, {name: getattr(report, of_report) for name, of_report in _OF_A_REPORT.items()})
+            interleaved.step(report.loss, {name: getattr(report, seconds) for name, seconds in _REPORT_FIELDS.items()})
 
         interleaved.begin()
         trainer.run(events, lambda step: False, on_step, lambda report: None)

@@ -33,7 +33,7 @@ from foreload.trainer.run.job import TrainJob  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
 from workload import SHARDS, job, last_batches  # noqa: E402
 
-SILENCE = timedelta(minutes=10)
+SILENCE = timedelta(minutes=10)  # after which a peer counts as lost: while another contender has its run, nothing is sent
 TOLD = ("seconds_compute", "seconds_exchange", "seconds_waiting", "rows_arrived", "rows_fetched", "rows_used", "bytes_sent")
 
 

@@ -1,7 +1,7 @@
 """Interleaved runs of steps: processes that live as long as a benchmark and train only when told to, so that contenders alternate, started once.
 
 A line "STEPS DISCARDED" on stdin makes a process train STEPS steps and answer with a line of JSON: the seconds of each step after the first
-DISCARDED ones, the processor time of its thread or process, and the loss of the last step. Between its runs it waits.
+DISCARDED ones, the processor time of the process in them, and the loss of the last step. Between its runs it waits.
 This module needs the standard library alone: the processes may be those of another virtual environment.
 """
 
@@ -19,7 +19,11 @@ from typing import Any
 
 @dataclass(slots=True)
 class InterleavedRuns:
-    """A process's end of the conversation: `begin` waits for the next run, `step` counts."""
+    """A process's end of the conversation: `begin` waits for the next run, `step` counts.
+
+    Of the run under way, left and discarded: steps still to be trained, and of them those still to be discarded; seconds: of each counted step;
+    further: other figures, a list by name.
+    """
 
     left: int = 0
     discarded: int = 0

@@ -50,26 +50,24 @@ class LanesWorkload(Workload):
             for name, shape in shapes.items()
             for lane in range(self.lanes)
         }
-        # The id that sits in each slot; the tables are not needed, since each feature has a table of its own.
-        sitting = [np.zeros(slots, np.int64) for slots in header.slots]
+        # By lane the id of the row in each slot; the tables are not needed, since each feature has a table of its own.
+        id_in_slot = [np.zeros(slots, np.int64) for slots in header.slots]
         entry = state_after(schedule, header.first_step - 1).lanes
-        for lane, ids in enumerate(sitting):
+        for lane, ids in enumerate(id_in_slot):
             ids[entry[lane].slots] = entry[lane].occupants.id
         for place, event in enumerate(events):
             moves = [schedule.lane(event, lane) for lane in range(self.lanes)]
-            for lane, ids in enumerate(sitting):
+            for lane, ids in enumerate(id_in_slot):
                 ids[moves[lane].arrivals.slot] = moves[lane].arrivals.id
-            used = [ids[of.slots] for ids, of in zip(sitting, moves, strict=True)]
-            for lane, mine in enumerate(moves):
+            used = [ids[of.slots] for ids, of in zip(id_in_slot, moves, strict=True)]
+            for lane, own in enumerate(moves):
                 bit = 1 << lane
                 local = np.concatenate([ids[(of.users & bit) != 0] for ids, of in zip(used, moves, strict=True)])
-                if len(mine.labels) != samples:
-                    raise SystemExit(
-                        f"lane {lane} has {len(mine.labels)} samples of step {event.step}; ranks need {samples} each"
-                    )
-                out["ids", lane][place] = local[mine.index].reshape(samples, features).T.reshape(-1)
-                out["dense", lane][place] = mine.dense.reshape(samples, -1)
-                out["labels", lane][place] = mine.labels
+                if len(own.labels) != samples:
+                    raise SystemExit(f"lane {lane} has {len(own.labels)} samples of step {event.step}; ranks need {samples} each")
+                out["ids", lane][place] = local[own.index].reshape(samples, features).T.reshape(-1)
+                out["dense", lane][place] = own.dense.reshape(samples, -1)
+                out["labels", lane][place] = own.labels
         for file in out.values():
             file.flush()
         temporary.rename(folder)

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md of what the benchmarks found: the machine, all claims, each script's tables and plots.
+"""docs/benchmarks.md of the benchmarks' results: the machine, all claims, each script's tables and plots.
 
 python benchmarks/render.py [--results build/benchmarks] [--docs docs]
 """

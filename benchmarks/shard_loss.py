@@ -1,4 +1,4 @@
-"""Trainings by `foreload train`'s own launcher, in which store shards are lost again and again by injected faults, and what is seen of them."""
+"""Trainings by `foreload train`'s own launcher, in which injected faults make store shards be lost again and again, and how each loss went."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def batches(rank: RankSpec, names: list[str]) -> Iterator[Batch]:
 
 
 def sharded(rank: RankSpec, names: list[str]) -> DistributedModelParallel:
-    """The model over all ranks."""
+    """The model over all ranks: each table whole on one of them, by descending size in turn."""
     model = Model(rank, names)
     by_size = sorted(range(len(names)), key=lambda k: -rank.tables[k])
     rank_of = {f"t{k}": table_wise(rank=place % rank.ranks, compute_kernel="fused") for place, k in enumerate(by_size)}

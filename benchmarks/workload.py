@@ -54,6 +54,7 @@ LR = 0.05
 NAMESPACE = RUN_ID = "bench"
 FILLED = 1  # the last write-back batch that each lane of a filled store is said to have had
 PARITY = (2, 1)
+# What a store holds: rows without parity, with parity, as a user would store them (one key a row), or nothing.
 Filled = Literal["rows", "parity", "plain"]
 Kind = Filled | Literal["empty"]
 MODELS = {
@@ -65,7 +66,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """samples of the first schedule; steps of the second one."""
+    """How large a workload is. samples: of the first schedule; steps: of the second one."""
 
     name: str
     samples: int
@@ -209,8 +210,8 @@ class Workload:
             self._claim(store)
             for table, lanes, ordinals, rows in self._by_table():
                 for lane in map(int, np.unique(lanes)):
-                    mine = lanes == lane
-                    _write_stripes(store, placement, lane, table, ordinals[mine], rows[mine])
+                    of_lane = lanes == lane
+                    _write_stripes(store, placement, lane, table, ordinals[of_lane], rows[of_lane])
             self._mark(store)
 
     def _fill_plain(self, stores: LocalStores) -> None:
@@ -242,7 +243,7 @@ class Workload:
                 yield stores
 
     def ids(self, schedule: Schedule, most: int | None = None) -> Path:
-        """A file of what a trainer without a schedule reads: each lookup's row as table base + id, int64 [steps, 2,048 * 26].
+        """A NumPy file of what a trainer without a schedule reads: each lookup's row as table base + id, int64 [steps, 2,048 * 26].
 
         most: steps, where the schedule's first ones are enough.
         """

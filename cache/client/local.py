@@ -263,6 +263,7 @@ class LocalStores:
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:
             told = zip(alive, pool.map(lambda server: server.shut_down(save), alive), strict=True)
             failures = {server: why for server, why in told if why is not None}
+        # Where some could not save and run on, the others are exiting: they are reaped before the error is raised.
         for shard, process in list(self._processes.items()):
             if failures and self._servers[shard] not in failures:
                 process.wait()

@@ -12,7 +12,8 @@ from foreload.cache.protocol.rounds import RoundStats
 class Counters:
     """What the traffic did so far, all lanes together.
 
-    rows_written is without the rows written beyond the schedule; parity rows are counted apart. stalled_rows: arrivals whose fetch was
+    rows_written is without the rows written beyond the schedule, which are rows_written_at_stop; parity rows are counted apart. rounds: exchanges
+    of rounds, two a round with parity and a batch; batches: acknowledged ones, of all lanes. stalled_rows: arrivals whose fetch was
     not yet allowed to leave when the trainer took their event. rows_decoded: fetched rows that their stripes gave. rows_rebuilt: with parity rows.
     """
 

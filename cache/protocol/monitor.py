@@ -32,7 +32,7 @@ class Monitor(threading.Condition):
         self.notify_all()
 
     def wake(self) -> None:
-        """The same, for who does not hold this."""
+        """`signal`, for who does not hold this."""
         with self:
             self.signal()
 
@@ -54,13 +54,13 @@ class Monitor(threading.Condition):
             self.wait(poll.total_seconds() if poll is not None else None)
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have the thread do something between two rounds, without this held; what it raises is the thread's failure."""
+        """Have the thread do something between two rounds, without this held; what the work raises ends the thread, as its failure."""
         with self:
             self._posted.append(work)
             self.signal()
 
     def ask(self, work: Callable[[], Answer]) -> Answer:
-        """The same, and wait for what it returns. Raises as `wait_until` does."""
+        """`post` some work, and wait for what it returns. Raises as `wait_until` does."""
         answers: list[Answer] = []
 
         def answer() -> None:

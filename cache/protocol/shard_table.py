@@ -159,7 +159,7 @@ class ShardTable:
         return shard not in self.lost and not self.readable(lane, shard)
 
     def survivors(self, lane: int) -> Survivors:
-        """From what the lane's rows on shards that are not readable are decoded. Raises RowsLost where they cannot be."""
+        """From what the lane's rows on shards that are not readable are decoded. Raises RowsLost where some group has lost too many shards."""
         return self._survivors_of(self.of(lane).unreadable)
 
     def _survivors_of(self, unreadable: np.ndarray) -> Survivors:
@@ -221,6 +221,6 @@ class ShardTable:
         self._publish()
 
     def move(self, shard: int, url: StoreUrl) -> None:
-        """Another server has a shard from now on."""
+        """Another server is to have a shard from now on; what it has is told by `lose` and `bring_back`."""
         self.urls[shard] = url
         self._publish()

@@ -79,7 +79,7 @@ class DenseSum:
     """The sum of the lanes' dense gradients while it is under way: first the lanes' chunks to who adds them, then each sum to all.
 
     parcels: as `begin_dense` got them; bounds: where each trainer's chunk begins, and where the last one ends; outgoing, incoming: the messages under
-    way, which must live as long; total: float32 [numbers of the dense part], once `add_dense` was called.
+    way, which must live as long; total: float32 [GradientBucket.length], once `add_dense` was called.
     """
 
     parcels: Mapping[int, Sequence[Tensor]]
@@ -266,7 +266,7 @@ class Exchange:
         return torch.stack([parts[lane][-1] for lane in range(len(self._map))])
 
     def finish_dense(self, dense: DenseSum) -> Tensor:
-        """The sum of all chunks, float32 [numbers of the dense part], the same on every trainer."""
+        """The sum of the lanes' dense vectors, float32 [GradientBucket.length], the same on every trainer."""
         dense.work.wait()
         assert dense.total is not None
         return dense.total

@@ -1,9 +1,9 @@
 """The kernels' interface, the arithmetic of rows: pooling lookups into the embedding block, gradients per row, their sum over lanes, updates.
 
 Two implementations of one interface with the same bits (docs/definitions.md, A step's arithmetic): `compiled_kernels`, loops for rows in CPU
-memory, and `torch_kernels`, torch operations for rows on any device. Floating-point data are torch tensors, on the
-kernels' device; index arrays are NumPy arrays, which may be read-only views of mapped files. `W` is the width of the widest row of all tables; a
-bag is what one sample looks up of one feature. Columns beyond a row's own width are never read into a result.
+memory, and `torch_kernels`, torch operations for rows on any device. Floating-point data are torch tensors, on the kernels' device; index arrays
+are NumPy arrays, which may be read-only views of mapped files. `W` is the width of the widest row of all tables; a bag is what one sample looks
+up of one feature. Columns beyond a row's own width are never read into a result.
 """
 
 from __future__ import annotations

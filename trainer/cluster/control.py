@@ -227,7 +227,7 @@ class ControlSocket:
 
 
 def training_status(run: Path) -> RunStatus | None:
-    """How a training is; None where nothing trains. Raises RunError."""
+    """How a training is; None where nothing trains. Raises RunError and MessageError."""
     answer = ask(run, AskStatus())
     if isinstance(answer, Refused):
         raise RunError(f"run {run}: {answer.error}")
@@ -235,7 +235,10 @@ def training_status(run: Path) -> RunStatus | None:
 
 
 def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(seconds=5)) -> _Answer | Refused | None:
-    """Ask a training run through its control socket; None if nothing trains there, or no more. Raises RunError if it does not answer in time."""
+    """Ask a training run through its control socket; None if nothing trains there, or no more.
+
+    Raises RunError if it does not answer in time, MessageError for an answer that is none, as of another version.
+    """
     # A link leads to the socket where the run's own path is too long for one.
     path = os.path.realpath(run / CONTROL)
     line = json.dumps({"do": request.do} | to_json(request)).encode()

@@ -60,7 +60,7 @@ def check_json(path: str | Path | None) -> None:
 
 
 def tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:
-    """Print a result as text, and write it where --json says. Raises SettingError."""
+    """Print a result, and write it where --json says; gives exit status 0. found: as JSON holds it; text: for a person. Raises SettingError."""
     print(text)
     if parsed.json:
         try:

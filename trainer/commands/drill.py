@@ -103,7 +103,7 @@ class LostShard(RunObserver):
 
     @property
     def moments(self) -> Moments | None:
-        """None where training ended before the fault."""
+        """None where training ended before the fault. The shard is whole when it is for every trainer that had lost it."""
         if self._injected_at is None:
             return None
         whole = max(self._whole.values()) if self._lost and self._whole.keys() >= self._lost.keys() else None

@@ -76,7 +76,9 @@ def run(path: str, store: str | None, records: Records) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A step: samples, the places among them of each slice, int64 [b] each, and, of an evaluation's, the slices' dense values."""
+    """A step of `size` samples. slices: the places among these of each lane's, int64 [b]; dense: of an evaluation step, the slices' dense values,
+    float32 [b, n], by which its records are known; else None.
+    """
 
     size: int
     slices: tuple[np.ndarray, ...]

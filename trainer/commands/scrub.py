@@ -90,7 +90,7 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
 
 
 def _beside_training(scrubbed_run: Run, training: RunStatus) -> dict[str, Any]:
-    """Have the trainers scrub their lanes, and wait for it."""
+    """Have the trainers scrub their lanes, and wait for it. training: as it was when the scrub began."""
     schedule = schedule_of(scrubbed_run)
     (scrubbed_run.path / SCRUB).mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=scrubbed_run.path / SCRUB))

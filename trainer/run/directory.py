@@ -40,7 +40,7 @@ LOG, DRILL, SCRUB, KEPT, LOCK = "write-back", "drill.png", "scrub", "kept", "loc
 # In the order in which they are deleted: what has no status never began.
 _FILES = (STATUS, KEPT, MANIFEST, PLACEMENT, DENSE, METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL, LOG, DRILL, SCRUB, LOCK)
 
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl, in which its last steps stand
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ FREE_SETTINGS = (
     "run",
     "model_folder",
     "store",
-    "parity",  # what RUN's placement has, in any case
+    "parity",  # checked against RUN's placement, which holds in any case
     "trainers",
     "memory",
     "namespace",

@@ -72,7 +72,7 @@ class StepTimes:
     """Collects what trainers tell of their steps into a Timeline."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, tuple[float, float, int, int]] = {}
+        self._steps: dict[int, tuple[float, float, int, int]] = {}  # step -> when it ended, the seconds it took, epoch, samples
 
     def note(self, report: StepReport, at: float) -> None:
         """One trainer's report of a step, and when that ended for it, in seconds; the step has ended when the last trainer has ended it."""

@@ -266,7 +266,7 @@ class Channel:
         frames.to_front(state, self._data)
 
     def _broken(self, error: OSError) -> StoreUnavailable:
-        # Also where TLS says it: what certificates and versions must agree on was settled when the connection was made.
+        # Also where TLS says it: certificates and versions were agreed on when the connection was made, so it is the connection that broke.
         why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or error
         return StoreUnavailable(f"store {self.url}: the connection broke ({why}); see the server's log")
 

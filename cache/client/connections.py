@@ -73,14 +73,14 @@ class Connections:
                 self._begin(requests)
                 self._await_replies(list(requests), failures)
                 again = self._not_ready(
-                    {shard: some for shard, some in requests.items() if shard not in (failures or ())}, failures
+                    {shard: of_shard for shard, of_shard in requests.items() if shard not in (failures or ())}, failures
                 )
                 if again and next(attempts, self) is self:  # no attempt is left: self stands for that
-                    for shard, some in again.items():
-                        error = next(request.reply.error for request in some if request.reply.error is not None)
+                    for shard, of_shard in again.items():
+                        error = next(request.reply.error for request in of_shard if request.reply.error is not None)
                         self.lose(shard, reply_error(self.channels[shard].url, error), failures)
                     return
-                for request in (request for some in again.values() for request in some):
+                for request in (request for of_shard in again.values() for request in of_shard):
                     request.reply.restart()
                     self.retries += 1
                 requests = again
@@ -97,13 +97,13 @@ class Connections:
         A shard that refuses for any other reason is lost. Raises Fenced where the lane has another owner: then it is this one that must stop.
         """
         again: dict[int, list[Request]] = {}
-        for shard, some in requests.items():
-            for request in some:
+        for shard, of_shard in requests.items():
+            for request in of_shard:
                 error = request.reply.error
                 if error is None:
                     continue
                 if error.split(" ", 1)[0] in RETRIED:
-                    again[shard] = some
+                    again[shard] = of_shard
                     continue
                 refusal = reply_error(self.channels[shard].url, error)
                 if isinstance(refusal, Fenced):
@@ -122,16 +122,16 @@ class Connections:
 
     def _begin(self, requests: dict[int, list[Request]]) -> None:
         """Lay requests out in one table, and start each channel on its own; buffers grow where a frame would not fit."""
-        all_requests = [request for some in requests.values() for request in some]
+        all_requests = [request for of_shard in requests.values() for request in of_shard]
         frame_bytes = max((request.frame_bytes for request in all_requests), default=0)
         if 2 * frame_bytes > self._out.shape[1]:
             self._make_buffers(2 * frame_bytes, max(4 * frame_bytes, _IN_BYTES))
         self._table = lay_out(all_requests)
         first = 0
-        for shard, some in requests.items():
-            self.channels[shard].begin(self._table, first, some)
-            self.commands += len(some)
-            first += len(some)
+        for shard, of_shard in requests.items():
+            self.channels[shard].begin(self._table, first, of_shard)
+            self.commands += len(of_shard)
+            first += len(of_shard)
 
     def _await_replies(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
         """Send and receive on the channels of these shards until each has every reply, or has failed."""

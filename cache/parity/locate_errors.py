@@ -50,11 +50,11 @@ def locate_errors(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
 
 def _patterns(erased: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """The sets of places that are erased together, and the stripes (int64 [m]) of each."""
-    some = erased.any(axis=1)
-    clean = np.flatnonzero(~some)
+    any_erased = erased.any(axis=1)
+    clean = np.flatnonzero(~any_erased)
     if clean.size:
         yield (), clean
-    others = np.flatnonzero(some)
+    others = np.flatnonzero(any_erased)
     patterns, pattern = np.unique(erased[others], axis=0, return_inverse=True)
     for number, places in enumerate(patterns):
         yield tuple(np.flatnonzero(places).tolist()), others[pattern.reshape(-1) == number]

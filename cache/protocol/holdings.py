@@ -58,7 +58,7 @@ def all_holdings(store: Store, shard: int) -> list[Holding]:
 
 def holding_of(store: Store, shard: int, namespace: str) -> Holding:
     """What a store shard holds of one namespace: no lanes and no rows where that is not there. Raises StoreError."""
-    keys = {key for some in lane_keys(store, shard, namespace) for key in some if _LANE.fullmatch(key)}
+    keys = {key for page in lane_keys(store, shard, namespace) for key in page if _LANE.fullmatch(key)}
     return _holding(store, shard, namespace, keys)
 
 

@@ -76,11 +76,11 @@ class Monitor(threading.Condition):
 
     def run_posted(self) -> bool:
         """The thread's side: do what was posted; False if there was nothing."""
-        some = False
+        worked = False
         while True:
             with self:
                 if not self._posted:
-                    return some
+                    return worked
                 work = self._posted.popleft()
             work()
-            some = True
+            worked = True

@@ -115,8 +115,8 @@ class StripeChunk:
         count = len(known.id) // k
         stripe = np.arange(first, first + count)
         shards = stripes.shards(known.table, stripe)
-        some = known.presence.reshape(count, k) != NEVER
-        there = np.concatenate([some, np.repeat(some.any(axis=1, keepdims=True), width - k, axis=1)], axis=1)
+        may_exist = known.presence.reshape(count, k) != NEVER
+        there = np.concatenate([may_exist, np.repeat(may_exist.any(axis=1, keepdims=True), width - k, axis=1)], axis=1)
         absent = there & unreadable[shards]
         wanted = there & ~absent
         places = np.flatnonzero(wanted.reshape(-1))
@@ -169,8 +169,8 @@ class StripeChunk:
         wrong[:, :k][here & ~self._valid(rows[:, :k])] = _WRONG
         wrong[:, :k][missing[:, :k] & (presence == MUST)] = _MISSING
         # A stripe of rows that may be there has parity rows if it has any row.
-        some = ((presence == MUST) | here).any(axis=1, keepdims=True)
-        wrong[:, k:][missing[:, k:] & some] = _MISSING
+        not_empty = ((presence == MUST) | here).any(axis=1, keepdims=True)
+        wrong[:, k:][missing[:, k:] & not_empty] = _MISSING
         return wrong
 
     def _valid(self, members: np.ndarray, which: np.ndarray | slice = slice(None)) -> np.ndarray:
@@ -198,14 +198,14 @@ class StripeChunk:
         doubtful = missing[:, :k] & (self.known.presence.reshape(-1, k) == MAY) & verdict.uncorrectable[:, None]
         fits, solved, apart = np.zeros(len(rows), np.int64), rows.copy(), erased.copy()
         for place in range(k):
-            some = np.flatnonzero(doubtful[:, place])
-            trial, gone = rows[some], erased[some]
+            suspects = np.flatnonzero(doubtful[:, place])
+            trial, gone = rows[suspects], erased[suspects]
             gone[:, place] = True
             tried = locate_errors(code, trial, gone)
             right = ~tried.uncorrectable & (tried.restored == gone).all(axis=1)
-            right &= (self._valid(trial[:, :k], some) | ~gone[:, :k]).all(axis=1)
-            fits[some[right]] += 1
-            solved[some[right]], apart[some[right]] = trial[right], gone[right]
+            right &= (self._valid(trial[:, :k], suspects) | ~gone[:, :k]).all(axis=1)
+            fits[suspects[right]] += 1
+            solved[suspects[right]], apart[suspects[right]] = trial[right], gone[right]
         once = fits == 1
         rows[once], verdict.restored[once], verdict.uncorrectable[once] = solved[once], apart[once], False
 

@@ -48,8 +48,10 @@ class ForkServer:
         for pid in list(self._children):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        while self._children:
-            signal.pause() if not self._reap() else None
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for pid in self._children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
     def _start(self, request: Message) -> None:
         reply, output = request.descriptors
@@ -77,11 +79,14 @@ class ForkServer:
 
         return answer(socket.socket(fileno=reply), request.values)
 
-    def _reap(self) -> bool:
-        """Take note of children that have ended; whether any had."""
-        ended = {pid for pid in self._children if os.waitpid(pid, os.WNOHANG)[0]}
-        self._children -= ended
-        return bool(ended)
+    def _reap(self) -> None:
+        """Take note of children that have ended."""
+        for pid in list(self._children):
+            # The signal's handler may run within this, and reap first.
+            with contextlib.suppress(ChildProcessError):
+                if not os.waitpid(pid, os.WNOHANG)[0]:
+                    continue
+            self._children.discard(pid)
 
 
 def _preload() -> None:

@@ -116,7 +116,9 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
         return lambda value, where: origin([read(one, where) for one in _checked(value, list, where)])
     if origin is dict:
         key_type, read = args[0], _reader(args[1])
-        return lambda value, where: {key_type(key): read(one, where) for key, one in _checked(value, dict, where).items()}
+        return lambda value, where: {
+            _key(key_type, key, where): read(one, where) for key, one in _checked(value, dict, where).items()
+        }
     if origin is Literal:
         return lambda value, where: _literal(value, args, where)
     if hint is Any:
@@ -124,6 +126,14 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
     if hint is float:
         return lambda value, where: float(_checked(value, (float, int), where))
     return lambda value, where: _checked(value, hint, where)
+
+
+def _key(kind: Any, key: str, where: str) -> Any:
+    """A key of a JSON object, which is text there, as what it stands for. Raises MessageError."""
+    try:
+        return kind(key)
+    except ValueError as error:
+        raise MessageError(f"{where}: keys must be {kind.__name__}; got {key!r}") from error
 
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
@@ -148,7 +158,7 @@ def _tagged(kinds: list[type]) -> Callable[[Any, str], Any]:
 
     def read(value: Any, where: str) -> Any:
         given = dict(_checked(value, dict, where))
-        kind = by_name.get(given.pop(KIND, None))
+        kind = by_name.get(str(given.pop(KIND, None)))
         if kind is None:
             raise MessageError(f"{where}: must be {' or '.join(by_name)}; got {value.get(KIND)!r}")
         return _read_fields(kind, given, kind.__name__)

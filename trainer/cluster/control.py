@@ -260,7 +260,10 @@ def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(second
             return None
     if not answer:  # it ended meanwhile
         return None
-    fields = json.loads(answer)
+    try:
+        fields = json.loads(answer)
+    except ValueError:  # it ended while it answered
+        return None
     if "error" in fields:
         return of_json(fields, Refused)
     typed: _Answer = of_json(fields, request.answer)

@@ -230,6 +230,8 @@ class Launcher:
                 local.discard()
             raise
         try:
+            # The digest may be interrupted. Until here nothing was, since the status told of rows that local servers had not saved.
+            self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
                 with Store.connect(shards.urls, self._job.store_silence, run.placement.r) as store:
                     ending.summary["digest"] = saved_run_at(run, store, group.status).digest()

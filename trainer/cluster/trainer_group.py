@@ -137,16 +137,12 @@ class TrainerGroup:
             if rendezvous is None:
                 keeper = Keeper(job.address, self._start_process)
                 stack.callback(keeper.close)
-            stack.callback(self._end)
+            stack.callback(self._kill)
             # Trainers start while the keeper does.
             self._spawn(
                 spawned, _scheduler_address() if keeper is None else keeper.address, () if keeper is None else (keeper.held,)
             )
             return self._lead(Board(rendezvous if keeper is None else keeper.join()), spec)
-
-    def _end(self) -> None:
-        self._kill()
-        self._interrupts.defer_signals = False
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
         """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""

@@ -120,7 +120,7 @@ class GlooTransport(Transport):
             works = [(peer, self._group.recv([_one_dimensional(tensor)], peer, kind)) for peer, tensor in incoming.items()]
             works += [(peer, self._group.send([_one_dimensional(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
         except RuntimeError as error:
-            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer of term: {_first_line(error)}") from error
+            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {_first_line(error)}") from error
         return _GlooWork(self, works)
 
     def close(self) -> None:

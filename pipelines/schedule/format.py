@@ -28,7 +28,7 @@ MOVE_COLUMNS = (
     *("slots", "early", "next_users", "ends"),
     *("arrival_slot", "arrival_table", "arrival_ordinal", "arrival_id", "arrival_tag", "arrival_after"),
 )
-"""The list columns of a moves file, in the order in which the oracle fills them; what they mean: docs/schedule.md, Moves."""
+"""The list columns of a moves file, in the order in which the oracle fills them (docs/schedule.md, Moves)."""
 
 
 def mask_dtype(lanes: int) -> np.dtype:

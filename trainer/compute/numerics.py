@@ -4,9 +4,9 @@
 imported in functions here. MKL_CBWR is MKL's setting for results that can be repeated (conditional numerical reproducibility). On AMD processors MKL
 does not follow MKL_CBWR=AVX2 or AVX512 and says AUTO,STRICT: the same slice has the same bits then, and that is enough
 (docs/definitions.md, What is asked of torch). Measured for MKL_CBWR on a Cascade Lake CPU, with Linear layers of 1 to 128 outputs: under
-AVX2,STRICT a row's result is the same wherever it stands in memory and in its slice, with any number of threads; under AVX2 without STRICT, COMPATIBLE and the rest it depends on its place
-in the slice. STRICT takes no more time. AVX512,STRICT keeps the same promise in half the time or a little more (large layers: 372 to 391 ms instead
-of 622 to 813), on hosts that have it.
+AVX2,STRICT a row's result is the same wherever it stands in memory and in its slice, with any number of threads; under AVX2 without STRICT,
+COMPATIBLE and the rest it depends on its place in the slice. STRICT takes no more time. AVX512,STRICT keeps the same promise in half the time or a
+little more (large layers: 372 to 391 ms instead of 622 to 813), on hosts that have it.
 """
 
 from __future__ import annotations

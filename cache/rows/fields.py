@@ -8,7 +8,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-TABLE_BITS, NUMBER_BITS = 15, 48
+NUMBER_BITS = 48  # the 15 above are the table's
 PARITY_BIT = np.uint64(1 << 63)  # of the field of a parity row: above the table's bits
 _SHIFT, _NUMBER = np.uint64(NUMBER_BITS), np.uint64((1 << NUMBER_BITS) - 1)
 

@@ -144,6 +144,20 @@ def test_waiting_for_a_peer_that_has_left_ends_at_once(connect: Callable[[int], 
         work.wait(TIMEOUT)
 
 
+def test_a_term_that_is_interrupted_frees_who_waits_there_and_who_waits_for_it(connect: Callable[[int], list[Transport]]) -> None:
+    """Rank 2 is alive and silent: rank 0 waits for it, rank 1 for rank 0."""
+    first, second, _ = connect(3)
+    waits = [first.post({}, {2: torch.zeros(1)}, 1), second.post({}, {0: torch.zeros(1)}, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(work.wait, TIMEOUT) for work in waits]
+        first.interrupt()
+        for end in ended:
+            with pytest.raises(PeerLost):
+                end.result()
+    with pytest.raises(PeerLost):
+        first.post({}, {1: torch.zeros(1)}, 2).wait(TIMEOUT)
+
+
 def test_a_lost_peer_is_named_by_its_number_and_not_by_its_rank() -> None:
     first, second = LocalHub([7, 3]).transports(TIMEOUT)
     assert [first.rank, second.rank] == [0, 1]

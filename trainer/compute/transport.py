@@ -5,13 +5,17 @@ A rank is only an address within a term; what a trainer does follows from the la
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import stat
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,6 +89,10 @@ class Transport(ABC):
         """Start what `post` has checked; peers ascend."""
 
     @abstractmethod
+    def interrupt(self) -> None:
+        """End the term from another thread: whoever waits for a message here, or for one from here, sees PeerLost; so does whoever waits later."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the term; peers that still wait for this rank see PeerLost."""
 
@@ -105,14 +113,22 @@ class GlooTransport(Transport):
         """store: the run's rendezvous store; address: of this trainer's own network interface. Raises PeerLost if a peer does not come."""
         super().__init__(trainer, members, timeout)
         options = _Gloo._Options()
+        before = {end.port for end in _sockets() if end.peer is None}
         options._devices = [_Gloo.create_device(hostname=address)]
+        # The device listens at a port that nobody tells, but that was not there before.
+        listening = [end.port for end in _sockets() if end.peer is None and end.port not in before]
         options._timeout = timeout
+        group = dist.PrefixStore(f"term/{term}/gloo", store)
         try:
-            self._group = _Gloo(dist.PrefixStore(f"term/{term}/gloo", store), self.rank, self.world, options)
+            group.set(f"ports/{self.rank}", ",".join(map(str, listening)))
+            self._group = _Gloo(group, self.rank, self.world, options)
+            told = [group.get(f"ports/{rank}").decode() for rank in range(self.world)]
         except RuntimeError as error:
             raise PeerLost(
                 f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {_first_line(error)}"
             ) from error
+        ports = {int(port) for of_rank in told for port in of_rank.split(",") if port}
+        self._connections = {end.inode for end in _sockets() if end.peer is not None and ports & {end.port, end.peer}}
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         try:
@@ -123,9 +139,43 @@ class GlooTransport(Transport):
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {_first_line(error)}") from error
         return _GlooWork(self, works)
 
+    def interrupt(self) -> None:
+        # gloo's own `abort` frees neither who waits here nor who waits for this rank, so the connections are cut below it.
+        for end in _sockets():
+            if end.inode in self._connections:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._group.abort()
         del self._group
+
+
+class _Socket(NamedTuple):
+    """A TCP socket of this process; peer: the port at the other end, None where it listens."""
+
+    descriptor: int
+    inode: int
+    port: int
+    peer: int | None
+
+
+def _sockets() -> list[_Socket]:
+    """This process's TCP sockets that listen or are connected."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        # One may be closed meanwhile, or be something else.
+        with contextlib.suppress(OSError):
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    peer = None if listens else one.getpeername()[1]
+                    found.append(_Socket(descriptor, status.st_ino, one.getsockname()[1], peer))
+    return found
 
 
 class _GlooWork(Work):
@@ -176,6 +226,10 @@ class NcclTransport(Transport):
             if peer in incoming:
                 self._group.recv([_one_dimensional(incoming[peer])], peer, 0)
         return _NcclWork(self._group._end_coalescing())
+
+    def interrupt(self) -> None:
+        # Unlike gloo's, this frees who waits here, and by the closed connections who waits for this rank.
+        self._group.abort()
 
     def close(self) -> None:
         self._group.abort()
@@ -232,6 +286,9 @@ class LocalTransport(Transport):
             self._expected[peer, kind] += 1
         return _LocalWork(self, expected)
 
+    def interrupt(self) -> None:
+        self.close()
+
     def close(self) -> None:
         with self.hub.changed:
             self.hub.closed.add(self.rank)
@@ -249,10 +306,13 @@ class _LocalWork(Work):
         for key, tensor in self._expected:
             peer, rank = key[0], key[1]
             with hub.changed:
-                hub.changed.wait_for(lambda: key in hub.messages or peer in hub.closed, deadline - time.monotonic())  # noqa: B023
-                message = hub.messages.pop(key, None)
+                over = {peer, rank}
+                hub.changed.wait_for(lambda: key in hub.messages or over & hub.closed, deadline - time.monotonic())  # noqa: B023
+                message = None if rank in hub.closed else hub.messages.pop(key, None)
             if message is None:
-                reason = "it has left" if peer in hub.closed else "no message in time"
+                reason = (
+                    "it has left" if peer in hub.closed else "the term is over" if rank in hub.closed else "no message in time"
+                )
                 raise self._transport.lost(peer, reason)
             if message.nbytes != tensor.nbytes:
                 raise ValueError(f"message from rank {peer} to {rank}: must have {tensor.nbytes} bytes, got {message.nbytes}")

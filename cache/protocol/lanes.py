@@ -13,7 +13,7 @@ from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batches import WriteBackBatch, WriteBackStaging
 from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.reading import Expected, Request, StoredRows
+from foreload.cache.protocol.reading import Expected, PlannedRead, StoredRows
 from foreload.cache.rows.staging import EndedRows, EventStaging
 from foreload.pipelines.schedule.format import Arrivals
 
@@ -78,7 +78,7 @@ class PlannedFetch:
     expected: Expected
     event: EventStaging
     places: np.ndarray
-    requests: list[Request] = field(default_factory=list)
+    reads: list[PlannedRead] = field(default_factory=list)
 
 
 class LaneTraffic:

@@ -19,7 +19,7 @@ from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import Lanes, LaneWrites, PlannedFetch
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import (
-    Request,
+    PlannedRead,
     StoredRows,
     WrongRows,
     accept,
@@ -117,8 +117,8 @@ class ParityRounds(Rounds):
         repaired.
         """
         for fetch in fetches:
-            fetch.requests = plan_reads(self._stored, fetch.expected)
-        reads = [(fetch.writes.lane, request.read) for fetch in fetches for request in fetch.requests]
+            fetch.reads = plan_reads(self._stored, fetch.expected)
+        reads = [(fetch.writes.lane, planned.read) for fetch in fetches for planned in fetch.reads]
         parity = [(writes.lane, read) for writes, batch in cut for read in self._parity_reads(writes, batch)]
         out = [write for writes in sent for write in self._data_writes(writes)]
         if out:
@@ -141,7 +141,7 @@ class ParityRounds(Rounds):
             ):
                 self._decode_parity(lane, read)
         stats.rows_decoded = self._take_rows(fetches)
-        stats.bytes_read += sum(request.read.rows.nbytes for fetch in fetches for request in fetch.requests)
+        stats.bytes_read += sum(planned.read.rows.nbytes for fetch in fetches for planned in fetch.reads)
         for _, read in parity:
             stats.parity_rows_read += len(read.fields)
             stats.bytes_read += read.rows.nbytes
@@ -209,33 +209,33 @@ class ParityRounds(Rounds):
 
     def _take_rows(self, fetches: Sequence[PlannedFetch]) -> int:
         """Check the rows that came, and put them where they go; returns how many were decoded."""
-        left = [(fetch, request) for fetch in fetches for request in fetch.requests]
+        left = [(fetch, planned) for fetch in fetches for planned in fetch.reads]
         decoded = 0
         while left:
             decoded += self._decode_lost(left)
-            wanting: list[tuple[PlannedFetch, Request]] = []
-            for fetch, request in left:
-                lane, shard = fetch.writes.lane, request.read.shard
+            wanting: list[tuple[PlannedFetch, PlannedRead]] = []
+            for fetch, planned in left:
+                lane, shard = fetch.writes.lane, planned.read.shard
                 try:
-                    accept(self._stored, fetch.expected, request, fetch.event.rows, fetch.places, self._check_tags)
+                    accept(self._stored, fetch.expected, planned, fetch.event.rows, fetch.places, self._check_tags)
                 except RowError as error:
-                    if request.decoded:
+                    if planned.decoded:
                         raise
                     # Another read may have shown it already.
                     if self._shards.readable(lane, shard) and not self._distrusted(shard, error):
-                        decoded += self._decode_alone(fetch, request, error)
-                    wanting.append((fetch, request))
+                        decoded += self._decode_alone(fetch, planned, error)
+                    wanting.append((fetch, planned))
             left = wanting  # of shards that are lost since, or decoded alone: once more
         return decoded
 
-    def _decode_alone(self, fetch: PlannedFetch, request: Request, error: RowError) -> int:
+    def _decode_alone(self, fetch: PlannedFetch, planned: PlannedRead, error: RowError) -> int:
         """Decode the wrong rows of a read, and repair them, where more shards would be lost than parity covers. Raises the error if it must."""
-        writes, read = fetch.writes, request.read
+        writes, read = fetch.writes, planned.read
         lost = self._unreadable(writes.lane, read.shard)
-        wrong_rows = decode_wrong(self._stored, writes.stripes, fetch.expected, request, error, lost)
+        wrong_rows = decode_wrong(self._stored, writes.stripes, fetch.expected, planned, error, lost)
         self._read_alone(writes.lane, wrong_rows.reads, error)
         self.exchange([], [(writes.lane, write) for write in wrong_rows.put(self._stored, writes.lane, read)])
-        request.decoded = True
+        planned.decoded = True
         return len(wrong_rows.places)
 
     def _decode_parity(self, lane: int, read: Read) -> None:
@@ -268,34 +268,34 @@ class ParityRounds(Rounds):
         if not all(self._shards.readable(lane, read.shard) and read.missing is None for read in reads):
             raise error
 
-    def _decode_lost(self, left: Sequence[tuple[PlannedFetch, Request]]) -> int:
+    def _decode_lost(self, left: Sequence[tuple[PlannedFetch, PlannedRead]]) -> int:
         """Fill the reads of shards that cannot be read from what is left of their stripes; returns how many rows that were."""
         if self._shards.whole:
             return 0
         k = self._stored.placement.k
         # Again where a shard is lost meanwhile, until what is decoded from is all there.
         while True:
-            work: list[tuple[PlannedFetch, Request, Decoding]] = []
-            for fetch, request in left:
+            work: list[tuple[PlannedFetch, PlannedRead, Decoding]] = []
+            for fetch, planned in left:
                 lane, stripes = fetch.writes.lane, fetch.writes.stripes
-                if request.decoded or self._shards.readable(lane, request.read.shard):
+                if planned.decoded or self._shards.readable(lane, planned.read.shard):
                     continue
-                rows = fetch.expected.select(request.places)
+                rows = fetch.expected.select(planned.places)
                 wanted = StripePlaces.of_rows(rows.table, rows.ordinal, k)
-                row_bytes = request.read.rows.shape[1]
+                row_bytes = planned.read.rows.shape[1]
                 plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, self._stored.keys(lane))
-                work.append((fetch, request, plan))
+                work.append((fetch, planned, plan))
             reads = [(fetch.writes.lane, read) for fetch, _, plan in work for read in plan.reads]
             self.exchange(reads, [])
             if all(self._shards.readable(lane, read.shard) for lane, read in reads) and not self.lacking(reads):
                 break
-        for _, request, plan in work:
-            request.read.rows[:] = plan.decode()
-            request.read.missing = None
-            request.decoded = True
+        for _, planned, plan in work:
+            planned.read.rows[:] = plan.decode()
+            planned.read.missing = None
+            planned.decoded = True
         if work:
             self._on_action("rows decoded")
-        return sum(len(request.places) for _, request, _ in work)
+        return sum(len(planned.places) for _, planned, _ in work)
 
     def lacking(self, reads: Sequence[tuple[int, Read]]) -> bool:
         """Whether a live shard lacks a row that it must have; it is lost then. Raises RowError where parity does not cover that."""

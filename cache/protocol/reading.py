@@ -105,7 +105,7 @@ class Expected(RowColumns):
 
 
 @dataclass(slots=True)
-class Request:
+class PlannedRead:
     """A Read of rows of one shape from one store shard.
 
     places: int64 [n], of its rows among those that were asked for; shape: as in `RowShapes`; decoded: the stripes gave the rows, not the read.
@@ -117,7 +117,7 @@ class Request:
     decoded: bool = False
 
 
-def plan_reads(stored: StoredRows, expected: Expected) -> list[Request]:
+def plan_reads(stored: StoredRows, expected: Expected) -> list[PlannedRead]:
     """The reads that fetch these rows: one per shape and store shard."""
     shards = stored.placement.shard_count
     shard_of = stored.placement.shards(expected.lane, expected.table, expected.ordinal)
@@ -126,14 +126,14 @@ def plan_reads(stored: StoredRows, expected: Expected) -> list[Request]:
     shape_and_shard = shape_and_shard[order]
     names = fields(expected.table, expected.ordinal)[order]
     starts = np.flatnonzero(np.diff(shape_and_shard, prepend=-1))
-    requests = []
+    planned_reads = []
     for start, end in pairwise([*starts, len(shape_and_shard)]):
         shape, shard = divmod(int(shape_and_shard[start]), shards)
         rows = np.empty((end - start, stored.shapes.row_bytes(shape)), np.uint8)
         # Where there is parity, a value that is no row is as good as none.
         read = Read(shard, stored.key(expected.lane, shard), names[start:end], rows, any_length=stored.placement.r > 0)
-        requests.append(Request(read, order[start:end], shape))
-    return requests
+        planned_reads.append(PlannedRead(read, order[start:end], shape))
+    return planned_reads
 
 
 def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Marker]) -> None:
@@ -155,42 +155,44 @@ def check_answer(stored: StoredRows, lane: int, write: Write) -> None:
         )
 
 
-def accept(stored: StoredRows, expected: Expected, request: Request, into: Rows, places: np.ndarray, check_tags: bool) -> None:
+def accept(
+    stored: StoredRows, expected: Expected, planned: PlannedRead, into: Rows, places: np.ndarray, check_tags: bool
+) -> None:
     """Check the rows that a finished Read brought and copy them to `into` at `places` (int64 [n], for the rows of `expected`).
 
     Raises RowError for a missing row and, with check_tags, for a wrong id or tag.
     """
-    read = request.read
+    read = planned.read
     if read.missing is not None:
-        raise _row_error(stored, expected, request, read.missing, "is missing", None)
-    width, state_width = stored.shapes.shapes[request.shape]
+        raise _row_error(stored, expected, planned, read.missing, "is missing", None)
+    width, state_width = stored.shapes.shapes[planned.shape]
     count = len(read.rows)
     weights, state = np.empty((count, width), np.float32), np.empty((count, state_width), np.float32)
     ids, tags = np.empty(count, np.int64), np.empty(count, np.int32)
     decode_rows(read.rows, width, state_width, weights, state, ids, tags)
     if check_tags:
-        wanted = expected.select(request.places)
+        wanted = expected.select(planned.places)
         others = ids != wanted.id
         wrong = others | ((tags < 1) | (tags > wanted.tag) if expected.tag_at_most else tags != wanted.tag)
         if wrong.any():
             first = int(np.flatnonzero(wrong)[0])
             what = f"is not there, but id {ids[first]}" if others[first] else "is another version"
-            raise _row_error(stored, expected, request, wrong, what, int(tags[first]))
-    targets = places[request.places]
+            raise _row_error(stored, expected, planned, wrong, what, int(tags[first]))
+    targets = places[planned.places]
     put_rows(weights, targets, into.weights)
     put_rows(state, targets, into.state)
     into.tag[targets] = tags
 
 
 def _row_error(
-    stored: StoredRows, expected: Expected, request: Request, wrong: np.ndarray, what: str, found: int | None
+    stored: StoredRows, expected: Expected, planned: PlannedRead, wrong: np.ndarray, what: str, found: int | None
 ) -> RowError:
-    place = int(request.places[np.flatnonzero(wrong)[0]])
+    place = int(planned.places[np.flatnonzero(wrong)[0]])
     layout = stored.layouts[int(expected.table[place])]
     tag = ("at most " if expected.tag_at_most else "") + str(int(expected.tag[place]))
     return RowError(
         f"table {layout.name}, row id {int(expected.id[place])} (lane {expected.lane}, ordinal {int(expected.ordinal[place])}) {what} on store "
-        f"{stored.shards.urls[request.read.shard]}: tag must be {tag}, found {'none' if found is None else found}; the store lost or mixed up "
+        f"{stored.shards.urls[planned.read.shard]}: tag must be {tag}, found {'none' if found is None else found}; the store lost or mixed up "
         "writes: restore its data and --resume, or start again with --overwrite",
         wrong,
     )
@@ -217,11 +219,11 @@ def _read_part(
     stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, last_batch: int | None, check_tags: bool
 ) -> bool:
     """Read rows once, each from its shard or, where that is lost, from its stripe; False if a shard is lost since, and all must be read again."""
-    requests = plan_reads(stored, part)
+    planned_reads = plan_reads(stored, part)
     own = stored.shards.of(part.lane)
-    lost = [request for request in requests if not own.readable(request.read.shard)]
-    decodings = [_plan_lost(stored, part, request) for request in lost]
-    reads = [request.read for request in requests if own.readable(request.read.shard)]
+    lost = [planned for planned in planned_reads if not own.readable(planned.read.shard)]
+    decodings = [_plan_lost(stored, part, planned) for planned in lost]
+    reads = [planned.read for planned in planned_reads if own.readable(planned.read.shard)]
     further = [read for decoding in decodings for read in decoding.reads]
     stored.store.exchange(reads + further, [])
     if last_batch is not None:
@@ -238,29 +240,29 @@ def _read_part(
             if stored.lose(read.shard, str(missing)):
                 return False
             raise missing
-    for request, decoding in zip(lost, decodings, strict=True):
-        request.read.rows[:] = decoding.decode()
-    for request in requests:
+    for planned, decoding in zip(lost, decodings, strict=True):
+        planned.read.rows[:] = decoding.decode()
+    for planned in planned_reads:
         try:
-            accept(stored, part, request, rows, places, check_tags)
+            accept(stored, part, planned, rows, places, check_tags)
         except RowError as error:
-            if not own.readable(request.read.shard):
+            if not own.readable(planned.read.shard):
                 raise
-            if stored.lose(request.read.shard, str(error)):
+            if stored.lose(planned.read.shard, str(error)):
                 return False
-            _read_alone(stored, part, request, error)
-            accept(stored, part, request, rows, places, check_tags)
+            _read_alone(stored, part, planned, error)
+            accept(stored, part, planned, rows, places, check_tags)
     return True
 
 
-def _read_alone(stored: StoredRows, expected: Expected, request: Request, error: RowError) -> None:
+def _read_alone(stored: StoredRows, expected: Expected, planned: PlannedRead, error: RowError) -> None:
     """Decode the wrong rows of a read of a shard that is one too many to be lost, and repair them, if this is the lane's owner. Raises RowError."""
     if not stored.placement.r:
         raise error
     assert stored.stripes is not None
-    lane, read = expected.lane, request.read
+    lane, read = expected.lane, planned.read
     unreadable = stored.shards.of(lane).unreadable | stored.placement.mask([read.shard])
-    wrong_rows = decode_wrong(stored, stored.stripes(lane), expected, request, error, unreadable)
+    wrong_rows = decode_wrong(stored, stored.stripes(lane), expected, planned, error, unreadable)
     stored.store.exchange(wrong_rows.reads, [])
     if any(one.missing is not None for one in wrong_rows.reads):
         raise error
@@ -292,26 +294,26 @@ class WrongRows:
 
 
 def decode_wrong(
-    stored: StoredRows, stripes: LaneStripes, expected: Expected, request: Request, error: RowError, lost: np.ndarray
+    stored: StoredRows, stripes: LaneStripes, expected: Expected, planned: PlannedRead, error: RowError, lost: np.ndarray
 ) -> WrongRows:
     """How the wrong rows of a read are decoded alone. lost: bool [shards], the read's among them. Raises the error where they cannot be."""
     assert error.wrong is not None
     places, k = np.flatnonzero(error.wrong), stored.placement.k
-    ordinal = expected.ordinal[request.places[places]]
-    wanted = StripePlaces.of_rows(expected.table[request.places[places]], ordinal, k)
-    row_bytes = request.read.rows.shape[1]
+    ordinal = expected.ordinal[planned.places[places]]
+    wanted = StripePlaces.of_rows(expected.table[planned.places[places]], ordinal, k)
+    row_bytes = planned.read.rows.shape[1]
     decoding = plan_alone(stripes, stored.placement, lost, wanted, row_bytes, stored.keys(expected.lane))
     if decoding is None:
         raise error
     return WrongRows(places, decoding)
 
 
-def _plan_lost(stored: StoredRows, expected: Expected, request: Request) -> Decoding:
+def _plan_lost(stored: StoredRows, expected: Expected, planned: PlannedRead) -> Decoding:
     """How the rows of a read of a lost shard are decoded. Raises RowsLost."""
     assert stored.stripes is not None
-    ordinal, k = expected.ordinal[request.places], stored.placement.k
-    wanted = StripePlaces.of_rows(expected.table[request.places], ordinal, k)
-    survivors, row_bytes = stored.shards.survivors(expected.lane), request.read.rows.shape[1]
+    ordinal, k = expected.ordinal[planned.places], stored.placement.k
+    wanted = StripePlaces.of_rows(expected.table[planned.places], ordinal, k)
+    survivors, row_bytes = stored.shards.survivors(expected.lane), planned.read.rows.shape[1]
     return plan_decoding(stored.stripes(expected.lane), survivors, wanted, row_bytes, stored.keys(expected.lane))
 
 

@@ -136,8 +136,8 @@ class PlainRounds(Rounds):
         if not sent and not fetches:
             return False
         for fetch in fetches:
-            fetch.requests = plan_reads(self._stored, fetch.expected)
-        reads = [(fetch.writes.lane, request.read) for fetch in fetches for request in fetch.requests]
+            fetch.reads = plan_reads(self._stored, fetch.expected)
+        reads = [(fetch.writes.lane, planned.read) for fetch in fetches for planned in fetch.reads]
         out = [write for writes in sent for write in self._data_writes(writes)]
         if out:
             self._on_action("data leaves")
@@ -149,8 +149,8 @@ class PlainRounds(Rounds):
         stats = RoundStats(fetched=fetches, bytes_read=sum(read.rows.nbytes for _, read in reads))
         self._released(sent, stats)
         for fetch in fetches:
-            for request in fetch.requests:
-                accept(self._stored, fetch.expected, request, fetch.event.rows, fetch.places, self._check_tags)
+            for planned in fetch.reads:
+                accept(self._stored, fetch.expected, planned, fetch.event.rows, fetch.places, self._check_tags)
         self._on_stats(stats)
         if fetches:
             self._on_action("rows staged")

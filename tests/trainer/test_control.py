@@ -16,8 +16,8 @@ from foreload.trainer.cluster.control import (
     Answer,
     AskStatus,
     AskStop,
+    ControlRequest,
     ControlSocket,
-    Request,
     RunStatus,
     ShardStatus,
     Stopping,
@@ -43,9 +43,9 @@ def said(run: Path, line: bytes) -> dict[str, Any]:
 def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
     run = tmp_path.joinpath(*["a folder"] * depth)
     run.mkdir(parents=True)
-    asked: list[Request] = []
+    asked: list[ControlRequest] = []
 
-    def respond(request: Request) -> Answer:
+    def respond(request: ControlRequest) -> Answer:
         asked.append(request)
         return STATUS if isinstance(request, AskStatus) else Stopping()
 

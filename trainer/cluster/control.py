@@ -157,15 +157,15 @@ class AskRowCounts(Asks[RowCountsAnswer]):
     answer = RowCountsAnswer
 
 
-Request = AskStatus | AskStop | AskReplace | AskScrub | AskScrubbed | AskRowCounts
+ControlRequest = AskStatus | AskStop | AskReplace | AskScrub | AskScrubbed | AskRowCounts
 Answer = RunStatus | Stopping | Replacing | ScrubBegun | ScrubProgress | RowCountsAnswer | Refused
 
-_REQUESTS: dict[str, type[Request]] = {
+_REQUESTS: dict[str, type[ControlRequest]] = {
     kind.do: kind for kind in (AskStatus, AskStop, AskReplace, AskScrub, AskScrubbed, AskRowCounts)
 }
 
 
-def _request_of(line: bytes) -> Request:
+def _request_of(line: bytes) -> ControlRequest:
     """Raises MessageError for what is no request."""
     try:
         fields = json.loads(line)
@@ -183,7 +183,7 @@ def _request_of(line: bytes) -> Request:
 class ControlSocket:
     """The side of the run that trains. respond: answers a request, in the thread of the connection that it came by."""
 
-    def __init__(self, run: Path, respond: Callable[[Request], Answer]) -> None:
+    def __init__(self, run: Path, respond: Callable[[ControlRequest], Answer]) -> None:
         path = run / CONTROL
         path.unlink(missing_ok=True)
         self._path = path

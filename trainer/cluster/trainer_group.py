@@ -27,8 +27,8 @@ from foreload.trainer.cluster.control import (
     AskScrubbed,
     AskStatus,
     AskStop,
+    ControlRequest,
     ControlSocket,
-    Request,
     RunStatus,
     Stopping,
 )
@@ -315,7 +315,7 @@ class TrainerGroup:
         board.publish(Commanded(command), self._commands)
         self._commands += 1
 
-    def _respond(self, report: RunReport, request: Request) -> Answer:
+    def _respond(self, report: RunReport, request: ControlRequest) -> Answer:
         """The answer to a request on the control socket, in one of its threads."""
         match request:
             case AskStatus():

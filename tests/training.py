@@ -95,7 +95,7 @@ def train(
     if together.failures:
         raise together.failures[0]
     outcome = together.outcome
-    outcome.start = Start(together.step, tuple(together.batches))
+    outcome.start = Start(together.step, tuple(together.last_batches))
     leader = together.terms[-1].hosts[0]
     outcome.dense = [together.denses[leader]]
     outcome.digest = digest(job, schedule, together.denses[leader], urls, outcome.start, together.placement)
@@ -117,7 +117,7 @@ class _Together:
     ) -> None:
         self.job, self.schedule, self.urls, self.terms = job, schedule, urls, terms
         start = resume.start if resume is not None else Start.anew(schedule)
-        self.step, self.batches = start.step, list(start.last_batches)
+        self.step, self.last_batches = start.step, list(start.last_batches)
         self.outcome = Trained("", [], [], None, start)
         self.failures: list[BaseException] = []
         self.logs = Path(tempfile.mkdtemp())
@@ -140,7 +140,7 @@ class _Together:
                     for place, term in enumerate(self.terms):
                         # All have come here, so every lane that moves rests, and nobody has begun to train.
                         self._between.wait()
-                        start = Start(self.step, tuple(self.batches))
+                        start = Start(self.step, tuple(self.last_batches))
                         if place and number in term.members and number not in self.terms[place - 1].members:
                             _copy_dense(self.denses[self.terms[place - 1].hosts[0]], self.denses[number])
                         self._between.wait()
@@ -172,7 +172,7 @@ class _Together:
                 assert trainer.run(events, lambda step: step == term.last_step, *self._told(trainer)) == term.last_step
                 for lane in trainer.lanes.numbers:
                     if self.terms[place + 1].hosts[lane] != number:
-                        self.batches[lane] = trainer.lanes.close_lane(lane, term.last_step)
+                        self.last_batches[lane] = trainer.lanes.close_lane(lane, term.last_step)
                 self.step = term.last_step
         except BaseException:
             trainer.lanes.traffic.abort()
@@ -200,7 +200,7 @@ class _Together:
         trainer.session.barrier()
         assert lanes.traffic.repair_shards(timedelta(seconds=30)) == []
         for lane, batch in lanes.last_batches().items():
-            self.batches[lane] = batch
+            self.last_batches[lane] = batch
         self.step = last
         if trainer.session.leads:
             self.outcome.stopped_at, self.outcome.failure = stopped, failure

@@ -260,13 +260,13 @@ def _fields(table: int, stripe: np.ndarray, k: int, width: int) -> np.ndarray:
 
 
 def scrub_table(
-    stored: StoredRows, lane: int, rows: TableRows, batches: int | None = None, repair: bool = True
+    stored: StoredRows, lane: int, rows: TableRows, last_batch: int | None = None, repair: bool = True
 ) -> Iterator[Findings]:
     """Check all stripes of one table of a lane that nobody writes, in chunks, and repair them, if `repair`.
 
     Rows on shards that are lost are left out. A row that is missing, or has a wrong id or tag, and a parity row that is missing, are decoded
-    from their stripe, and so are those of the others that the parity rows single out, where r >= 2. batches: the number of the lane's last
-    write-back batch, checked against every shard that is asked. Raises StoreError.
+    from their stripe, and so are those of the others that the parity rows single out, where r >= 2. last_batch: the number of the lane's
+    last write-back batch, checked against every shard that is asked. Raises StoreError.
     """
     stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
     unreadable = stored.shards.of(lane).unreadable
@@ -275,9 +275,9 @@ def scrub_table(
         count = min(CHUNK_STRIPES, end - first)
         chunk = StripeChunk.plan(stored, stripes, first, rows.part(first * stripes.k, count * stripes.k), unreadable)
         stored.store.exchange(chunk.reads, [])
-        if batches is not None:
+        if last_batch is not None:
             for read in chunk.reads:
-                check_marker(stored, lane, read, [Marker(batches, batches)])
+                check_marker(stored, lane, read, [Marker(last_batch, last_batch)])
         findings, writes = chunk.judge()
         if repair and writes:
             stored.store.exchange([], writes)

@@ -143,7 +143,7 @@ class Truth:
     stripes: dict[int, LaneStripes]
 
     @classmethod
-    def of(cls, folder: Path, placement: Placement, batches: dict[int, int]) -> Truth:
+    def of(cls, folder: Path, placement: Placement, last_batches: dict[int, int]) -> Truth:
         """From the journal of what was ever logged."""
         rows: dict[Field, bytes] = {}
         last: dict[int, int] = {}
@@ -162,7 +162,7 @@ class Truth:
                 ordinal = (batch.fields & np.uint64((1 << 48) - 1)).astype(np.int64)
                 stripes[lane].written.reserve(table, ordinal)
                 stripes[lane].written.note(table, ordinal)
-        assert last == batches
+        assert last == last_batches
         return cls(placement, rows, stripes)
 
     def of_shard(self, lane: int, shard: int) -> dict[bytes, bytes]:
@@ -239,22 +239,22 @@ def check(stores: LocalStores, folder: Path, k: int, r: int, lost: set[int]) -> 
     connect_timeout = timedelta(milliseconds=200) if None in stores.pids else TIMEOUT
     with Store(stores.urls, TIMEOUT, connect_timeout, optional=True) as store:
         stored = StoredRows(store, Placement.spread(store.shards, k, r), LAYOUTS, "t")
-        batches = {lane: recover(stored, lane, FileLog(folder), OWNER) for lane in LANES}
+        last_batches = {lane: recover(stored, lane, FileLog(folder), OWNER) for lane in LANES}
         assert set(stored.shards.lost) == lost
-        truth = Truth.of(folder, stored.placement, batches)
+        truth = Truth.of(folder, stored.placement, last_batches)
         stored.stripes = truth.stripes.__getitem__
         for lane in LANES:
             for shard in set(range(store.shards)) - lost:
                 pairs = store.command(shard, "HGETALL", stored.key(lane, shard))
                 assert isinstance(pairs, list)
                 held = dict(zip(pairs[::2], pairs[1::2], strict=True))
-                assert Marker.parse(held.pop(b"m")) == Marker(batches[lane], batches[lane])
+                assert Marker.parse(held.pop(b"m")) == Marker(last_batches[lane], last_batches[lane])
                 assert held == truth.of_shard(lane, shard)
-            scrub(stored, lane, truth, batches[lane])
-            compare_rows(stored, lane, truth, batches[lane])
+            scrub(stored, lane, truth, last_batches[lane])
+            compare_rows(stored, lane, truth, last_batches[lane])
 
 
-def scrub(stored: StoredRows, lane: int, truth: Truth, batches: int) -> None:
+def scrub(stored: StoredRows, lane: int, truth: Truth, last_batch: int) -> None:
     """No stripe is inconsistent, and every row is there, with its id and tag."""
     checked = 0
     for table in range(len(LAYOUTS)):
@@ -268,14 +268,14 @@ def scrub(stored: StoredRows, lane: int, truth: Truth, batches: int) -> None:
         for ordinal, row in rows.items():
             known.presence[ordinal], known.exact[ordinal] = MUST, True
             known.id[ordinal], known.tag[ordinal] = np.frombuffer(row[-12:-4], np.int64)[0], np.frombuffer(row[-4:], np.int32)[0]
-        for found in scrub_table(stored, lane, known, batches, repair=False):
+        for found in scrub_table(stored, lane, known, last_batch, repair=False):
             assert not found.repaired
             assert not found.damaged
             checked += found.stripes
     assert checked
 
 
-def compare_rows(stored: StoredRows, lane: int, truth: Truth, batches: int) -> None:
+def compare_rows(stored: StoredRows, lane: int, truth: Truth, last_batch: int) -> None:
     """Read every row ever written, those of lost shards from their stripes."""
     for table, layout in enumerate(LAYOUTS):
         rows = sorted(
@@ -287,7 +287,7 @@ def compare_rows(stored: StoredRows, lane: int, truth: Truth, batches: int) -> N
         ids = np.ascontiguousarray(stored_bytes[:, -12:-4]).view(np.int64)[:, 0]
         tags = np.ascontiguousarray(stored_bytes[:, -4:]).view(np.int32)[:, 0]
         ordinals = np.array([int.from_bytes(name, "big") & ((1 << 48) - 1) for name, _ in rows])
-        found = read_rows(stored, Expected(np.full(len(rows), table, np.int16), ordinals, ids, tags, lane), batches)
+        found = read_rows(stored, Expected(np.full(len(rows), table, np.int16), ordinals, ids, tags, lane), last_batch)
         weights = np.ascontiguousarray(stored_bytes[:, : 4 * layout.width]).view(np.int32)
         state = np.ascontiguousarray(stored_bytes[:, 4 * layout.width : -12]).view(np.int32)
         assert np.array_equal(found.weights[:, : layout.width].view(np.int32), weights)

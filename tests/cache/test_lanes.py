@@ -43,12 +43,12 @@ def written(program: LaneProgram) -> np.ndarray:
     return np.bincount(tables, minlength=len(LAYOUTS))
 
 
-def as_read(stored: StoredRows, store: Store, batches: int, lane: int, program: LaneProgram, truth: Truth) -> None:
+def as_read(stored: StoredRows, store: Store, last_batch: int, lane: int, program: LaneProgram, truth: Truth) -> None:
     """Check what one who does not own the lane finds."""
     reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
     reader.shards.of(lane).epochs = [int(read_epochs(store, shard, "t", LANES)[lane]) for shard in range(store.shards)]
     rows, names = expected(lane, program)
-    found = read_rows(reader, rows, batches)
+    found = read_rows(reader, rows, last_batch)
     assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truth.of(names))
 
 
@@ -59,7 +59,7 @@ def test_lanes_come_and_go_while_another_is_served(servers: LocalStores, store: 
     counts = {lane: np.zeros(len(LAYOUTS), np.int64) for lane in range(LANES)}
     stored.stripes = lambda lane: stored.placement.stripes(lane, counts[lane])
     proceed, truths = threading.Event(), dict[int, Truth]()
-    batches = [0] * LANES
+    last_batches = [0] * LANES
     take_over(stored, UNFENCED, {STAYS: 0})
     with Store(servers.urls, timedelta(seconds=10)) as other, Traffic(stored, SEED, log=FileLog(tmp_path)) as traffic:
         traffic.add_lane(LanePlan(STAYS, in_two_parts(programs[STAYS], proceed)))
@@ -72,25 +72,25 @@ def test_lanes_come_and_go_while_another_is_served(servers: LocalStores, store: 
             traffic.between_rounds(lambda lane=lane: take_over(stored, UNFENCED, {lane: 0}))  # type: ignore[misc]
             traffic.add_lane(LanePlan(lane, plan(program)))
             truth = run_lane(traffic, lane, program)
-            batches[lane] = traffic.release_lane(lane)
+            last_batches[lane] = traffic.release_lane(lane)
             counts[lane] = written(program)
             with pytest.raises(CacheError, match=f"lane {lane}: is not served here"):
                 traffic.take(lane, 0)
-            as_read(stored, other, batches[lane], lane, program, truth)
+            as_read(stored, other, last_batches[lane], lane, program, truth)
 
             # It comes back, as it would at another trainer, with the rows that it left in the store.
             rows, names = expected(lane, program)
             back = [
                 (*row, int(rows.tag[place]), -1) for place, row in enumerate(zip(rows.table, rows.ordinal, rows.id, strict=True))
             ]
-            traffic.between_rounds(lambda lane=lane: take_over(stored, UNFENCED, {lane: batches[lane]}))  # type: ignore[misc]
-            traffic.add_lane(LanePlan(lane, iter([(0, arriving(*back))]), batches[lane], written=counts[lane]))
+            traffic.between_rounds(lambda lane=lane: take_over(stored, UNFENCED, {lane: last_batches[lane]}))  # type: ignore[misc]
+            traffic.add_lane(LanePlan(lane, iter([(0, arriving(*back))]), last_batches[lane], written=counts[lane]))
             staged = traffic.take(lane, 0)
             assert np.array_equal(np.concatenate([staged.weights, staged.state], axis=1), truth.of(names))
-            assert traffic.release_lane(lane) == batches[lane]
+            assert traffic.release_lane(lane) == last_batches[lane]
             assert thread.is_alive()
         proceed.set()
         thread.join()
-        batches[STAYS] = traffic.release_lane(STAYS)
+        last_batches[STAYS] = traffic.release_lane(STAYS)
         counts[STAYS] = written(programs[STAYS])
-        as_read(stored, other, batches[STAYS], STAYS, programs[STAYS], truths[STAYS])
+        as_read(stored, other, last_batches[STAYS], STAYS, programs[STAYS], truths[STAYS])

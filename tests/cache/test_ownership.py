@@ -37,23 +37,23 @@ def rows(tag: int, value: float, before: EndedRows | None = None) -> EndedRows:
     return replace(ended, base_weights=before.weights, base_state=before.state)
 
 
-def owner(store: Store, k: int, r: int, log: Path, batches: int = 0) -> tuple[StoredRows, Traffic]:
+def owner(store: Store, k: int, r: int, log: Path, last_batch: int = 0) -> tuple[StoredRows, Traffic]:
     """One that takes lane 0 over, COUNT rows of which were written if there were any batches."""
     stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
-    written = np.array([0, COUNT if batches else 0, 0, 0])
+    written = np.array([0, COUNT if last_batch else 0, 0, 0])
     stored.stripes = lambda lane: stored.placement.stripes(lane, written)
-    take_over(stored, UNFENCED, {0: batches})
-    plan = LanePlan(0, iter([]), batches, written=written)
+    take_over(stored, UNFENCED, {0: last_batch})
+    plan = LanePlan(0, iter([]), last_batch, written=written)
     return stored, serving(stored, [plan], SEED, log=FileLog(log))
 
 
-def found(stored: StoredRows, store: Store, batches: int, tag: int) -> np.ndarray:
+def found(stored: StoredRows, store: Store, last_batch: int, tag: int) -> np.ndarray:
     """The first weight of every row, as one who reads the run finds it."""
     reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
-    find_rows(reader, [batches])
+    find_rows(reader, [last_batch])
     ordinal = np.arange(COUNT)
     expected = Expected(np.ones(COUNT, np.int16), ordinal, ordinal + 1000, np.full(COUNT, tag, np.int32), 0)
-    return read_rows(reader, expected, batches).weights[:, 0]
+    return read_rows(reader, expected, last_batch).weights[:, 0]
 
 
 @CODES
@@ -108,7 +108,7 @@ def test_a_run_written_before_there_was_a_fence_goes_on(
     stored.stripes = lambda lane: stored.placement.stripes(lane, np.array([0, COUNT, 0, 0]))
     with Store(servers.urls, timedelta(seconds=10)) as reading:
         assert (found(stored, reading, 1, 5) == 1.0).all()
-        taken, traffic = owner(reading, k, r, tmp_path / "second", batches=1)
+        taken, traffic = owner(reading, k, r, tmp_path / "second", last_batch=1)
         with traffic:
             traffic.write_back(0, 2, rows(6, 2.0, first))
         assert taken.shards.of(0).epochs == [1, 1, 1]
@@ -127,9 +127,9 @@ def test_a_shard_that_lost_rows_while_the_run_rested_is_noticed_when_it_goes_on(
     store.command(1, "HDEL", lane_key("t", 0, 1), next(name for name in names if name != MARKER))
     with Store(servers.urls, timedelta(seconds=10)) as other:
         if r:
-            stored, traffic = owner(other, k, r, tmp_path / "second", batches=1)
+            stored, traffic = owner(other, k, r, tmp_path / "second", last_batch=1)
             traffic.abort()
             assert list(stored.shards.lost) == [1]
         else:
             with pytest.raises(StoreError, match=r"shard-1.sock: lost rows of lane 0: has \d+ of \d+"):
-                owner(other, k, r, tmp_path / "second", batches=1)
+                owner(other, k, r, tmp_path / "second", last_batch=1)

@@ -49,7 +49,7 @@ class AtRest:
 
     stored: StoredRows
     known: list[TableRows]
-    batches: int
+    last_batch: int
 
     def __post_init__(self) -> None:
         self.k, self.r = self.stored.placement.k, self.stored.placement.r
@@ -63,7 +63,7 @@ class AtRest:
         """Scrub all tables."""
         total = Findings()
         for rows in self.known:
-            for found in scrub_table(self.stored, LANE, rows, self.batches, repair):
+            for found in scrub_table(self.stored, LANE, rows, self.last_batch, repair):
                 total.add(found)
         return total
 
@@ -253,7 +253,7 @@ def test_a_shard_that_is_lost_is_left_out_and_the_others_are_checked_with_what_i
 
 
 def test_a_stale_shard_is_refused(rest: AtRest) -> None:
-    rest.batches += 1
+    rest.last_batch += 1
     with pytest.raises(StoreError, match="stale shard"):
         rest.scrub()
 

@@ -428,9 +428,9 @@ def test_a_missing_row_is_refused_and_never_zeros(store: Store, check_tags: bool
 def test_a_stale_or_foreign_shard_is_noticed_by_its_marker(store: Store) -> None:
     write_one(store, 5, number=3)
     wanted = arriving((1, 0, 1000, 5, -1))
-    for batches in (2, 4, 0):
-        message = f"stale shard: its last write-back batch of lane 0 is 3, must be {batches}"
-        plans = [LanePlan(0, iter([(0, wanted)]), batches)]
+    for last_batch in (2, 4, 0):
+        message = f"stale shard: its last write-back batch of lane 0 is 3, must be {last_batch}"
+        plans = [LanePlan(0, iter([(0, wanted)]), last_batch)]
         with pytest.raises(StoreError, match=message), serving(stored_rows(store), plans, SEED) as traffic:
             traffic.take(0, 0)
     rows = Expected(*wanted.columns(), 0)

@@ -32,7 +32,7 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals) -> Status:
     else:
         # The end of a schedule ends every residency.
         totals.rows_written_back += written
-    batches = {str(lane): number for one in ended.values() for lane, number in one.batches.items()}
+    batches = {str(lane): number for one in ended.values() for lane, number in one.last_batches.items()}
     lost = sorted({shard for one in ended.values() for shard in one.lost})
     return Status("stopped" if first.stopped else "ended", first.step, batches, asdict(totals), lost)
 

@@ -40,15 +40,15 @@ class TrainerEnd:
     """How a trainer ended, at (trainer) on the board.
 
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
-    batches: of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store shards that are
-    not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
+    last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
+    shards that are not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
     """
 
     step: int
     stopped: bool
     failure: str | None
     flushed: int
-    batches: dict[int, int]
+    last_batches: dict[int, int]
     traffic: dict[str, int | float]
     lost: tuple[int, ...]
     segments: int

@@ -198,7 +198,7 @@ class TrainerProcess:
                 flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
                 lost = self._repair_shards(lanes.traffic)
                 self._run_requests.finish()
-                batches = lanes.last_batches()
+                last_batches = lanes.last_batches()
                 counters = {
                     _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
                     for name, value in asdict(lanes.traffic.counters()).items()
@@ -208,8 +208,8 @@ class TrainerProcess:
             if session.leads:
                 save_dense(self._run / DENSE, dense.module, dense.optimizer, self._last_step)
             end = TrainerEnd(
-                step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, batches=batches, traffic=counters, lost=tuple(lost),
-                segments=gate.begun, prefix=schedule.prefix(gate.begun), totals=self._totals,
+                step=self._last_step, stopped=stopped, failure=failure, flushed=flushed, last_batches=last_batches,
+                traffic=counters, lost=tuple(lost), segments=gate.begun, prefix=schedule.prefix(gate.begun), totals=self._totals,
             )  # fmt: skip
             self._board.publish(end, self._trainer)
             self._events.send(Ended())

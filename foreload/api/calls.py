@@ -53,30 +53,26 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
 
 
 def _prepare(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
-    from foreload.pipelines.base.settings import read_job_file
     from foreload.pipelines.planning.options import PrepareOptions
     from foreload.pipelines.prepare import prepare
 
     given: dict[str, Any] = values["settings"]
-    if (file := given.pop("job", None)) is not None:
-        given = read_job_file(file, "prepare", PrepareOptions) | given
+    job_file = given.pop("job", None)
+    options = PrepareOptions.of(given, job_file)
     with contextlib.redirect_stdout(sys.stderr):
-        yield prepare(PrepareOptions.of(given), values["beam_flags"]), b""
+        yield prepare(options, values["beam_flags"]), b""
 
 
 def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
-    from foreload.pipelines.base.settings import read_job_file
     from foreload.trainer.cluster.preforked import Preforked
     from foreload.trainer.cluster.processes import ChildProcess
     from foreload.trainer.commands.train import train
     from foreload.trainer.run.job import TrainJob, under_scheduler
-    from foreload.trainer.run.resume import resumed_values
+    from foreload.trainer.run.resume import call_values
 
-    if (file := values.pop("job", None)) is not None:
-        in_file = read_job_file(file, "train", TrainJob, ["json"])
-        in_file.pop("json", None)
-        values = in_file | values
-    job = TrainJob.of(resumed_values(values) if values.get("resume") else values)
+    job_file = values.pop("job", None)
+    # The second is where the file wants the summary, which is written for the command line only.
+    job = TrainJob.of(call_values(values, job_file)[0])
     if under_scheduler():
         ending = train(job, start_process=ChildProcess)
     else:

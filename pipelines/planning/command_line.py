@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from foreload.pipelines.base.settings import add_arguments, given, read_job_file
+from foreload.pipelines.base.settings import add_arguments, given
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.sources.files import quiet_import
@@ -52,8 +52,7 @@ def read(arguments: Sequence[str]) -> tuple[PrepareOptions, list[str]]:
     """Options and Beam's flags from a command line and the job file that it may name. Raises SettingError and ScheduleError."""
     own, beam = split_flags(arguments)
     namespace = parser().parse_args(own)
-    in_file = {} if namespace.job is None else read_job_file(namespace.job, "prepare", PrepareOptions)
-    return PrepareOptions.of(in_file | given(namespace, PrepareOptions)), beam
+    return PrepareOptions.of(given(namespace, PrepareOptions), namespace.job), beam
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -16,6 +16,7 @@ from foreload.pipelines.base.settings import (
     number,
     parse_fields,
     path,
+    read_job_file,
     setting,
     size_bytes,
     spelled,
@@ -151,14 +152,15 @@ class PrepareOptions:
         parse_fields(self)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> PrepareOptions:
+    def of(cls, values: Mapping[str, Any], job_file: str | Path | None = None) -> PrepareOptions:
         """Options by the command line's names (dashes or underscores), as text or as Python values: the way in for programs.
 
         PrepareOptions.of({"sources": "clicks.csv", "format": "csv", "features": "clicks.toml", "out": "clicks", "batch_size": 256,
-        "slots": "2GiB"}). What a parent schedule (`after`) says is taken where nothing else is said. Raises SettingError; ScheduleError for
-        a parent that is no schedule.
+        "slots": "2GiB"}). What is not said there is taken from the table [prepare] of the job file, if there is one, else from a parent
+        schedule (`after`). Raises SettingError; ScheduleError for a parent that is no schedule.
         """
-        stated = {name: value for name, value in named(cls, values, "prepare:").items() if value is not None}
+        in_file = {} if job_file is None else read_job_file(job_file, "prepare", cls)
+        stated = in_file | {name: value for name, value in named(cls, values, "prepare:").items() if value is not None}
         given = set(stated)
         if "after" in stated:
             after = path("--after", stated["after"])

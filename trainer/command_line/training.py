@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from foreload.pipelines.base.settings import add_arguments, given, path, read_job_file
+from foreload.pipelines.base.settings import add_arguments, given, path
 from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
@@ -55,21 +55,17 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def job_of(parsed: argparse.Namespace) -> TrainJob:
-    """The job of a call: flags, else the job file, else (with --resume) what the run was started with. Raises SettingError and RunError."""
+    """The job of a call; where its job file wants the summary is noted in `parsed`. Raises SettingError and RunError."""
     return TrainJob.of(_values(parsed))
 
 
 def _values(parsed: argparse.Namespace) -> dict[str, Any]:
-    in_file = read_job_file(parsed.job, "train", TrainJob, ["json"]) if parsed.job else {}
-    if parsed.json is None and "json" in in_file:
-        parsed.json = path("--json", in_file["json"])
-        check_json(parsed.json)
-    in_file.pop("json", None)
-    values = in_file | given(parsed, TrainJob)
-    if values.get("resume"):
-        from foreload.trainer.run.resume import resumed_values
+    from foreload.trainer.run.resume import call_values
 
-        values = resumed_values(values)
+    values, summary = call_values(given(parsed, TrainJob), parsed.job)
+    if parsed.json is None and summary is not None:
+        parsed.json = path("--json", summary)
+        check_json(parsed.json)
     return values
 
 

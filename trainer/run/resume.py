@@ -1,12 +1,13 @@
-"""Whether a run can be trained by a schedule: a new one that is no continuation, one that goes on, and what it may go on with."""
+"""What a call of `foreload train` goes by, and whether a run can be trained so: a new one that is no continuation, or one that goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from foreload.pipelines.base.settings import settings_of
+from foreload.pipelines.base.settings import read_job_file, settings_of
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
@@ -55,8 +56,19 @@ def check_trainable(schedule: Schedule, job: TrainJob) -> None:
     )
 
 
-def resumed_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a call with --resume, those of the run where nothing else is said. Raises SettingError and RunError."""
+def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:
+    """The settings of a call of `foreload train`, by their names, for TrainJob.of: what its caller gives, else what the table [train] of the job
+    file says, if there is one, else, with `resume`, what the run was started with.
+
+    Also where the job file wants the summary, which is no setting of the training; None where it says nothing. Raises SettingError and RunError.
+    """
+    in_file = {} if job_file is None else read_job_file(job_file, "train", TrainJob, ["json"])
+    summary = in_file.pop("json", None)
+    values = in_file | dict(given)
+    return (_resumed_values(values) if values.get("resume") else values), summary
+
+
+def _resumed_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if not values.get("run"):
         raise SettingError("--run: is missing; give the run that --resume goes on with")
     manifest = Run.open(values["run"]).manifest

@@ -91,22 +91,10 @@ def clicks(count: int, seed: int) -> Rows:
 
 
 def run(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    """Prepare; returns the summary, as --json has it."""
     out = tmp_path / "out"
-    options = (
-        "--format",
-        "csv",
-        "--batch-size",
-        64,
-        "--lanes",
-        2,
-        "--slots",
-        300,
-        "--out",
-        out,
-        "--json",
-        tmp_path / "told.json",
-    )
-    prepare.run([str(word) for word in (*options, *arguments)])
+    options = (f"--out={out}", f"--json={tmp_path / 'told.json'}", "--format=csv", "--batch-size=64", "--lanes=2", "--slots=300")
+    prepare.run([*options, *map(str, arguments)])
     told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
     return told
 
@@ -179,6 +167,7 @@ def test_rejects_are_summed_up_with_the_line_that_would_help(tmp_path: Path, cap
     line = 'missing = ["\\\\N", "none yet", "N/A"] under [text] of the feature file'
     assert str(caught.value).endswith(f"; of those read: {most}; if that means missing values, write {line}")
     told = run(tmp_path, log, "--features", features, "--max-rejects", "100")
+    # 40 prices, 12 + 1 ads, a label, a time, and two lines at the end: one of two columns, one that is not UTF-8.
     assert told["rejected"] == sum(cause["records"] for cause in told["malformed"]) == 57
     assert told["malformed"][0] == {
         "column": "price",
@@ -188,7 +177,7 @@ def test_rejects_are_summed_up_with_the_line_that_would_help(tmp_path: Path, cap
     }
     out = capsys.readouterr().out
     assert f"malformed     {most}\n              if that means missing values, write {line}\n" in out
-    # With that line, what remains is wrong.
+    # With these two texts for missing values, the other five records are malformed still.
     missing = line.partition(" under")[0].replace(', "N/A"', "")
     features.write_text(FEATURES.format(transform="log") + f"[text]\n{missing}\n")
     told = run(tmp_path, log, "--features", features, "--max-rejects", "100", "--overwrite")

@@ -21,6 +21,7 @@ from foreload.pipelines.samples.features import (
 from foreload.pipelines.samples.records import Records
 from foreload.pipelines.samples.vocabulary import Vocabulary
 
+# Up to three words of the hash, of 8 bytes each; with characters of two bytes, and the zero byte that words are padded with.
 texts = st.text("ab0é\0", max_size=18) | st.none()
 
 

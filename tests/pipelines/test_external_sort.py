@@ -76,6 +76,7 @@ def test_decimals_sort_by_value_among_integers_and_floats(values: list[Fraction]
             if (value * 10**scale).denominator == 1:
                 with localcontext(prec=100):
                     decimal = Decimal(int(value * 10**scale)).scaleb(-scale)
+                # A slice: its values do not begin where its buffers do.
                 columns.append(pa.array([None, decimal, decimal], pa.decimal256(76, scale)).slice(1))
         found = {order_keys.order_keys(column)[0].as_py() for column in columns}
         assert len(found) == 1, value

@@ -115,6 +115,7 @@ def test_the_built_in_specs_have_the_kaggle_tables() -> None:
 
 GOOD = 'label = "y"\n[[feature]]\nname = "a"\nrows = 5\n'
 
+# A pattern of the message: the feature file that gives it.
 BAD = {
     "label must be a text": GOOD.replace('label = "y"', ""),
     "label must be a text; .* instead of 3": GOOD.replace('"y"', "3"),

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +16,21 @@ from numba.core import event
 from foreload.pipelines.base.interrupts import SIGNALS, Interrupts
 
 
+@pytest.fixture(autouse=True)
+def with_a_terminal() -> Iterator[None]:
+    """As in a terminal, also where these tests themselves run under nohup: the end of a terminal is not ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def send(number: int = signal.SIGINT) -> None:
     """A signal to this process."""
     os.kill(os.getpid(), number)
 
 
 def wait() -> None:
-    """Long enough for every signal to arrive."""
+    """Wait for the KeyboardInterrupt that a signal raises here; returns, and the test fails, if none has come within a minute."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         time.sleep(0.001)
@@ -102,7 +110,7 @@ def test_a_signal_while_numba_compiles() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, Interrupts() as interrupts:
         compile_and_wait()
     assert interrupts.received == [signal.SIGINT] * 2
-    assert twice.signatures
+    assert twice.signatures, "it was compiled to the end"
     assert not [at for at in traceback.extract_tb(caught.tb) if "/numba/" in at.filename]
 
 
@@ -111,13 +119,14 @@ def test_a_signal_at_the_very_end_is_not_lost() -> None:
         finalize(signal.SIGINT)
 
 
-def test_a_gentle_one_is_only_noted_and_a_terminal_ends_but_once() -> None:
+def test_a_deferred_signal_is_only_noted_and_a_terminal_that_hangs_up_twice_is_noted_once() -> None:
     with Interrupts() as interrupts:
         interrupts.defer_signals = True
         send(signal.SIGHUP)
         send(signal.SIGHUP)
         send(signal.SIGTERM)
         finalize(signal.SIGINT)
+        # The finalizer's own may be handled a little later.
         deadline = time.monotonic() + 60
         while len(interrupts.received) < 3 and time.monotonic() < deadline:
             time.sleep(0.001)

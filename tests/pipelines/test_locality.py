@@ -86,4 +86,5 @@ def test_samples_of_the_same_group_end_up_in_the_same_lane(lanes: int) -> None:
     rng = np.random.default_rng(1)
     groups = rng.integers(0, 60, (30, 64))
     steps = [[[(0, int(g)), (1, 10 * int(g) + int(rng.integers(10)))] for g in step] for step in groups]
+    # Far less: by order, a group's rows are with the right lane once in `lanes` times only.
     assert exchanged("locality", steps, lanes) < 0.7 * exchanged("order", steps, lanes)

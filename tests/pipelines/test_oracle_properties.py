@@ -24,7 +24,7 @@ from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import state_after
 
-EVERYTHING = 1 << 40
+EVERYTHING = 1 << 40  # accesses: more than any schedule has
 SLOTS: tuple[int | str, ...] = ("min", "all", 3, 6, 14)
 
 
@@ -79,6 +79,7 @@ def random_samples(random: np.random.Generator, features: FeatureSpec, count: in
 
 @st.composite
 def cases(draw: st.DrawFn, parts: int = 1) -> Case:
+    """parts: schedules, each of samples of its own, that continue each other."""
     tables = tuple(
         Table(f"t{k}", draw(st.sampled_from((1, 5, 40)), label=f"rows of t{k}")) for k in range(draw(st.integers(1, 3)))
     )
@@ -147,7 +148,7 @@ def program_of(case: Case, source: MemorySource, parent: dict[Row, Trained] | No
 
 
 def check(schedule: Schedule, program: list[Step], parent: dict[Row, Trained] | None = None) -> Outcome:
-    """Run through a schedule from disk."""
+    """Run through a schedule from disk, asserting every invariant and the manifest's counts."""
     header, manifest = schedule.header, schedule.manifest
     outcome = check_program(
         list(schedule.events()),
@@ -211,13 +212,13 @@ def test_a_compiled_schedule_keeps_every_invariant(case: Case) -> None:
         program = program_of(case, case.sources[0])
         outcome = check(schedule, program)
         check_samples(case, case.sources[0], schedule, program)
-        found = {
+        row_table = {
             (int(table), int(row)): (int(lane), int(ordinal), int(tag))
             for batch in schedule.rows(7)
             for table, row, lane, ordinal, tag in zip(*(batch[k] for k in ("table", "id", "lane", "ordinal", "tag")), strict=True)
         }
-        assert list(found) == sorted(found), "the row table is by (table, id)"
-        assert found == {row: (t.lane, t.ordinal, t.tag) for row, t in outcome.rows.items()}
+        assert list(row_table) == sorted(row_table), "the row table is by (table, id)"
+        assert row_table == {row: (t.lane, t.ordinal, t.tag) for row, t in outcome.rows.items()}
         per_lane = [own_rows(program, lane, outcome.rows) for lane in range(case.lanes)]
         largest = [max(len(rows) for rows in steps) for steps in per_lane]
         assert schedule.manifest["minimum_slots"] == largest
@@ -241,7 +242,7 @@ def test_a_compiled_schedule_keeps_every_invariant(case: Case) -> None:
         ((20, 9), 6, 3, 300),
     ],
 )
-def test_a_schedule_longer_than_the_rings_keeps_every_invariant(
+def test_a_schedule_that_its_window_does_not_hold_at_once_keeps_every_invariant(
     rows: tuple[int, int], slots: int | str, lanes: int, window_accesses: int, tmp_path: Path
 ) -> None:
     features = FeatureSpec(
@@ -250,9 +251,23 @@ def test_a_schedule_longer_than_the_rings_keeps_every_invariant(
         features=(Feature("a", 0, "a", "id"), Feature("b", 1, "b", "id")),
         tables=(Table("t0", rows[0]), Table("t1", rows[1])),
     )
-    samples = random_samples(np.random.default_rng(8), features, 2600, 1.2)
-    source = MemorySource(samples, samples.slice(0, 5), 100, None)
-    case = Case(features, (source,), lanes, lanes, 1, slots, 20_000, window_accesses, 10, 1, "locality")
+    # 5,200 accesses in up to 2,600 steps, of one sample a lane: the window's rings, of 2,048 accesses and 1,024 steps at first, are gone round
+    # several times, or grow.
+    samples = random_samples(np.random.default_rng(8), features, 2600, skew=1.2)
+    source = MemorySource(samples, samples.slice(0, 5), chunk=100, shuffle_seed=None)
+    case = Case(
+        features,
+        (source,),
+        batch_size=lanes,
+        lanes=lanes,
+        epochs=1,
+        slots=slots,
+        segment_bytes=20_000,
+        window_accesses=window_accesses,
+        direct_rows=10,
+        threads=1,
+        placement="locality",
+    )
     schedule = compiled(case, tmp_path)
     assert schedule is not None
     program = program_of(case, source)
@@ -294,14 +309,14 @@ def test_entering_at_any_step_gives_the_state_of_running_through(case: Case) -> 
                     assert list(state.ordinals) == [outcome.ordinals[index].get((lane, k), 0) for k in range(tables)]
 
 
-def occupants(slots: Any, found: Any) -> dict[int, tuple[int, ...]]:
-    """slot -> (table, id, ordinal, tag, stored tag)"""
-    columns = zip(slots, found.table, found.id, found.ordinal, found.tag, found.stored_tag, strict=True)
+def occupants(slots: Any, rows: Any) -> dict[int, tuple[int, ...]]:
+    """slot -> (table, id, ordinal, tag, stored tag); rows: columns, as an entry state or `state_after` has them."""
+    columns = zip(slots, rows.table, rows.id, rows.ordinal, rows.tag, rows.stored_tag, strict=True)
     return {int(slot): tuple(map(int, values)) for slot, *values in columns}
 
 
 def plain(partition: Any) -> dict[int, tuple[int, ...]]:
-    """The same of a checked partition."""
+    """The same of a partition as the twin has it: slot -> oracle_twin.Occupant."""
     return {slot: (*o.row, o.ordinal, o.tag, o.stored) for slot, o in partition.items()}
 
 
@@ -340,10 +355,10 @@ def test_with_all_of_the_future_known_arrivals_are_the_minimum(case: Case) -> No
 
 @given(cases())
 @settings(max_examples=30)
-def test_threads_segments_and_chunks_change_no_decision_that_slots_do_not(case: Case) -> None:
+def test_neither_threads_nor_the_form_of_the_row_table_change_a_byte(case: Case) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         first = compiled(case, Path(one), threads=1)
-        second = compiled(case, Path(two), threads=2, direct_rows=0)
+        second = compiled(case, Path(two), threads=2, direct_rows=0)  # every table hashed
         assert (first is None) == (second is None)
         if first is None or second is None:
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foreload.pipelines.base.settings import integer, key_values, number, settings_of
+from foreload.pipelines.base.settings import integer, key_values, number, settings_of, size_bytes
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.command_line import read
 from foreload.pipelines.planning.options import LaneSize, PrepareOptions
@@ -76,6 +76,11 @@ def test_numbers_are_within_their_bounds() -> None:
     ]:  # fmt: skip
         with pytest.raises(SettingError, match=f"-x: must be .*{rule}"):
             parse("-x", value)
+
+
+def test_sizes_have_units() -> None:
+    sizes = ["1GiB", "1.5 MB", "12", "3kb"]
+    assert [size_bytes("--memory", size) for size in sizes] == [1 << 30, 1_500_000, 12, 3000]
 
 
 def test_options_are_given_as_key_and_value() -> None:

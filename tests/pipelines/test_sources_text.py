@@ -50,6 +50,8 @@ SPEC = FeatureSpec(
     order_by="c",
 )
 HEADER = "y,unused,d,c,m\n"
+QUOTED = replace(SPEC, text=TextFormat(newlines_in_values=True))
+HEADLESS = replace(SPEC, text=TextFormat(columns=tuple(HEADER.strip().split(","))))
 Key = int | float | str | None
 Reject = tuple[int, str, str]  # line, field, value
 Found = tuple[list[tuple[object, ...]], list[Reject], int]  # rows, rejects, and how many were rejected
@@ -80,6 +82,7 @@ def read(path: Path, spec: FeatureSpec = SPEC, split_bytes: int = 1 << 24, block
 
 
 GOOD = [f"{i % 2},x,{i}.5,c{i % 7},{i % 50}|{(i * 7) % 50}\n" for i in range(40)]
+# Place in the file -> line put there, and the field and value that it is rejected for. Lines are put in from the top, each before what stands there.
 FAULTS = {
     3: ("2,x,1,c,1\n", "y", "2"),
     9: ("1,x,abc,c,1\n", "d", "abc"),
@@ -92,11 +95,11 @@ FAULTS = {
     31: ("1,x,nan,c,0x1\n", "d", "nan"),
     33: ("1,x,1,c,0x1\n", "m", "0x1"),
 }
-BLANK = {5, 6, 40}
+BLANK = {5, 6, 40}  # places where blank lines are put in afterwards
 
 
 def faulty() -> tuple[str, list[Reject]]:
-    """Lines with faults and blank lines among good ones, the good rows, and where the faults are (header is line 1)."""
+    """A file of good lines, faulty ones and blank ones, and where the faults are (the header is line 1)."""
     lines = list(GOOD)
     for at in sorted(FAULTS):
         lines.insert(at, FAULTS[at][0])
@@ -128,9 +131,7 @@ def test_any_cut_gives_the_same_rows_and_the_same_faults_on_their_lines(
         path = tmp_path / "log.csv.zst"
         data = pa.compress(data, "zstd").to_pybytes()
     elif form == "quoted":
-        spec = FeatureSpec(
-            SPEC.label, SPEC.dense, SPEC.features, SPEC.tables, SPEC.order_by, None, TextFormat(newlines_in_values=True)
-        )
+        spec = QUOTED
     path.write_bytes(data)
     sizes = [1, 7, 30, 64, 1000] if form == "plain" else [64, 100, 1000]
     for size in sizes:
@@ -144,11 +145,8 @@ def test_a_byte_order_mark_is_no_part_of_a_name_or_value(tmp_path: Path) -> None
     path = tmp_path / "log.csv"
     path.write_bytes(b"\xef\xbb\xbf" + (HEADER + "".join(GOOD)).encode())
     assert read(path)[0] == expected_rows()
-    spec = FeatureSpec(
-        SPEC.label, SPEC.dense, SPEC.features, SPEC.tables, "c", None, TextFormat(columns=tuple(HEADER.strip().split(",")))
-    )
     path.write_bytes(b"\xef\xbb\xbf" + "".join(GOOD).encode())
-    assert read(path, spec)[0] == expected_rows()
+    assert read(path, HEADLESS)[0] == expected_rows()
 
 
 cell = st.text("ab\"',é \r\n", max_size=4)
@@ -190,7 +188,6 @@ def test_a_value_over_several_lines_is_refused_unless_it_is_announced(tmp_path: 
         read(path)
 
 
-QUOTED = replace(SPEC, text=TextFormat(newlines_in_values=True))
 LOG = [HEADER, *GOOD]
 
 
@@ -237,9 +234,10 @@ def test_a_value_spans_only_so_many_lines(tmp_path: Path, block_bytes: int) -> N
             read(path, replace(SPEC, text=TextFormat(newlines_in_values=allowed)), block_bytes=block_bytes)
     for enough in (21, True):
         rows, rejects, _ = read(path, replace(SPEC, text=TextFormat(newlines_in_values=enough)), block_bytes=block_bytes)
-        assert len(rows) == 40 - 21 + 1
+        assert len(rows) == len(GOOD) - 21 + 1, "one value has taken the place of 21 lines"
         assert not rejects
     path.write_bytes("".join([*LOG[:4], '1,x,1,"c,1\n', *LOG[5:] * 50]).encode())
+    # Allowed without a number, it may span 1,000 lines; the remedy offers ten times as many.
     with pytest.raises(SourceError, match=r"log.csv:5: the quote that opens here is not closed within 1,000 lines; .* = 10000"):
         read(path, QUOTED, block_bytes=block_bytes)
 
@@ -296,7 +294,7 @@ def test_zero_bytes_behind_a_compressed_part_are_nothing(tmp_path: Path) -> None
             read(path)
 
 
-def test_lines_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
+def test_a_line_that_is_not_utf8_is_told_in_ascii_and_others_keep_their_characters(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_bytes(HEADER.encode() + b"1,x,1,a\xff,1\n0,x,2,\xc3\xa9,2\n\xfe\xff,1\n")
     rows, rejects, rejected = read(path)
@@ -308,7 +306,7 @@ def test_lines_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
 def test_texts_that_mean_missing_are_missing_everywhere(tmp_path: Path) -> None:
     path = tmp_path / "log.tsv"
     path.write_text("y\td\tc\tm\n1\tNULL\t\\N\t1|NULL|\n0\t 2 \t\tNULL\n")
-    spec = FeatureSpec(SPEC.label, SPEC.dense, SPEC.features, SPEC.tables, "c", None, TextFormat(missing=("NULL", "\\N")))
+    spec = replace(SPEC, text=TextFormat(missing=("NULL", "\\N")))
     rows, rejects, _ = read(path, spec)
     assert not rejects
     assert str(rows) == str([(1.0, [float("nan")], None, [1, None, None], None, None), (0.0, [2.0], None, [], None, None)])
@@ -380,6 +378,7 @@ def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path: Path, monkeypatch
     path.write_text(text)
     (split,) = plan_text(match_files([str(path)]), SPEC)
     pieces = list(read_text(split, SPEC))
+    # 48 lines have five fields and make three pieces of 16; those of other lengths come on top, to the piece before or after them.
     assert len(pieces) == 3
     assert max(len(p) + p.rejected for p in pieces) <= 20
     assert everything(pieces)[:2] == (expected_rows(), located)
@@ -438,8 +437,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     text = (HEADER + "".join(GOOD)).encode()
     parquet = io.BytesIO()
     pq.write_table(pa.table({"y": [1], "d": [1.5], "c": ["a"], "m": [[1]]}), parquet)
-    headless = replace(SPEC, text=TextFormat(columns=tuple(HEADER.strip().split(","))))
-    for spec in (SPEC, headless):
+    for spec in (SPEC, HEADLESS):
         assert "a.csv: is Parquet, not text; check --format and" in message("a.csv", parquet.getvalue(), spec)
         assert "or give --format parquet" in message("a.csv", parquet.getvalue(), spec)
         assert "b.csv: is gzip, not text; " in message("b.csv", gzip.compress(text), spec)

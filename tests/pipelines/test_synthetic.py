@@ -21,6 +21,7 @@ from foreload.pipelines.sources import Source, plan_splits, read_split
 from foreload.pipelines.sources.synthetic import SPLIT_ROWS, Generator
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
+# Of samples 5 .. 7 of seed 7: labels, the first dense columns x 2^16, and ids in the first tables, written down once and for all.
 LABELS = [1.0, 0.0, 0.0]
 DENSE = [[-42897.0, 28800.0, 30432.0], [-43136.0, 33054.0, -4508.0], [-31009.0, 7166.0, -42065.0]]
 IDS = [[1083, 954, 1277], [245, 569, 313], [901698, 6028094, 7750384], [1890158, 2166771, 1580756], [7, 262, 27], [2, 10, 4]]
@@ -49,6 +50,7 @@ def test_these_rows_never_change() -> None:
 def test_ranks_follow_a_zipf_law(rows: Rows) -> None:
     for place in (0, 2, 8, 16):
         size = KAGGLE_ROWS[place]
+        # The sum of rank^-1.1 over the table, beyond a million by its integral.
         total = sum((r + 1) ** -1.1 for r in range(min(size, 10**6))) + (10 * (1e6**-0.1 - size**-0.1) if size > 10**6 else 0)
         counts = np.sort(np.unique(rows[2][place], return_counts=True)[1])[::-1] / 100_000
         for rank in range(min(size, 5)):

@@ -126,8 +126,7 @@ class Workload:
         """The layout of every table's rows: row-wise Adagrad, one state."""
         tables = self.first.header.features.tables
         return [
-            RowLayout(k, table.name, table.rows or 0, (("weights", DIM),), "rowwise_adagrad", LR)
-            for k, table in enumerate(tables)
+            RowLayout(k, table.name, table.rows or 0, (("weights", DIM),), "rowwise_adagrad") for k, table in enumerate(tables)
         ]
 
     @cached_property

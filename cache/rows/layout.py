@@ -30,8 +30,7 @@ class RowLayout:
     """How the rows of one table look: their parts in order (name, columns), and the row optimizer that their state belongs to.
 
     The first part is `weights`, the embedding itself; further parts are the columns that the model declares. table, name: the table's number
-    and name; rows: how many rows the table has, which bounds initial weights; lr: the row optimizer's learning rate. Raises CacheError for
-    what cannot be.
+    and name; rows: how many rows the table has, which bounds initial weights. Raises CacheError for what cannot be.
     """
 
     table: int
@@ -39,7 +38,6 @@ class RowLayout:
     rows: int
     parts: tuple[tuple[str, int], ...]
     optimizer: str = "sgd"
-    lr: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rows < 1:

@@ -12,10 +12,10 @@ from foreload.cache.rows.partition import Partition
 from foreload.pipelines.schedule.format import Arrivals
 
 LAYOUTS = [
-    RowLayout(0, "wide", 50, (("weights", 6), ("linear", 1)), "adagrad", 0.1),
-    RowLayout(1, "narrow", 40, (("weights", 3),), "sgd", 0.1),
-    RowLayout(2, "wide too", 30, (("weights", 6), ("linear", 1)), "adagrad", 0.1),
-    RowLayout(3, "summed", 20, (("weights", 5), ("linear", 1)), "rowwise_adagrad", 0.1),
+    RowLayout(0, "wide", 50, (("weights", 6), ("linear", 1)), "adagrad"),
+    RowLayout(1, "narrow", 40, (("weights", 3),), "sgd"),
+    RowLayout(2, "wide too", 30, (("weights", 6), ("linear", 1)), "adagrad"),
+    RowLayout(3, "summed", 20, (("weights", 5), ("linear", 1)), "rowwise_adagrad"),
 ]
 WIDTH, STATE_WIDTH = 7, 7
 SEED = 11

@@ -15,7 +15,7 @@ PARTS = (("weights", 16), ("linear", 1))
 
 @pytest.mark.parametrize(("optimizer", "state"), [("sgd", 0), ("adagrad", 17), ("rowwise_adagrad", 2)])
 def test_a_row_is_its_weights_its_state_and_twelve_bytes(optimizer: str, state: int) -> None:
-    layout = RowLayout(0, "sites", 100, PARTS, optimizer, 0.1)
+    layout = RowLayout(0, "sites", 100, PARTS, optimizer)
     assert (layout.width, layout.state_width, layout.init_columns) == (17, state, 16)
     assert layout.row_bytes == 4 * (17 + state) + 12
     assert layout.scale == np.float32(0.1)

@@ -21,7 +21,7 @@ from foreload.pipelines.planning.sizing import (
     stored_bytes,
 )
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
-from foreload.trainer.compute.layouts import UpdateRules, layouts
+from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.models import MODELS, load_model
 from foreload.trainer.run.job import TrainJob
 
@@ -52,8 +52,9 @@ def test_slots_by_default_fit_every_built_in_model_trained_by_default() -> None:
         job = TrainJob.of({"schedule": "s", "run": "r", "store": "local:3"})
         assert job.code(job.store.count).r > 0
         for name in MODELS:
-            rules = UpdateRules.of(layouts(features, load_model(name), job.dim, *job.row_optimizers()))
-            assert lane_bytes(slots, rules.width + rules.state_width, with_base=True) <= DEFAULT_MEMORY_BYTES
+            rows = layouts(features, load_model(name), job.dim, job.row_optimizers(features))
+            widest = max(row.width for row in rows) + max(row.state_width for row in rows)
+            assert lane_bytes(slots, widest, with_base=True) <= DEFAULT_MEMORY_BYTES
 
 
 def test_rows_are_bounded_by_tables_and_by_lookups() -> None:

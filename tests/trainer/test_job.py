@@ -10,6 +10,7 @@ import pytest
 
 from foreload.pipelines.base.settings import read_job_file, size_bytes
 from foreload.pipelines.errors import SettingError
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import Servers
@@ -32,10 +33,15 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
     assert job.model_options == {"bottom": [64, 32]}
     assert job.memory is not None
     assert (job.memory.bytes, job.to_dict()["memory"]) == (2 << 30, "2GiB")
-    assert job.row_optimizers() == (
-        RowOptimizer("adagrad", 0.1),
-        {"C1": RowOptimizer("sgd", 0.1), "C2": RowOptimizer("adagrad", 1.0)},
-    )
+    adagrad = RowOptimizer("adagrad", 0.1)
+    criteo = job.row_optimizers(FeatureSpec.criteo())
+    assert criteo == [RowOptimizer("sgd", 0.1), RowOptimizer("adagrad", 1.0), *[adagrad] * 24]
+
+
+def test_settings_of_a_table_that_is_not_there_are_refused() -> None:
+    job = TrainJob.of(LEAST | {"tables": {"C27": {"lr": 0.1}}})
+    with pytest.raises(SettingError, match=r"\[train.tables.C27\]: must be of a table of the schedule; there are C1, C2, "):
+        job.row_optimizers(FeatureSpec.criteo())
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def q(g: np.ndarray) -> np.float32:
     return p[0]
 
 
-def expected_update(row: RowLayout, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
-    lr, epsilon = f32(row.lr), f32(1e-8)
+def expected_update(row: RowLayout, rate: float, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
+    lr, epsilon = f32(rate), f32(1e-8)
     start = 0
     for own, (_, columns) in enumerate(row.parts):
         if row.optimizer == "rowwise_adagrad":
@@ -187,7 +187,7 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> No
     rng = np.random.default_rng(seed)
     names = ["sgd", "adagrad", "rowwise_adagrad"]
     tables = (
-        [RowLayout(k, f"t{k}", 9, (("weights", alike),), "rowwise_adagrad", 0.1 * k) for k in range(4)]
+        [RowLayout(k, f"t{k}", 9, (("weights", alike),), "rowwise_adagrad") for k in range(4)]
         if alike
         else [
             RowLayout(
@@ -196,12 +196,12 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> No
                 9,
                 (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2],
                 names[int(rng.integers(3))],
-                0.1 * k,
             )
             for k in range(4)
         ]
     )
-    rules = UpdateRules.of(tables)
+    rates = [0.1 * k for k in range(4)]
+    rules = UpdateRules.of(tables, rates)
     assert rules.rowwise or not alike
     count = 30
     weights = rng.standard_normal((50, rules.width)).astype(f32)
@@ -211,7 +211,7 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> No
     w, s = weights.copy(), state.copy()
     with np.errstate(all="ignore"):
         for slot, k, g in zip(slots, numbers, gradient, strict=True):
-            expected_update(tables[k], w[slot], s[slot], g)
+            expected_update(tables[k], rates[k], w[slot], s[slot], g)
     for kernels in VARIANTS:
         mine, own = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
         kernels.apply(mine, own, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules)

@@ -39,14 +39,14 @@ SGD = RowOptimizer("sgd", 0.5)
 
 
 def test_rows_have_the_tables_dimension_and_the_models_columns() -> None:
-    rows = layouts(FEATURES, WideDeep, 4, SGD, {"large": RowOptimizer("rowwise_adagrad", 0.1)})
+    rows = layouts(FEATURES, WideDeep, 4, [SGD, RowOptimizer("rowwise_adagrad", 0.1)])
     assert [row.parts for row in rows] == [(("weights", 4), ("linear", 1)), (("weights", 6), ("linear", 1))]
-    assert [(row.width, row.state_width, row.optimizer, row.lr) for row in rows] == [
-        (5, 0, "sgd", 0.5),
-        (7, 2, "rowwise_adagrad", 0.1),
+    assert [(row.width, row.state_width, row.optimizer) for row in rows] == [
+        (5, 0, "sgd"),
+        (7, 2, "rowwise_adagrad"),
     ]
-    assert [row.row_bytes for row in layouts(FEATURES, DLRM, 4, RowOptimizer("adagrad", 0.1))] == [44, 60]
-    rules = UpdateRules.of(rows)
+    assert [row.row_bytes for row in layouts(FEATURES, DLRM, 4, [RowOptimizer("adagrad", 0.1)] * 2)] == [44, 60]
+    rules = UpdateRules.of(rows, [0.5, 0.1])
     assert rules.kinds.tolist() == [0, 2]
     assert rules.parts.tolist() == [4, 1, 6, 1]
     assert rules.part_offsets.tolist() == [0, 2, 4]
@@ -61,7 +61,7 @@ def test_the_model_is_told_names_dimensions_and_tables_in_order() -> None:
 
 
 def test_embeddings_are_views_of_the_block() -> None:
-    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, SGD))
+    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, [SGD, SGD]))
     assert layout.pooling.tolist() == [SINGLE, MEAN, SINGLE]
     assert layout.widths.tolist() == [7, 5, 7]
     assert layout.width == 7
@@ -81,7 +81,7 @@ def test_embeddings_are_views_of_the_block() -> None:
 
 
 def test_gradients_of_views_come_together_in_the_block() -> None:
-    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, SGD))
+    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, [SGD, SGD]))
     block = torch.randn(3, 3, 7, requires_grad=True)
     embeddings = layout.embeddings(block)
     (embeddings["b"].sum() * 2 + embeddings["a.linear"].sum() * 3).backward()
@@ -105,7 +105,5 @@ def test_settings_of_row_optimizers_are_checked(name: str, lr: float, message: s
 
 
 def test_what_does_not_fit_the_features_is_refused() -> None:
-    with pytest.raises(SettingError, match="no table 'medium'; the tables are small, large"):
-        layouts(FEATURES, DLRM, 4, SGD, {"medium": SGD})
     with pytest.raises(SettingError, match="dim: must be at least 1; got 0"):
-        layouts(FEATURES, DLRM, 0, SGD)
+        layouts(FEATURES, DLRM, 0, [SGD, SGD])

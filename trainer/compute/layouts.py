@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,29 +39,19 @@ def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
     )
 
 
-def layouts(
-    features: FeatureSpec,
-    model: type[nn.Module],
-    dim: int,
-    optimizer: RowOptimizer,
-    by_table: Mapping[str, RowOptimizer] | None = None,
-) -> list[RowLayout]:
-    """The layout of every table's rows, in the order of the tables.
+def layouts(features: FeatureSpec, model: type[nn.Module], dim: int, optimizers: Sequence[RowOptimizer]) -> list[RowLayout]:
+    """The layout of every table's rows, in the order of the tables; optimizers: of each of them, whose state the rows have.
 
-    optimizer: for the tables without an entry in by_table (table name -> optimizer). Raises SettingError and ModelError.
+    Raises SettingError and ModelError.
     """
-    by_table = by_table or {}
-    names = [table.name for table in features.tables]
-    unknown = sorted(set(by_table) - set(names))
-    if unknown:
-        raise SettingError(f"row optimizers by table: no table {unknown[0]!r}; the tables are {', '.join(names)}")
     further = further_columns(model)
     row_layouts = []
-    for number, (table, dimension) in enumerate(zip(features.tables, dimensions(features, dim), strict=True)):
+    for number, (table, dimension, optimizer) in enumerate(
+        zip(features.tables, dimensions(features, dim), optimizers, strict=True)
+    ):
         if table.rows is None:
             raise SettingError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
-        own = by_table.get(table.name, optimizer)
-        row_layouts.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), own.name, float(own.lr)))
+        row_layouts.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), optimizer.name))
     return row_layouts
 
 
@@ -132,11 +122,13 @@ class UpdateRules(NamedTuple):
     rowwise: bool
 
     @classmethod
-    def of(cls, rows: Sequence[RowLayout]) -> UpdateRules:
-        """The rules of these tables."""
+    def of(cls, rows: Sequence[RowLayout], rates: Sequence[float]) -> UpdateRules:
+        """The rules of these tables. rates: their learning rates."""
+        if len(rates) != len(rows):
+            raise ValueError(f"rates: must be one a table, {len(rows)}; got {len(rates)}")
         return cls(
             np.array([ROW_OPTIMIZERS.index(row.optimizer) for row in rows], np.int8),
-            np.array([row.lr for row in rows], np.float32),
+            np.array(rates, np.float32),
             np.array([row.width for row in rows], np.int32),
             np.array([columns for row in rows for _, columns in row.parts], np.int32),
             np.cumsum([0, *(len(row.parts) for row in rows)]).astype(np.int32),

@@ -78,8 +78,7 @@ class DenseModel:
         """A new model and its optimizer, as the job says. Raises ModelError and SettingError."""
         features = schedule.header.features
         model = load_model(job.model, job.model_folder)
-        common, single = job.row_optimizers()
-        rows = layouts(features, model, job.dim, common, single)
+        rows = layouts(features, model, job.dim, job.row_optimizers(features))
         module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)
         optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
         return cls(module, optimizer, rows)
@@ -93,7 +92,7 @@ class DenseModel:
             optimizer=self.optimizer,
             layouts=self.layouts,
             block=BlockLayout.of(schedule.header.features, self.layouts),
-            rules=UpdateRules.of(self.layouts),
+            rules=UpdateRules.of(self.layouts, [table.lr for table in job.row_optimizers(schedule.header.features)]),
             kernels=kernels_for(job.device),
             seed=job.seed,
             device=torch.device(job.device),

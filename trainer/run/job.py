@@ -24,6 +24,7 @@ from foreload.pipelines.base.settings import (
 )
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import MOST_LANES
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.run.job_values import Parity, Servers, Size, TableSettings, tables
 
@@ -177,14 +178,15 @@ class TrainJob:
             )
         return self.parity
 
-    def row_optimizers(self) -> tuple[RowOptimizer, dict[str, RowOptimizer]]:
-        """The row optimizer of all tables, and of those that have one of their own."""
-        common = RowOptimizer(self.row_optimizer, self.lr)
-        single = {
-            table: RowOptimizer(own.row_optimizer or common.name, common.lr if own.lr is None else own.lr)
-            for table, own in self.tables.items()
-        }
-        return common, single
+    def row_optimizers(self, features: FeatureSpec) -> list[RowOptimizer]:
+        """Every table's row optimizer, in the order of the tables. Raises SettingError where a table has settings that is not there."""
+        names = [table.name for table in features.tables]
+        if unknown := sorted(set(self.tables) - set(names)):
+            raise SettingError(f"[train.tables.{unknown[0]}]: must be of a table of the schedule; there are {', '.join(names)}")
+        own = [self.tables.get(name, TableSettings()) for name in names]
+        return [
+            RowOptimizer(table.row_optimizer or self.row_optimizer, self.lr if table.lr is None else table.lr) for table in own
+        ]
 
     @property
     def store_silence(self) -> timedelta:

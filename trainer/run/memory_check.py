@@ -5,7 +5,7 @@ from __future__ import annotations
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import lane_bytes, slots_of_size
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.layouts import UpdateRules, layouts
+from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
 
@@ -22,10 +22,8 @@ def readable(size_bytes: float) -> str:
 def check_fit(job: TrainJob, schedule: Schedule) -> str:
     """What the slots of a lane really take, staging included, in words. Raises SettingError if --memory, or prepare's, is less."""
     header, slots = schedule.header, max(schedule.slots)
-    common, single = job.row_optimizers()
-    rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, common, single)
-    rules = UpdateRules.of(rows)
-    columns = rules.width + rules.state_width
+    rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(header.features))
+    columns = max(row.width for row in rows) + max(row.state_width for row in rows)
     protected = job.code(job.store.count).r > 0
     taken = lane_bytes(slots, columns, with_base=protected)
     limit = job.memory.bytes if job.memory is not None else header.settings.get("memory_bytes")

@@ -82,8 +82,8 @@ def saved_run_at(run: Run, store: Store, status: Status) -> SavedRun:
 
 def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
     """How the rows of each table look that a job trains."""
-    common, single = job.row_optimizers()
-    return layouts(schedule.header.features, load_model(job.model, job.model_folder), job.dim, common, single)
+    features = schedule.header.features
+    return layouts(features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(features))
 
 
 def _leave(local: LocalStores, of_the_stop: bool, changed: bool) -> None:

@@ -9,7 +9,10 @@ from urllib.parse import urlsplit
 
 
 class HoldingProxy:
-    """Serves one connection. While held, answers of the server wait; requests pass always."""
+    """Serves one connection. While held, answers of the server wait; requests pass always.
+
+    passed: what has passed, in order: "to server" or "to client", and the bytes received at once.
+    """
 
     def __init__(self, url: str) -> None:
         self._server = socket.socket(socket.AF_UNIX)

@@ -11,19 +11,24 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
 from foreload.pipelines.schedule.format import Arrivals
 
+# Tables of one width and of others, with each kind of optimizer state.
 LAYOUTS = [
     RowLayout(0, "wide", 50, (("weights", 6), ("linear", 1)), "adagrad"),
     RowLayout(1, "narrow", 40, (("weights", 3),), "sgd"),
     RowLayout(2, "wide too", 30, (("weights", 6), ("linear", 1)), "adagrad"),
     RowLayout(3, "summed", 20, (("weights", 5), ("linear", 1)), "rowwise_adagrad"),
 ]
-WIDTH, STATE_WIDTH = 7, 7
+WIDTH, STATE_WIDTH = 7, 7  # of the widest row: 6 + 1 weights, and Adagrad's state of each
 SEED = 11
+SLOTS, EVALUATION_SLOTS = 12, 6  # of a lane's partition, where a test does not say otherwise
 
 
 @dataclass(slots=True)
-class Happening:
-    """One event of one lane: what ends, what arrives, what is used. step is None for an evaluation step."""
+class LaneEvent:
+    """One event of one lane: the slots whose residencies end, what arrives, the slots used and the rows (table, id) in them.
+
+    step is None for an evaluation step.
+    """
 
     step: int | None
     ends: np.ndarray
@@ -34,9 +39,9 @@ class Happening:
 
 @dataclass(slots=True)
 class LaneProgram:
-    """The events of one lane and what is true after them."""
+    """The events of one lane; the slots taken after them; and of every row (table, id) trained its ordinal and its tag then."""
 
-    events: list[Happening] = field(default_factory=list)
+    events: list[LaneEvent] = field(default_factory=list)
     final_ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     ordinals: dict[tuple[int, int], int] = field(default_factory=dict)
     tags: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -50,8 +55,8 @@ def initial(row: tuple[int, int]) -> np.ndarray:
     return out[0]
 
 
-def trained(values: np.ndarray, row_tables: np.ndarray, step: int) -> np.ndarray:
-    """A stand-in for training: changes every bit's neighbourhood of the row's own columns, as a function of the step."""
+def after_step(values: np.ndarray, row_tables: np.ndarray, step: int) -> np.ndarray:
+    """Rows as they are after a step, a stand-in for training: every one of a row's own columns changes, otherwise at every step."""
     out = values.copy()
     for i, table in enumerate(row_tables):
         layout = LAYOUTS[table]
@@ -60,8 +65,13 @@ def trained(values: np.ndarray, row_tables: np.ndarray, step: int) -> np.ndarray
     return out
 
 
-def make_program(seed: int, steps: int, slots: int, uses: int, evaluation_slots: int = 6) -> LaneProgram:
-    """Random residencies: at each step up to `uses` rows; some rows leave though they could have stayed, some come back at once."""
+def make_program(
+    seed: int, steps: int, slots: int = SLOTS, uses: int = SLOTS, evaluation_slots: int = EVALUATION_SLOTS
+) -> LaneProgram:
+    """Random residencies: at each step up to `uses` rows; some rows leave though they could have stayed, some come back at once.
+
+    Behind about every third step there is an evaluation.
+    """
     random = np.random.default_rng(seed)
     program = LaneProgram()
     slot_of: dict[tuple[int, int], int] = {}
@@ -94,7 +104,7 @@ def make_program(seed: int, steps: int, slots: int, uses: int, evaluation_slots:
                 counts[row[0]] += 1
         arrivals = _arrivals(arriving, [slot_of[row] for row in arriving], program, ended_at)
         used = np.array([slot_of[row] for row in wanted], np.int32)
-        program.events.append(Happening(step, ends, arrivals, used, list(wanted)))
+        program.events.append(LaneEvent(step, ends, arrivals, used, list(wanted)))
         for row in wanted:
             program.tags[row] = step + 1
         if random.random() < 0.3:
@@ -110,7 +120,8 @@ def _evaluation(
     ended_at: dict[tuple[int, int], int],
     slots: int,
     count: int,
-) -> Happening:
+) -> LaneEvent:
+    """An evaluation of `count` lookups: rows in slots are used where they are, the others arrive in evaluation slots, behind `slots`."""
     looked_at = {
         (table, int(random.integers(0, LAYOUTS[table].rows))) for table in random.integers(0, len(LAYOUTS), count).tolist()
     }
@@ -119,7 +130,7 @@ def _evaluation(
     where = dict(zip(apart, places, strict=True)) | slot_of
     rows = sorted(looked_at)
     used = np.array([where[row] for row in rows], np.int32)
-    return Happening(None, np.empty(0, np.int32), _arrivals(apart, places, program, ended_at), used, rows)
+    return LaneEvent(None, np.empty(0, np.int32), _arrivals(apart, places, program, ended_at), used, rows)
 
 
 def _arrivals(
@@ -147,7 +158,7 @@ class Truth:
 
     def train(self, rows: list[tuple[int, int]], step: int) -> None:
         """Train rows at a step."""
-        new = trained(self.of(rows), np.array([table for table, _ in rows]), step)
+        new = after_step(self.of(rows), np.array([table for table, _ in rows]), step)
         self.values.update(zip(rows, new, strict=True))
 
 
@@ -158,7 +169,7 @@ def values(partition: Partition, slots: np.ndarray) -> np.ndarray:
 
 def train_slots(partition: Partition, slots: np.ndarray, step: int) -> None:
     """Train the rows in slots as `Truth.train` does."""
-    new = trained(values(partition, slots), partition.occupants.table[slots], step)
+    new = after_step(values(partition, slots), partition.occupants.table[slots], step)
     partition.weights.numpy()[slots] = new[:, :WIDTH]
     partition.state.numpy()[slots] = new[:, WIDTH:]
     partition.mark_trained(slots, step)

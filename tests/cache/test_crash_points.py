@@ -18,11 +18,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, make_program, train_slots
+from grids import covering
+from lane_program import (
+    EVALUATION_SLOTS,
+    LAYOUTS,
+    SEED,
+    SLOTS,
+    STATE_WIDTH,
+    WIDTH,
+    LaneProgram,
+    make_program,
+    train_slots,
+)
+from lane_runs import contents, plan
 from serving import serving
-from test_parity import plan
 
 from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError, Fenced, StoreError
 from foreload.cache.parity.placement import GROUPS, Placement
@@ -35,19 +47,20 @@ from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.cache.protocol.recovery import recover
 from foreload.cache.repair.scrub import MUST, TableRows, scrub_table
-from foreload.cache.rows.fields import PARITY_BIT
+from foreload.cache.rows.fields import NUMBER_BITS, PARITY_BIT, unpack
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.base.hashing import key
 
-SLOTS, EVALUATION_SLOTS = 12, 6
 LANES = (0, 3)
 IDENTITY = {"run": "x"}
 OWNER = Ownership(1, IDENTITY)  # of who takes over
 TIMEOUT = timedelta(seconds=30)
-OLDER = b"older:%d"
-COPIED_AT = 3  # a batch, whose contents an older snapshot has
-CRASH_AT = 20
+OLDER = b"older:%d"  # the key of a copy of a lane's hash, as it was at an early batch
+COPIED_AT = 3  # that batch
+CRASH_AT = 20  # the n-th action, or exchange of a phase, at which the writer dies
+LOW = (1 << NUMBER_BITS) - 1  # of a field: the ordinal
+ID, TAG = slice(-12, -4), slice(-4, None)  # bytes of a stored row
 
 Field = tuple[int, bytes]  # lane and field
 
@@ -71,9 +84,9 @@ class Journal(FileLog):
 
 
 class Torn(Store):
-    """A Store whose process dies in its n-th exchange of a phase, when only some shards have got their command.
+    """A Store whose process dies in its n-th exchange of a phase ("parity" or "data"), when only some shards have got their command.
 
-    Shards keep a copy of what they held in an early batch, which a later test restores.
+    Without a phase it does not. Shards keep a copy of what they held at an early batch, which `lose` may give back to them.
     """
 
     def __init__(self, urls: Sequence[str], phase: str = "", count: int = 0, reached: Sequence[int] = ()) -> None:
@@ -94,15 +107,15 @@ class Torn(Store):
         return failures
 
 
-def _lane(key: bytes) -> int:
-    return next(lane for lane in LANES if lane_key("t", lane, 0) == key)
+def _lane(hash_key: bytes) -> int:
+    return next(lane for lane in LANES if lane_key("t", lane, 0) == hash_key)
 
 
 def train(store: Store, folder: Path, k: int, r: int, on_action: Callable[[str], None] | None) -> None:
     """What the writer does until it is killed, and ends with an error if it is not."""
     claim(store, "t", IDENTITY, "new")
     stored = StoredRows(store, Placement.spread(store.shards, k, r), LAYOUTS, "t")
-    programs = {lane: make_program(lane + 50, 30, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in LANES}
+    programs = {lane: make_program(lane + 50, 30) for lane in LANES}
     plans = [LanePlan(lane, plan(program)) for lane, program in programs.items()]
     with serving(
         stored, plans, SEED, lead_events=3, log=Journal(folder), ownership=Ownership(0, IDENTITY), on_action=on_action
@@ -135,7 +148,7 @@ def in_a_process_that_is_killed(run: Callable[[], None]) -> None:
 
 
 @dataclass(frozen=True)
-class Truth:
+class Journalled:
     """What all batches up to the last ones made of the rows: (lane, field) -> bytes, and how they are placed."""
 
     placement: Placement
@@ -143,7 +156,7 @@ class Truth:
     stripes: dict[int, LaneStripes]
 
     @classmethod
-    def of(cls, folder: Path, placement: Placement, last_batches: dict[int, int]) -> Truth:
+    def of(cls, folder: Path, placement: Placement, last_batches: dict[int, int]) -> Journalled:
         """From the journal of what was ever logged."""
         rows: dict[Field, bytes] = {}
         last: dict[int, int] = {}
@@ -158,8 +171,7 @@ class Truth:
                 rows |= {
                     (lane, int(name).to_bytes(8, "big")): row.tobytes() for name, row in zip(batch.fields, batch.new, strict=True)
                 }
-                table = (batch.fields >> np.uint64(48)).astype(np.int16)
-                ordinal = (batch.fields & np.uint64((1 << 48) - 1)).astype(np.int64)
+                table, ordinal = unpack(batch.fields)
                 stripes[lane].written.reserve(table, ordinal)
                 stripes[lane].written.note(table, ordinal)
         assert last == last_batches
@@ -173,7 +185,7 @@ class Truth:
         named = [(int.from_bytes(name, "big"), row) for (of, name), row in self.rows.items() if of == lane]
         by_stripe: dict[tuple[int, int], dict[int, bytes]] = {}
         for name, row in named:
-            table, ordinal = name >> 48, name & ((1 << 48) - 1)
+            table, ordinal = name >> NUMBER_BITS, name & LOW
             by_stripe.setdefault((table, ordinal // code.k), {})[ordinal % code.k] = row
         for (table, stripe), members in by_stripe.items():
             places = self.placement.members[key(lane, table, stripe) % GROUPS]
@@ -183,15 +195,17 @@ class Truth:
                 if at != shard:
                     continue
                 if place < code.k and place in members:
-                    found[(table << 48 | (stripe * code.k + place)).to_bytes(8, "big")] = members[place]
+                    found[(table << NUMBER_BITS | (stripe * code.k + place)).to_bytes(8, "big")] = members[place]
                 elif place >= code.k:
-                    found[(int(PARITY_BIT) | table << 48 | stripe).to_bytes(8, "big")] = parities[place - code.k].tobytes()
+                    found[(int(PARITY_BIT) | table << NUMBER_BITS | stripe).to_bytes(8, "big")] = parities[
+                        place - code.k
+                    ].tobytes()
         return found
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Three servers, of which this process has made use: what is compiled is there for those that it starts."""
+    """Three servers. This process trains on them once, so that all kernels are compiled in the processes that it forks."""
     with LocalStores(3, tmp_path_factory.mktemp("three")) as stores:
         with Torn(stores.urls) as store:
             train(store, tmp_path_factory.mktemp("log"), 2, 1, None)
@@ -209,7 +223,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
 
 @pytest.fixture
 def stores(request: pytest.FixtureRequest) -> Iterator[LocalStores]:
-    """The servers that a test names, empty, and all up again after it."""
+    """The servers that a test names by their fixture: empty, and all up again after it."""
     named: LocalStores = request.getfixturevalue(request.param)
     yield named
     for shard in range(len(named.urls)):
@@ -220,7 +234,7 @@ def stores(request: pytest.FixtureRequest) -> Iterator[LocalStores]:
 
 
 def lose(stores: LocalStores, shard: int, how: str) -> None:
-    """Kill a shard's server, and start it again if it is to come back empty; or give it back what it held in an early batch."""
+    """how: "gone": kill a shard's server; "empty": and start it again; "older": give it back what it held at an early batch."""
     if how == "older":
         with Store(stores.urls, TIMEOUT) as store:
             for lane in LANES:
@@ -241,25 +255,24 @@ def check(stores: LocalStores, folder: Path, k: int, r: int, lost: set[int]) -> 
         stored = StoredRows(store, Placement.spread(store.shards, k, r), LAYOUTS, "t")
         last_batches = {lane: recover(stored, lane, FileLog(folder), OWNER) for lane in LANES}
         assert set(stored.shards.lost) == lost
-        truth = Truth.of(folder, stored.placement, last_batches)
+        truth = Journalled.of(folder, stored.placement, last_batches)
         stored.stripes = truth.stripes.__getitem__
         for lane in LANES:
+            shards = contents(store, stored, lane)
             for shard in set(range(store.shards)) - lost:
-                pairs = store.command(shard, "HGETALL", stored.key(lane, shard))
-                assert isinstance(pairs, list)
-                held = dict(zip(pairs[::2], pairs[1::2], strict=True))
-                assert Marker.parse(held.pop(b"m")) == Marker(last_batches[lane], last_batches[lane])
+                held = shards[shard]
+                assert Marker.parse(held.pop(MARKER)) == Marker(last_batches[lane], last_batches[lane])
                 assert held == truth.of_shard(lane, shard)
             scrub(stored, lane, truth, last_batches[lane])
             compare_rows(stored, lane, truth, last_batches[lane])
 
 
-def scrub(stored: StoredRows, lane: int, truth: Truth, last_batch: int) -> None:
+def scrub(stored: StoredRows, lane: int, truth: Journalled, last_batch: int) -> None:
     """No stripe is inconsistent, and every row is there, with its id and tag."""
     checked = 0
     for table in range(len(LAYOUTS)):
         rows = {
-            int.from_bytes(name, "big") & ((1 << 48) - 1): row
+            int.from_bytes(name, "big") & LOW: row
             for (of, name), row in truth.rows.items()
             if of == lane and int.from_bytes(name[:2], "big") == table
         }
@@ -267,7 +280,7 @@ def scrub(stored: StoredRows, lane: int, truth: Truth, last_batch: int) -> None:
         known = TableRows(table, *(np.zeros(count, kind) for kind in (np.uint8, np.int64, np.int32, bool)))
         for ordinal, row in rows.items():
             known.presence[ordinal], known.exact[ordinal] = MUST, True
-            known.id[ordinal], known.tag[ordinal] = np.frombuffer(row[-12:-4], np.int64)[0], np.frombuffer(row[-4:], np.int32)[0]
+            known.id[ordinal], known.tag[ordinal] = np.frombuffer(row[ID], np.int64)[0], np.frombuffer(row[TAG], np.int32)[0]
         for found in scrub_table(stored, lane, known, last_batch, repair=False):
             assert not found.repaired
             assert not found.damaged
@@ -275,7 +288,7 @@ def scrub(stored: StoredRows, lane: int, truth: Truth, last_batch: int) -> None:
     assert checked
 
 
-def compare_rows(stored: StoredRows, lane: int, truth: Truth, last_batch: int) -> None:
+def compare_rows(stored: StoredRows, lane: int, truth: Journalled, last_batch: int) -> None:
     """Read every row ever written, those of lost shards from their stripes."""
     for table, layout in enumerate(LAYOUTS):
         rows = sorted(
@@ -284,17 +297,18 @@ def compare_rows(stored: StoredRows, lane: int, truth: Truth, last_batch: int) -
         if not rows:
             continue
         stored_bytes = np.array([np.frombuffer(row, np.uint8) for _, row in rows])
-        ids = np.ascontiguousarray(stored_bytes[:, -12:-4]).view(np.int64)[:, 0]
-        tags = np.ascontiguousarray(stored_bytes[:, -4:]).view(np.int32)[:, 0]
-        ordinals = np.array([int.from_bytes(name, "big") & ((1 << 48) - 1) for name, _ in rows])
+        ids = np.ascontiguousarray(stored_bytes[:, ID]).view(np.int64)[:, 0]
+        tags = np.ascontiguousarray(stored_bytes[:, TAG]).view(np.int32)[:, 0]
+        ordinals = np.array([int.from_bytes(name, "big") & LOW for name, _ in rows])
         found = read_rows(stored, Expected(np.full(len(rows), table, np.int16), ordinals, ids, tags, lane), last_batch)
         weights = np.ascontiguousarray(stored_bytes[:, : 4 * layout.width]).view(np.int32)
-        state = np.ascontiguousarray(stored_bytes[:, 4 * layout.width : -12]).view(np.int32)
+        state = np.ascontiguousarray(stored_bytes[:, 4 * layout.width : ID.start]).view(np.int32)
         assert np.array_equal(found.weights[:, : layout.width].view(np.int32), weights)
         assert np.array_equal(found.state[:, : layout.state_width].view(np.int32), state)
 
 
-POINTS = [
+# Of the actions that Traffic names, those of a write-back.
+ACTIONS = [
     "parity rows asked for", "parity rows read", "batch logged", "parity leaves", "parity acknowledged", "data leaves", "data acknowledged",
 ]  # fmt: skip
 LOSSES: list[tuple[int, str]] = [(shard, how) for shard in range(3) for how in ("gone", "empty", "older")]
@@ -333,13 +347,8 @@ def crash_torn(stores: LocalStores, folder: Path, k: int, r: int, phase: str, re
     in_a_process_that_is_killed(run)
 
 
-def some(cases: Sequence[tuple[object, ...]], every: int) -> list[object]:
-    """All cases, of which a test run takes one in `every` and leaves the rest to the full grid."""
-    return [case if i % every == 0 else pytest.param(*case, marks=pytest.mark.full) for i, case in enumerate(cases)]
-
-
 @pytest.mark.parametrize("stores", ["three"], indirect=True)
-@pytest.mark.parametrize(("action", "loss"), some(list(product(POINTS, [None, *LOSSES])), 3))
+@pytest.mark.parametrize(("action", "loss"), covering(list(product(ACTIONS, [None, *LOSSES])), 3))
 def test_the_writer_dies_at_an_action_and_a_shard_is_lost_as_well(
     stores: LocalStores, tmp_path: Path, action: str, loss: tuple[int, str] | None
 ) -> None:
@@ -349,11 +358,12 @@ def test_the_writer_dies_at_an_action_and_a_shard_is_lost_as_well(
     check(stores, tmp_path, 2, 1, set() if loss is None else {loss[0]})
 
 
+# The shards that a phase reaches: none, one, two or all three of them.
 SUBSETS = [reached for count in range(4) for reached in combinations(range(3), count)]
 
 
 @pytest.mark.parametrize("stores", ["three"], indirect=True)
-@pytest.mark.parametrize(("phase", "reached", "lost"), some(list(product(["parity", "data"], SUBSETS, [None, 0, 1, 2])), 5))
+@pytest.mark.parametrize(("phase", "reached", "lost"), covering(list(product(["parity", "data"], SUBSETS, [None, 0, 1, 2])), 5))
 def test_the_writer_dies_in_a_phase_that_reaches_some_shards_and_one_is_lost_as_well(
     stores: LocalStores, tmp_path: Path, phase: str, reached: tuple[int, ...], lost: int | None
 ) -> None:
@@ -364,7 +374,7 @@ def test_the_writer_dies_in_a_phase_that_reaches_some_shards_and_one_is_lost_as_
 
 
 @pytest.mark.parametrize("stores", ["four"], indirect=True)
-@pytest.mark.parametrize(("phase", "lost"), some(list(product(["parity", "data"], combinations(range(4), 2))), 5))
+@pytest.mark.parametrize(("phase", "lost"), covering(list(product(["parity", "data"], combinations(range(4), 2))), 5))
 def test_two_shards_are_lost_with_the_writer(stores: LocalStores, tmp_path: Path, phase: str, lost: tuple[int, int]) -> None:
     crash_torn(stores, tmp_path, 2, 2, phase, (0, 2))
     lose(stores, lost[0], "older")
@@ -373,7 +383,7 @@ def test_two_shards_are_lost_with_the_writer(stores: LocalStores, tmp_path: Path
 
 
 class Mortal(Store):
-    """A Store whose process dies in its n-th exchange of writes, when only some shards have got theirs."""
+    """For a recovery: a Store whose process dies in its n-th exchange of writes, when only some shards have got theirs."""
 
     def __init__(self, urls: Sequence[str], count: int, reached: Sequence[int]) -> None:
         super().__init__(urls, TIMEOUT)
@@ -388,8 +398,8 @@ class Mortal(Store):
 
 
 @pytest.mark.parametrize("stores", ["three"], indirect=True)
-@pytest.mark.parametrize(("count", "reached", "lost"), some(list(product([1, 2], SUBSETS, [None, 1])), 3))
-def test_the_recovery_dies_as_well(
+@pytest.mark.parametrize(("count", "reached", "lost"), covering(list(product([1, 2], SUBSETS, [None, 1])), 3))
+def test_the_recovery_dies_as_well_and_another_recovers(
     stores: LocalStores, tmp_path: Path, count: int, reached: tuple[int, ...], lost: int | None
 ) -> None:
     crash_torn(stores, tmp_path, 2, 1, "parity", (0,))
@@ -413,7 +423,7 @@ def test_the_writer_dies_while_it_writes_to_the_log(stores: LocalStores, tmp_pat
     for lane in LANES:
         before = FileLog(tmp_path).held(lane)
         assert before is not None
-        # What it leaves in the place of the next record: one that is not whole, the fifth word says, and rows of both.
+        # What it leaves in the place of the next record: one that says that it is not whole, in the fifth word, with bytes of two records behind.
         with open(tmp_path / f"lane-{lane}-{(before.number + 1) % 2}.log", "r+b") as file:
             file.seek(4 * 8)
             file.write(bytes(300))
@@ -429,6 +439,7 @@ def test_what_the_dead_writer_still_sends_is_refused(stores: LocalStores, tmp_pa
     crash(stores, tmp_path, 2, 1, "data leaves")
     check(stores, tmp_path, 2, 1, set())
     row = np.zeros((1, LAYOUTS[0].row_bytes), np.uint8)
+    # To the hash of the fence epoch before.
     late = Write(1, lane_key("t", 0, 0), np.zeros(1, np.uint64), row, Marker(9, 9).stored())
     with Store(stores.urls, TIMEOUT) as store, pytest.raises(Fenced):
         store.exchange([], [late])

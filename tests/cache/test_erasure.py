@@ -66,7 +66,7 @@ def test_an_update_gives_the_parity_of_the_new_members(stripe: tuple[Code, np.nd
     code, old = stripe
     new = old.copy()
     changed = np.arange(0, code.k, 2)
-    new[changed] = np.roll(old[changed], 1, axis=1) ^ np.uint8(0x5A)
+    new[changed] = np.roll(old[changed], 1, axis=1) ^ np.uint8(0x5A)  # anything else
     parity = code.encode(old)
     delta = difference(new, old, np.ones(code.k, bool))
     for i in range(code.r):

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, LaneProgram, Truth, make_program
-from test_parity import EVALUATION_SLOTS, SLOTS, plan, run_lane
-from test_traffic import arriving, expected
+from lane_runs import arriving, expected_rows, plan, row_counts, run_lane
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -37,24 +36,18 @@ def in_two_parts(program: LaneProgram, proceed: threading.Event) -> Iterator[tup
         yield index, arrivals
 
 
-def written(program: LaneProgram) -> np.ndarray:
-    """How many ordinals each table has once the program is through."""
-    tables = [table for table, _ in program.ordinals]
-    return np.bincount(tables, minlength=len(LAYOUTS))
-
-
-def as_read(stored: StoredRows, store: Store, last_batch: int, lane: int, program: LaneProgram, truth: Truth) -> None:
-    """Check what one who does not own the lane finds."""
+def check_as_read(stored: StoredRows, store: Store, last_batch: int, lane: int, program: LaneProgram, truth: Truth) -> None:
+    """One who does not own the lane reads every row as it was trained last."""
     reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
     reader.shards.of(lane).epochs = [int(read_epochs(store, shard, "t", LANES)[lane]) for shard in range(store.shards)]
-    rows, names = expected(lane, program)
+    rows, names = expected_rows(lane, program)
     found = read_rows(reader, rows, last_batch)
     assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truth.of(names))
 
 
 @CODES
 def test_lanes_come_and_go_while_another_is_served(servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int) -> None:
-    programs = {lane: make_program(lane, 20, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in range(LANES)}
+    programs = {lane: make_program(lane, 20) for lane in range(LANES)}
     stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
     counts = {lane: np.zeros(len(LAYOUTS), np.int64) for lane in range(LANES)}
     stored.stripes = lambda lane: stored.placement.stripes(lane, counts[lane])
@@ -73,13 +66,13 @@ def test_lanes_come_and_go_while_another_is_served(servers: LocalStores, store: 
             traffic.add_lane(LanePlan(lane, plan(program)))
             truth = run_lane(traffic, lane, program)
             last_batches[lane] = traffic.release_lane(lane)
-            counts[lane] = written(program)
+            counts[lane] = row_counts(program)
             with pytest.raises(CacheError, match=f"lane {lane}: is not served here"):
                 traffic.take(lane, 0)
-            as_read(stored, other, last_batches[lane], lane, program, truth)
+            check_as_read(stored, other, last_batches[lane], lane, program, truth)
 
             # It comes back, as it would at another trainer, with the rows that it left in the store.
-            rows, names = expected(lane, program)
+            rows, names = expected_rows(lane, program)
             back = [
                 (*row, int(rows.tag[place]), -1) for place, row in enumerate(zip(rows.table, rows.ordinal, rows.id, strict=True))
             ]
@@ -92,5 +85,5 @@ def test_lanes_come_and_go_while_another_is_served(servers: LocalStores, store: 
         proceed.set()
         thread.join()
         last_batches[STAYS] = traffic.release_lane(STAYS)
-        counts[STAYS] = written(programs[STAYS])
-        as_read(stored, other, last_batches[STAYS], STAYS, programs[STAYS], truths[STAYS])
+        counts[STAYS] = row_counts(programs[STAYS])
+        check_as_read(stored, other, last_batches[STAYS], STAYS, programs[STAYS], truths[STAYS])

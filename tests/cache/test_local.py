@@ -27,6 +27,7 @@ ROWS = np.arange(1600).astype(np.uint8).reshape(100, 16)
 
 
 def write(stores: LocalStores) -> None:
+    """The same rows to every shard, under fields of its own."""
     with Store(stores.urls) as store:
         store.exchange([], [Write(shard, b"k", FIELDS + np.uint64(shard), ROWS) for shard in range(store.shards)])
 
@@ -39,6 +40,7 @@ def read(stores: LocalStores) -> list[Read]:
 
 
 def alive(pids: tuple[int | None, ...]) -> list[int]:
+    """Those of the processes that are there."""
     left = []
     for pid in pids:
         try:
@@ -73,11 +75,15 @@ def test_servers_may_have_huge_pages_and_yield_to_the_trainers(tmp_path: Path) -
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
 
 
-def test_an_unsaved_stop_keeps_what_was_saved_before(tmp_path: Path) -> None:
-    with LocalStores(1, tmp_path) as stores:
-        write(stores)
-    with LocalStores(1, tmp_path) as stores:
-        assert read(stores)[0].missing is not None
+def test_an_unsaved_stop_keeps_what_was_saved_before_and_nothing_else(tmp_path: Path) -> None:
+    stores = LocalStores(1, tmp_path).start()
+    write(stores)
+    stores.stop(save=True)
+    with LocalStores(1, tmp_path) as stores, Store(stores.urls) as store:
+        store.command(0, "SET", "later", "unsaved")
+    with LocalStores(1, tmp_path) as stores, Store(stores.urls) as store:
+        assert read(stores)[0].missing is None
+        assert store.command(0, "EXISTS", "later") == 0
 
 
 def test_a_later_command_finds_and_stops_what_was_left(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,15 +15,16 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import redis
+from grids import covering
 from lane_program import LAYOUTS, SEED, make_program
+from lane_runs import arriving, contents, ending, plan, run_lane, with_base
 from serving import serving
-from test_parity import plan, run_lane
-from test_traffic import arriving, ending
 from tls import KINDS, TlsServer, tls_server_or_skip
 
 from foreload.cache.client import frames
 from foreload.cache.client.channel import Channel
 from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import (
     NO_ROWS,
     Read,
@@ -50,7 +51,6 @@ from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.traffic import Traffic
 
-SLOTS, EVALUATION_SLOTS = 12, 6
 LANES = (0, 3)
 IDENTITY = Ownership(0, {"run": "x"})
 PATIENCE = timedelta(seconds=20)
@@ -67,17 +67,12 @@ def stores(tmp_path: Path) -> Iterator[LocalStores]:
 
 def held(stored: StoredRows, traffic: Traffic) -> Contents:
     """What every shard that is up holds of each lane, but for the marker, which says that it holds everything."""
-    store = stored.store
-    found: Contents = {}
-    for lane in LANES:
-        found[lane] = [{} for _ in range(store.shards)]
-        for shard in range(store.shards):
-            if shard not in store.down:
-                pairs = store.command(shard, "HGETALL", stored.key(lane, shard))
-                assert isinstance(pairs, list)
-                fields = found[lane][shard] = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    found = {lane: contents(stored.store, stored, lane) for lane in LANES}
+    for lane, shards in found.items():
+        for shard, fields in enumerate(shards):
+            if shard not in stored.store.down:
                 # How many batches there were is a matter of time.
-                assert Marker.parse(fields.pop(b"m")) == Marker(traffic.last_batch(lane), traffic.last_batch(lane))
+                assert Marker.parse(fields.pop(MARKER)) == Marker(traffic.last_batch(lane), traffic.last_batch(lane))
     return found
 
 
@@ -116,8 +111,11 @@ def run(
     grace: timedelta = timedelta(),
     timeout: float = 10,
 ) -> tuple[Contents, Counters, list[int]]:
-    """Train two lanes; returns what is held in the end, the counters and the shards still lost."""
-    programs = {lane: make_program(lane + 50, 30, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in LANES}
+    """Train two lanes; returns what the servers hold in the end, the counters and the shards still lost.
+
+    grace: how long to wait at the end for shards to be rebuilt; timeout: seconds of silence after which a server is lost.
+    """
+    programs = {lane: make_program(lane + 50, 30) for lane in LANES}
     with Store(stores.urls, timedelta(seconds=timeout)) as store:
         claim(store, "t", {"run": "x"}, "new")
         stored = StoredRows(store, Placement.spread(len(stores.urls), k, r), LAYOUTS, "t")
@@ -166,6 +164,7 @@ def kill(stores: LocalStores, shard: int, number: int = signal.SIGKILL) -> Calla
     return send
 
 
+# An action of the thread, and the n-th time of it: in the midst of the training.
 MOMENTS = [
     ("data leaves", 9),
     ("data acknowledged", 9),
@@ -176,10 +175,10 @@ MOMENTS = [
     ("parity acknowledged", 9),
     ("fetch leaves", 5),
 ]
+ONE_SHARD_A_MOMENT = covering([(moment, (shard + place) % 3) for place, moment in enumerate(MOMENTS) for shard in range(3)], 3)
 
 
-@pytest.mark.parametrize("shard", [0, 1, 2])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("moment", "shard"), ONE_SHARD_A_MOMENT)
 def test_without_a_server_for_the_lost_shard_the_others_end_as_they_would_have(
     stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], shard: int, moment: tuple[str, int]
 ) -> None:
@@ -204,8 +203,7 @@ def restart(stores: LocalStores, shard: int) -> Callable[[], None]:
     return do
 
 
-@pytest.mark.parametrize("shard", [0, 1, 2])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("moment", "shard"), ONE_SHARD_A_MOMENT)
 def test_a_server_that_comes_back_empty_ends_with_every_row_and_parity_row(
     stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], shard: int, moment: tuple[str, int]
 ) -> None:
@@ -248,7 +246,7 @@ def test_a_server_that_lost_some_rows_is_lost_and_rebuilt(
                 names = other.command(1, "HKEYS", lane_key("t", lane, 0))
                 assert isinstance(names, list)
                 if len(names) > 1:
-                    other.command(1, "HDEL", lane_key("t", lane, 0), *[name for name in names if name != b"m"][::2])
+                    other.command(1, "HDEL", lane_key("t", lane, 0), *[name for name in names if name != MARKER][::2])
 
     disturber = Disturber({("data acknowledged", 9): forget})
     found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
@@ -294,8 +292,7 @@ def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_do
 
 @pytest.mark.parametrize("covered", [True, False])
 def test_a_row_that_is_missing_on_one_shard_too_many_is_decoded_alone_if_its_stripe_allows(tmp_path: Path, covered: bool) -> None:
-    count, ended = 60, ending(60, 7)
-    protected = replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
+    count = 60
     wanted = arriving(*((1, ordinal, 1000 + ordinal, 7, 9) for ordinal in range(count)))
     with LocalStores(5, tmp_path / "stores") as stores, Store(stores.urls, timedelta(seconds=10)) as store:
         placement = Placement.spread(5, 2, 1)
@@ -307,7 +304,7 @@ def test_a_row_that_is_missing_on_one_shard_too_many_is_decoded_alone_if_its_str
         plan = LanePlan(0, iter([(0, arriving()), (1, wanted)]))
         traffic = serving(stored, [plan], SEED, log=FileLog(tmp_path / "logs"))
         traffic.take(0, 0)
-        traffic.write_back(0, 4, protected)
+        traffic.write_back(0, 4, with_base(ending(count, 7)))
         traffic.flush()
         kill(stores, 0)()
         traffic.probe()
@@ -536,10 +533,8 @@ def test_a_server_that_closes_tls_connections_loses_nothing_and_one_that_dies_is
         assert found[lane][:2] == expected[:2]
 
 
-def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(
-    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
-) -> None:
-    program = make_program(1, 10, SLOTS, SLOTS, EVALUATION_SLOTS)
+def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(stores: LocalStores, tmp_path: Path) -> None:
+    program = make_program(1, 10)
     with Store(stores.urls, timedelta(seconds=5)) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
         with serving(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path / "logs")) as traffic:

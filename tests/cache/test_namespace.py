@@ -19,12 +19,14 @@ IDENTITY = {"run": "r1", "lanes": 4, "row_bytes": [76, 140]}
 
 
 def write_lanes(store: Store, namespace: str) -> None:
+    """Rows of four lanes, on each of the three shards."""
     rows = np.zeros((3, 16), np.uint8)
     writes = [Write(s, lane_key(namespace, lane, 0), np.arange(3, dtype=np.uint64), rows) for s in range(3) for lane in range(4)]
     store.exchange([], writes)
 
 
 def keys(store: Store) -> int:
+    """How many keys all shards have."""
     return sum(int(str(store.command(shard, "DBSIZE"))) for shard in range(store.shards))
 
 

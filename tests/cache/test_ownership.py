@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED
+from lane_runs import ending, with_base
 from serving import serving
-from test_traffic import ending
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -19,6 +18,7 @@ from foreload.cache.errors import Fenced, StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import UNFENCED, find_rows, take_over
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
@@ -30,15 +30,12 @@ COUNT = 60
 
 
 def rows(tag: int, value: float, before: EndedRows | None = None) -> EndedRows:
-    """Rows 0 .. COUNT - 1 of a table as they end, with what the store has of them."""
-    ended = ending(COUNT, tag, value=value, stored=0 if before is None else int(before.tag[0]))
-    if before is None:
-        return replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
-    return replace(ended, base_weights=before.weights, base_state=before.state)
+    """Rows 0 .. COUNT - 1 of table 1 as they end, all weights `value`, with what the store has of them."""
+    return with_base(ending(COUNT, tag, value=value, stored=0 if before is None else int(before.tag[0])), before)
 
 
-def owner(store: Store, k: int, r: int, log: Path, last_batch: int = 0) -> tuple[StoredRows, Traffic]:
-    """One that takes lane 0 over, COUNT rows of which were written if there were any batches."""
+def new_owner(store: Store, k: int, r: int, log: Path, last_batch: int = 0) -> tuple[StoredRows, Traffic]:
+    """One that takes lane 0 over, of which COUNT rows of table 1 are in the store if there was any batch."""
     stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
     written = np.array([0, COUNT if last_batch else 0, 0, 0])
     stored.stripes = lambda lane: stored.placement.stripes(lane, written)
@@ -47,7 +44,7 @@ def owner(store: Store, k: int, r: int, log: Path, last_batch: int = 0) -> tuple
     return stored, serving(stored, [plan], SEED, log=FileLog(log))
 
 
-def found(stored: StoredRows, store: Store, last_batch: int, tag: int) -> np.ndarray:
+def weights_read(stored: StoredRows, store: Store, last_batch: int, tag: int) -> np.ndarray:
     """The first weight of every row, as one who reads the run finds it."""
     reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
     find_rows(reader, [last_batch])
@@ -61,13 +58,13 @@ def test_who_wakes_up_after_its_run_was_removed_is_refused_and_the_next_ones_row
     servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
 ) -> None:
     claim(store, "t", {"run": "first"}, "new")
-    with Store(servers.urls, timedelta(seconds=10)) as mine:
-        _, asleep = owner(mine, k, r, tmp_path / "first")
+    with Store(servers.urls, timedelta(seconds=10)) as sleeper:
+        _, asleep = new_owner(sleeper, k, r, tmp_path / "first")
         first = rows(5, 1.0)
         asleep.write_back(0, 1, first)
         asleep.flush()
         claim(store, "t", {"run": "second"}, "overwrite")
-        stored, awake = owner(store, k, r, tmp_path / "second")
+        stored, awake = new_owner(store, k, r, tmp_path / "second")
         awake.write_back(0, 1, rows(6, 2.0))
         awake.flush()
         asleep.write_back(0, 2, rows(9, 3.0, first))
@@ -76,24 +73,24 @@ def test_who_wakes_up_after_its_run_was_removed_is_refused_and_the_next_ones_row
         asleep.abort()
         awake.close()
         with Store(servers.urls, timedelta(seconds=10)) as reading:
-            assert (found(stored, reading, 1, 6) == 2.0).all()
+            assert (weights_read(stored, reading, 1, 6) == 2.0).all()
 
 
 @CODES
-def test_what_an_earlier_owner_writes_just_before_the_fence_is_not_taken_for_the_next_ones(
+def test_what_an_earlier_owner_wrote_just_before_the_fence_is_not_taken_for_the_next_ones(
     servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
 ) -> None:
     claim(store, "t", {"run": "first"}, "new")
-    with Store(servers.urls, timedelta(seconds=10)) as mine:
-        before, _ = owner(mine, k, r, tmp_path / "first")
+    with Store(servers.urls, timedelta(seconds=10)) as sleeper:
+        before, _ = new_owner(sleeper, k, r, tmp_path / "first")
         claim(store, "t", {"run": "second"}, "overwrite")
         for shard in range(3):
-            mine.command(shard, "HSET", before.key(0, shard), MARKER, bytes(8), b"somerow1", b"x")
-    stored, awake = owner(store, k, r, tmp_path / "second")
+            sleeper.command(shard, "HSET", before.key(0, shard), MARKER, Marker(0, 0).stored(), b"a field.", b"a row")
+    stored, awake = new_owner(store, k, r, tmp_path / "second")
     awake.write_back(0, 1, rows(6, 2.0))
     awake.close()
     with Store(servers.urls, timedelta(seconds=10)) as reading:
-        assert (found(stored, reading, 1, 6) == 2.0).all()
+        assert (weights_read(stored, reading, 1, 6) == 2.0).all()
     assert not stored.shards.lost
 
 
@@ -107,19 +104,19 @@ def test_a_run_written_before_there_was_a_fence_goes_on(
     assert [store.command(shard, "TYPE", lane_key("t", 0, 0)) for shard in range(3)] == ["hash"] * 3
     stored.stripes = lambda lane: stored.placement.stripes(lane, np.array([0, COUNT, 0, 0]))
     with Store(servers.urls, timedelta(seconds=10)) as reading:
-        assert (found(stored, reading, 1, 5) == 1.0).all()
-        taken, traffic = owner(reading, k, r, tmp_path / "second", last_batch=1)
+        assert (weights_read(stored, reading, 1, 5) == 1.0).all()
+        taken, traffic = new_owner(reading, k, r, tmp_path / "second", last_batch=1)
         with traffic:
             traffic.write_back(0, 2, rows(6, 2.0, first))
         assert taken.shards.of(0).epochs == [1, 1, 1]
-        assert (found(taken, store, 2, 6) == 2.0).all()
+        assert (weights_read(taken, store, 2, 6) == 2.0).all()
 
 
 @CODES
-def test_a_shard_that_lost_rows_while_the_run_rested_is_noticed_when_it_goes_on(
+def test_a_shard_that_lost_rows_of_a_saved_run_is_noticed_when_it_goes_on(
     servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
 ) -> None:
-    _, traffic = owner(store, k, r, tmp_path / "first")
+    _, traffic = new_owner(store, k, r, tmp_path / "first")
     with traffic:
         traffic.write_back(0, 1, rows(5, 1.0))
     names = store.command(1, "HKEYS", lane_key("t", 0, 1))
@@ -127,9 +124,9 @@ def test_a_shard_that_lost_rows_while_the_run_rested_is_noticed_when_it_goes_on(
     store.command(1, "HDEL", lane_key("t", 0, 1), next(name for name in names if name != MARKER))
     with Store(servers.urls, timedelta(seconds=10)) as other:
         if r:
-            stored, traffic = owner(other, k, r, tmp_path / "second", last_batch=1)
+            stored, traffic = new_owner(other, k, r, tmp_path / "second", last_batch=1)
             traffic.abort()
             assert list(stored.shards.lost) == [1]
         else:
             with pytest.raises(StoreError, match=r"shard-1.sock: lost rows of lane 0: has \d+ of \d+"):
-                owner(other, k, r, tmp_path / "second", last_batch=1)
+                new_owner(other, k, r, tmp_path / "second", last_batch=1)

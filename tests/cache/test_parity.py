@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, make_program, train_slots, values
+from lane_program import EVALUATION_SLOTS as EVALUATION_SLOTS
+from lane_program import LAYOUTS, SEED, LaneProgram, make_program
+from lane_program import SLOTS as SLOTS
+from lane_runs import Recording as Recording
+from lane_runs import contents, ending, expected_rows, row_counts, with_base
+from lane_runs import plan as plan
+from lane_runs import run_lane as run_lane
 from serving import serving
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
-from foreload.cache.errors import CacheError, StoreError
+from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.reading import StoredRows, read_rows
 from foreload.cache.rows.fields import PARITY_BIT, fields
-from foreload.cache.rows.partition import Partition
-from foreload.cache.traffic import Traffic
-from foreload.pipelines.schedule.format import Arrivals
 
-SLOTS, EVALUATION_SLOTS = 12, 6
 CODES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)]
 
 
@@ -45,52 +47,9 @@ def client(five: LocalStores) -> Iterator[Store]:
         yield store
 
 
-class Recording(Store):
-    """A Store that notes its exchanges."""
-
-    def __init__(self, urls: Sequence[object]) -> None:
-        super().__init__(urls, timedelta(seconds=10))  # type: ignore[arg-type]
-        self.exchanges: list[tuple[list[Read], list[Write]]] = []
-
-    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
-        self.exchanges.append((list(reads), list(writes)))
-        return super().attempt(reads, writes)
-
-
-def run_lane(traffic: Traffic, lane: int, program: LaneProgram) -> Truth:
-    """Train through a program as a trainer does, comparing every row used with the truth."""
-    partition, truth, last = Partition(SLOTS, EVALUATION_SLOTS, WIDTH, STATE_WIDTH, with_base=True), Truth(), -1
-    for index, event in enumerate(program.events):
-        if event.step is not None:
-            traffic.write_back(lane, event.step, partition.end(event.ends))
-            last = event.step
-        partition.admit(event.arrivals, traffic.take(lane, index))
-        assert np.array_equal(values(partition, event.slots), truth.of(event.rows))
-        if event.step is not None:
-            train_slots(partition, event.slots, event.step)
-            truth.train(event.rows, event.step)
-    traffic.write_back(lane, last + 1, partition.end(program.final_ends))
-    traffic.flush()
-    return truth
-
-
-def plan(program: LaneProgram) -> Iterator[tuple[int, Arrivals]]:
-    return ((index, event.arrivals) for index, event in enumerate(program.events))
-
-
-def contents(store: Store, key: bytes) -> list[dict[bytes, bytes]]:
-    """Every field of a lane's hash on each shard."""
-    found = []
-    for shard in range(store.shards):
-        pairs = store.command(shard, "HGETALL", key)
-        assert isinstance(pairs, list)
-        found.append(dict(zip(pairs[::2], pairs[1::2], strict=True)))
-    return found
-
-
 @dataclass(frozen=True)
 class Counted:
-    """What a program's events say must move."""
+    """How many rows must move by a program's events: those that arrive from the store, and those that end."""
 
     stored: int
     ended: int
@@ -104,14 +63,11 @@ class Counted:
 
 def check_stripes(store: Store, stored: StoredRows, lane: int, program: LaneProgram) -> int:
     """Compare every parity row with its members, as they lie in the store; returns how many parity rows there are."""
-    placement, key = stored.placement, stored.key(lane, 0)
-    code, held = placement.code, contents(store, key)
+    placement, held = stored.placement, contents(store, stored, lane)
+    code = placement.code
     assert code is not None
-    counts = [0] * len(LAYOUTS)
-    for table, _ in program.tags:
-        counts[table] += 1
     parity_rows = 0
-    for table, count in enumerate(counts):
+    for table, count in enumerate(row_counts(program).tolist()):
         row_bytes = LAYOUTS[table].row_bytes
         for stripe in range(-(-count // code.k)):
             ordinals = np.arange(stripe * code.k, (stripe + 1) * code.k)
@@ -125,9 +81,8 @@ def check_stripes(store: Store, stored: StoredRows, lane: int, program: LaneProg
             name = int(fields(np.array([table]), np.array([stripe]))[0] | PARITY_BIT).to_bytes(8, "big")
             where = [shard for shard in range(store.shards) if name in held[shard]]
             assert len(where) == code.r
-            assert not set(where) & set(shards.tolist())
-            found = {held[shard][name] for shard in where}
-            assert found == {parity.tobytes() for parity in code.encode(members)}
+            assert not set(where) & set(shards.tolist()), "no shard holds two rows of a stripe"
+            assert {held[shard][name] for shard in where} == {parity.tobytes() for parity in code.encode(members)}
             parity_rows += len(where)
     return parity_rows
 
@@ -158,7 +113,7 @@ def parity_rows_to_read(exchanges: Sequence[tuple[list[Read], list[Write]]], sto
 def test_every_stripe_agrees_with_its_members_and_only_what_must_move_moves(
     five: LocalStores, client: Store, tmp_path: Path, k: int, r: int, lead_events: int
 ) -> None:
-    programs = {lane: make_program(lane + 10 * k, 25, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in (0, 3)}
+    programs = {lane: make_program(lane + 10 * k, 25) for lane in (0, 3)}
     with Recording(five.urls) as store:
         stored = StoredRows(store, Placement.spread(5, k, r), LAYOUTS, "t")
         plans = [LanePlan(lane, plan(program)) for lane, program in programs.items()]
@@ -170,12 +125,8 @@ def test_every_stripe_agrees_with_its_members_and_only_what_must_move_moves(
         writes = sum(len(write.fields) for _, some in store.exchanges for write in some)
         parity_rows = sum(check_stripes(client, stored, lane, program) for lane, program in programs.items())
         for lane, program in programs.items():
-            names = sorted(program.tags)
-            arrays = np.array([table for table, _ in names], np.int16), np.array([program.ordinals[name] for name in names])
-            expected = Expected(
-                *arrays, np.array([id for _, id in names]), np.array([program.tags[n] for n in names], np.int32), lane
-            )
-            found = read_rows(stored, expected, last_batch=traffic.last_batch(lane))
+            rows, names = expected_rows(lane, program)
+            found = read_rows(stored, rows, last_batch=traffic.last_batch(lane))
             assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truths[lane].of(names))
             held = log.held(lane)
             assert held is not None
@@ -187,13 +138,14 @@ def test_every_stripe_agrees_with_its_members_and_only_what_must_move_moves(
     assert writes == counters.rows_written + counters.parity_rows_written
     assert parity_rows > 0
     assert counters.parity_rows_read == sum(parity_rows_to_read(store.exchanges, stored, lane) for lane in programs)
-    # With one row a stripe there is never another; with more there are some of each kind.
+    # A stripe of one row has no other row in the store. Of stripes of two, some batches have both rows, and their parity rows are made anew, unread.
     assert (counters.parity_rows_read > 0) == (k > 1)
-    assert counters.parity_rows_read < counters.parity_rows_written - parity_rows or k > 2
+    updates = counters.parity_rows_written - parity_rows
+    assert counters.parity_rows_read < updates or k > 2
 
 
 def test_phases_of_a_batch_leave_in_order_under_its_markers(five: LocalStores, client: Store, tmp_path: Path) -> None:
-    program = make_program(7, 15, SLOTS, SLOTS, EVALUATION_SLOTS)
+    program = make_program(7, 15)
     actions: list[str] = []
     with Recording(five.urls) as store:
         stored = StoredRows(store, Placement.spread(5, 2, 1), LAYOUTS, "t")
@@ -214,19 +166,15 @@ def test_phases_of_a_batch_leave_in_order_under_its_markers(five: LocalStores, c
     assert writing == phases * batches
 
 
-def test_a_batch_has_at_most_2048_rows_and_parity_rows_a_shard(five: LocalStores, client: Store, tmp_path: Path) -> None:
-    from test_traffic import ending
-
-    ended = ending(15_000, 1)
-    protected = replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
+def test_a_batch_has_at_most_2048_rows_and_as_many_parity_rows_a_shard(five: LocalStores, client: Store, tmp_path: Path) -> None:
     with Recording(five.urls) as store:
         stored = StoredRows(store, Placement.spread(5, 1, 2), LAYOUTS, "t")
         with serving(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
-            traffic.write_back(0, 1, protected)
+            traffic.write_back(0, 1, with_base(ending(15_000, 1)))
             traffic.flush()
     sizes = [len(write.fields) for _, writes in store.exchanges for write in writes]
     assert max(sizes) == 2048
-    assert sum(sizes) == 15_000 * 3
+    assert sum(sizes) == 15_000 * (1 + 2), "every row, and two parity rows of a stripe of one"
 
 
 def test_parity_needs_a_log(client: Store) -> None:

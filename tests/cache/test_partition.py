@@ -18,6 +18,7 @@ WIDTH, STATE_WIDTH = 5, 3
 
 
 def arrivals(slots: list[int], first_id: int = 100, tag: int = 0) -> Arrivals:
+    """Rows with ordinals 0, 1, ... and ids from first_id on, in tables 0, 1, 2, 0, ..."""
     count = len(slots)
     ids = np.arange(first_id, first_id + count, dtype=np.int64)
     after = np.full(count, -1, np.int32)
@@ -26,6 +27,7 @@ def arrivals(slots: list[int], first_id: int = 100, tag: int = 0) -> Arrivals:
 
 
 def staged(count: int, seed: int = 0) -> Staged:
+    """Weights and state for so many arrivals."""
     # Any bits at all, NaNs with payloads included.
     bits = np.random.default_rng(seed).integers(0, 1 << 32, (count, WIDTH + STATE_WIDTH), np.uint32).view(np.float32)
     return Staged(np.ascontiguousarray(bits[:, :WIDTH]), np.ascontiguousarray(bits[:, WIDTH:]), timedelta())

@@ -10,7 +10,6 @@ import pytest
 
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import GROUPS, Placement
-from foreload.cache.rows.fields import fields
 from foreload.pipelines.base.hashing import key
 
 
@@ -30,6 +29,7 @@ def test_every_shard_gets_its_share_in_every_place(shards: int, k: int, r: int) 
     members = Placement.spread(shards, k, r).members
     for place in range(k + r):
         counts = np.bincount(members[:, place], minlength=shards)
+        # 4096 is no multiple of the shards, nor of the rotations of the others: what is left over of each.
         assert counts.max() - counts.min() <= shards
     rows = Placement.spread(shards, k, r).shards(1, np.zeros(60_000, np.int16), np.arange(60_000))
     assert np.bincount(rows, minlength=shards).max() < 1.06 * 60_000 / shards
@@ -61,13 +61,10 @@ def test_a_damaged_placement_is_refused(tmp_path: Path) -> None:
         Placement.load(path)
 
 
-def test_a_placement_refuses_too_few_shards() -> None:
-    for shards, k, r in [(0, 1, 0), (2, 2, 1), (3, 0, 1)]:
-        with pytest.raises(CacheError):
-            Placement.spread(shards, k, r)
-
-
-def test_fields_hold_table_and_ordinal() -> None:
-    got = fields(np.array([0, 5, 32767], np.int16), np.array([7, 2**48 - 1, 0]))
-    assert got.dtype == np.uint64
-    assert got.tolist() == [7, 5 << 48 | 2**48 - 1, 32767 << 48]
+@pytest.mark.parametrize(
+    ("shards", "k", "r", "message"),
+    [(0, 1, 0, "at least one store shard"), (2, 2, 1, "got k=2, r=1 and 2 store shards"), (3, 0, 1, "got k=0")],
+)
+def test_a_placement_that_cannot_be_is_refused(shards: int, k: int, r: int, message: str) -> None:
+    with pytest.raises(CacheError, match=message):
+        Placement.spread(shards, k, r)

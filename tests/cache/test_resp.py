@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from foreload.cache.client import frames
 from foreload.cache.client.resp import (
+    MARKER,
     HmgetReply,
     PlainReply,
     ProtocolError,
@@ -54,7 +55,7 @@ def sent(requests: list[Request], more_bytes: int) -> bytes:
 @given(KEYS, FIELDS, st.integers(0, 200))
 def test_hmget_is_the_command_written_word_by_word(key: bytes, fields: list[int], more_bytes: int) -> None:
     request = hmget(key, np.array(fields, np.uint64), np.zeros((len(fields), 5), np.uint8))
-    expected = encode_command(b"HMGET", key, b"m", *(field.to_bytes(8, "big") for field in fields))
+    expected = encode_command(b"HMGET", key, MARKER, *(field.to_bytes(8, "big") for field in fields))
     assert sent([request, request], more_bytes) == 2 * expected
 
 
@@ -65,7 +66,7 @@ def test_hset_is_the_command_written_word_by_word(
     rows = np.random.default_rng(seed).integers(0, 256, (len(fields), row_bytes)).astype(np.uint8)
     request = hset(key, np.array(fields, np.uint64), rows, marker)
     words = [word for field, row in zip(fields, rows, strict=True) for word in (field.to_bytes(8, "big"), row.tobytes())]
-    expected = encode_command(b"HSET", key, *([] if marker is None else [b"m", marker]), *words)
+    expected = encode_command(b"HSET", key, *([] if marker is None else [MARKER, marker]), *words)
     assert sent([request, request], more_bytes) == 2 * expected
 
 
@@ -87,8 +88,8 @@ def test_a_reply_reads_the_same_however_it_is_cut(
         return None if kind == "nil" else rng.choice(np.frombuffer(b"$-1\r\n12", np.uint8), length).tobytes()
 
     values = [value(kind) for kind in kinds]
-    frames = [b"$-1\r\n" if v is None else bulk(v) for v in [marker, *values]]
-    data = b"*%d\r\n" % len(frames) + b"".join(frames)
+    parts = [b"$-1\r\n" if v is None else bulk(v) for v in [marker, *values]]
+    data = b"*%d\r\n" % len(parts) + b"".join(parts)
     rows = np.full((len(kinds), row_bytes), 255, np.uint8)
     reply = HmgetReply(rows)
     assert feed(reply, data + b"+NEXT\r\n", cuts) == len(data)
@@ -117,6 +118,7 @@ def test_a_server_error_is_read_wherever_rows_were_expected(rows: int, cut: int)
     assert (reply.done, reply.rows.tobytes()) == (True, rows * b"abcde")
 
 
+# Where two rows of 5 bytes and a marker are awaited.
 @pytest.mark.parametrize(
     "data",
     [
@@ -138,7 +140,7 @@ def test_what_is_not_a_reply_is_noticed_and_never_waited_for(data: bytes) -> Non
         feed(HmgetReply(np.zeros((2, 5), np.uint8)), data, list(range(len(data))))
 
 
-def test_a_nil_is_not_waited_behind() -> None:
+def test_a_reply_of_nils_is_whole_though_shorter_than_one_row() -> None:
     rows = np.zeros((2, 144), np.uint8)
     reply = HmgetReply(rows)
     feed(reply, b"*3\r\n$-1\r\n$-1\r\n$-1\r\n", [])

@@ -1,4 +1,4 @@
-"""Rows at rest: sizes, and bit-exact round trips."""
+"""Rows at rest: the fields that name them, their sizes, and bit-exact round trips."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.cache.errors import CacheError
+from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
 from foreload.cache.rows.layout import RowLayout, decode_rows, encode_rows
 
 PARTS = (("weights", 16), ("linear", 1))
@@ -22,9 +23,21 @@ def test_a_row_is_its_weights_its_state_and_twelve_bytes(optimizer: str, state: 
 
 
 def test_a_layout_refuses_what_cannot_be() -> None:
-    for rows, parts, optimizer in [(0, PARTS, "sgd"), (5, (), "sgd"), (5, (("weights", 0),), "sgd"), (5, PARTS, "adam")]:
-        with pytest.raises(CacheError):
+    for rows, parts, optimizer, message in [
+        (0, PARTS, "sgd", "table sites: rows must be at least 1; got 0"),
+        (5, (), "sgd", "table sites: needs parts of at least one column each"),
+        (5, (("weights", 0),), "sgd", "table sites: needs parts of at least one column each"),
+        (5, PARTS, "adam", "row optimizer: must be one of .*; got 'adam'"),
+    ]:
+        with pytest.raises(CacheError, match=message):
             RowLayout(0, "sites", rows, parts, optimizer)
+
+
+def test_a_field_holds_table_and_ordinal() -> None:
+    got = fields(np.array([0, 5, 32767], np.int16), np.array([7, 2**48 - 1, 0]))
+    assert got.dtype == np.uint64
+    assert got.tolist() == [7, 5 << 48 | 2**48 - 1, 32767 << 48]
+    assert [part.tolist() for part in unpack(got | PARITY_BIT)] == [[0, 5, 32767], [7, 2**48 - 1, 0]]
 
 
 @given(st.integers(0, 20), st.integers(1, 9), st.integers(0, 9), st.integers(0, 3), st.integers(0, 2**32))

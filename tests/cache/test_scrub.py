@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, make_program
+from lane_runs import contents, ending, plan, run_lane, with_base
 from serving import serving
-from test_parity import contents, plan, run_lane
-from test_traffic import ending
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -31,9 +30,9 @@ from foreload.cache.repair.scrub import (
 )
 from foreload.cache.rows.fields import PARITY_BIT, fields
 
-SLOTS, EVALUATION_SLOTS = 12, 6
-LANE, TABLE, STRIPE = 3, 0, 2
-CODES = [(3, 2, 1), (5, 4, 1), (4, 2, 2)]
+LANE, TABLE, STRIPE = 3, 0, 2  # where a test puts something wrong
+# Store shards, k and r.
+CODES = [(3, 2, 1), pytest.param((5, 4, 1), marks=pytest.mark.full), (4, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,8 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
 
 
 @dataclass
-class AtRest:
-    """A lane's rows at rest, and what is known of them."""
+class StoredLane:
+    """A lane's rows in the store while nobody trains, and what the schedule says of them. before: what the servers held at first."""
 
     stored: StoredRows
     known: list[TableRows]
@@ -57,7 +56,7 @@ class AtRest:
 
     def held(self) -> list[dict[bytes, bytes]]:
         """Every field of every shard."""
-        return contents(self.stored.store, self.stored.key(LANE, 0))
+        return contents(self.stored.store, self.stored, LANE)
 
     def scrub(self, repair: bool = True) -> Findings:
         """Scrub all tables."""
@@ -97,10 +96,10 @@ class AtRest:
 
 
 @pytest.fixture(params=CODES, ids=lambda code: "{1}+{2} on {0}".format(*code))
-def rest(request: pytest.FixtureRequest, five: LocalStores, tmp_path: Path) -> Iterator[AtRest]:
-    """A lane that was trained."""
+def lane(request: pytest.FixtureRequest, five: LocalStores, tmp_path: Path) -> Iterator[StoredLane]:
+    """A lane that was trained, with each of the codes."""
     shards, k, r = request.param
-    program = make_program(5, 30, SLOTS, SLOTS, EVALUATION_SLOTS)
+    program = make_program(5, 30)
     with Store(five.urls[:shards], timedelta(seconds=10)) as store:
         for shard in range(shards):
             store.command(shard, "FLUSHALL")
@@ -112,154 +111,154 @@ def rest(request: pytest.FixtureRequest, five: LocalStores, tmp_path: Path) -> I
             names = sorted((name for name in program.tags if name[0] == table), key=lambda name: program.ordinals[name])
             ids, tags = np.array([id for _, id in names]), np.array([program.tags[name] for name in names], np.int32)
             known.append(TableRows(table, np.full(len(names), MUST, np.uint8), ids, tags, np.ones(len(names), bool)))
-        yield AtRest(stored, known, traffic.last_batch(LANE))
+        yield StoredLane(stored, known, traffic.last_batch(LANE))
 
 
-def check_repaired(rest: AtRest, stripes: int, *words: str) -> None:
+def check_repaired(lane: StoredLane, stripes: int, *words: str) -> None:
     """The damage is found, first without, then with repair; afterwards everything is as it was."""
-    damaged = rest.held()
-    assert damaged != rest.before
+    damaged = lane.held()
+    assert damaged != lane.before
     for repair in (False, True):
-        found = rest.scrub(repair)
+        found = lane.scrub(repair)
         assert (found.stripes_repaired, found.stripes_damaged, len(found.repaired)) == (stripes, 0, stripes)
         for one in found.repaired:
             assert all(word in one.what for word in words), one
         if not repair:
-            assert rest.held() == damaged
-    assert rest.held() == rest.before
-    again = rest.scrub()
+            assert lane.held() == damaged
+    assert lane.held() == lane.before
+    again = lane.scrub()
     assert (again.stripes_repaired, again.stripes_damaged) == (0, 0)
 
 
-def check_named(rest: AtRest, *words: str) -> None:
+def check_named(lane: StoredLane, *words: str) -> None:
     """The stripe is named, and nothing has changed."""
-    damaged = rest.held()
-    found = rest.scrub()
+    damaged = lane.held()
+    found = lane.scrub()
     assert (found.stripes_repaired, found.stripes_damaged) == (0, 1)
     (one,) = found.damaged
-    assert (one.lane, one.table, one.first, one.last) == (LANE, TABLE, STRIPE * rest.k, STRIPE * rest.k + rest.k - 1)
-    assert one.shards == tuple(rest.at(place)[0] for place in range(rest.k + rest.r))
+    assert (one.lane, one.table, one.first, one.last) == (LANE, TABLE, STRIPE * lane.k, STRIPE * lane.k + lane.k - 1)
+    assert one.shards == tuple(lane.at(place)[0] for place in range(lane.k + lane.r))
     assert all(word in one.what for word in words), one
-    assert rest.held() == damaged
+    assert lane.held() == damaged
 
 
-def test_what_rests_undamaged_is_clean_and_counted(rest: AtRest) -> None:
-    found = rest.scrub()
-    counts = [len(rows.id) for rows in rest.known]
+def test_an_undamaged_lane_is_clean_and_counted(lane: StoredLane) -> None:
+    found = lane.scrub()
+    counts = [len(rows.id) for rows in lane.known]
     assert found.rows == sum(counts)
-    assert found.stripes == sum(-(-count // rest.k) for count in counts)
-    assert found.parity_rows == rest.r * found.stripes
+    assert found.stripes == sum(-(-count // lane.k) for count in counts)
+    assert found.parity_rows == lane.r * found.stripes
     assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
-    assert rest.held() == rest.before
+    assert lane.held() == lane.before
 
 
-def test_a_missing_row_is_repaired(rest: AtRest) -> None:
-    for place in range(rest.k):
-        rest.put(place, None)
-        check_repaired(rest, 1, f"row {STRIPE * rest.k + place} (shard {rest.at(place)[0]}) is missing")
+def test_a_missing_row_is_repaired(lane: StoredLane) -> None:
+    for place in range(lane.k):
+        lane.put(place, None)
+        check_repaired(lane, 1, f"row {STRIPE * lane.k + place} (shard {lane.at(place)[0]}) is missing")
 
 
-def test_a_row_of_another_length_is_repaired(rest: AtRest) -> None:
-    rest.put(0, rest.row(0)[:-4])
-    check_repaired(rest, 1, "is missing")
+def test_a_row_of_another_length_is_repaired(lane: StoredLane) -> None:
+    lane.put(0, lane.row(0)[:-4])
+    check_repaired(lane, 1, "is missing")
 
 
-def test_an_older_version_of_a_row_is_repaired(rest: AtRest) -> None:
-    for place in range(rest.k):
-        row = bytearray(rest.row(place))
+def test_an_older_version_of_a_row_is_repaired(lane: StoredLane) -> None:
+    for place in range(lane.k):
+        row = bytearray(lane.row(place))
         row[:4] = np.float32(0.125).tobytes()
-        row[-4:] = (int.from_bytes(row[-4:], "little") - 1).to_bytes(4, "little")
-        rest.put(place, bytes(row))
-        check_repaired(rest, 1, f"row {STRIPE * rest.k + place} ", "has another id or tag")
+        row[-4:] = (int.from_bytes(row[-4:], "little") - 1).to_bytes(4, "little")  # the tag: the last number of a row
+        lane.put(place, bytes(row))
+        check_repaired(lane, 1, f"row {STRIPE * lane.k + place} ", "has another id or tag")
 
 
-def test_rows_of_two_stripes_that_changed_places_are_repaired(rest: AtRest) -> None:
-    one, other = rest.row(0), rest.row(1, stripe=0)
-    rest.put(0, other)
-    rest.put(1, one, stripe=0)
-    check_repaired(rest, 2, "has another id or tag")
+def test_rows_of_two_stripes_that_changed_places_are_repaired(lane: StoredLane) -> None:
+    one, other = lane.row(0), lane.row(1, stripe=0)
+    lane.put(0, other)
+    lane.put(1, one, stripe=0)
+    check_repaired(lane, 2, "has another id or tag")
 
 
-def test_rows_of_one_stripe_that_changed_places_are_repaired_by_two_parity_rows(rest: AtRest) -> None:
-    one, other = rest.row(0), rest.row(1)
-    rest.put(0, other)
-    rest.put(1, one)
-    if rest.r == 1:
-        check_named(rest, f"row {STRIPE * rest.k} ", f"row {STRIPE * rest.k + 1} ", "has another id or tag")
+def test_rows_of_one_stripe_that_changed_places_are_repaired_by_two_parity_rows(lane: StoredLane) -> None:
+    one, other = lane.row(0), lane.row(1)
+    lane.put(0, other)
+    lane.put(1, one)
+    if lane.r == 1:
+        check_named(lane, f"row {STRIPE * lane.k} ", f"row {STRIPE * lane.k + 1} ", "has another id or tag")
     else:
-        check_repaired(rest, 1, "has another id or tag")
+        check_repaired(lane, 1, "has another id or tag")
 
 
-def test_a_wrong_id_is_repaired(rest: AtRest) -> None:
-    rest.flip(1, -12)
-    check_repaired(rest, 1, "has another id or tag")
+def test_a_wrong_id_is_repaired(lane: StoredLane) -> None:
+    lane.flip(1, -12)
+    check_repaired(lane, 1, "has another id or tag")
 
 
-def test_a_missing_parity_row_is_repaired(rest: AtRest) -> None:
-    for place in range(rest.k, rest.k + rest.r):
-        rest.put(place, None)
-        check_repaired(rest, 1, f"parity row {place - rest.k} (shard {rest.at(place)[0]}) is missing")
+def test_a_missing_parity_row_is_repaired(lane: StoredLane) -> None:
+    for place in range(lane.k, lane.k + lane.r):
+        lane.put(place, None)
+        check_repaired(lane, 1, f"parity row {place - lane.k} (shard {lane.at(place)[0]}) is missing")
 
 
-def test_a_flipped_bit_is_named_with_one_parity_row_and_repaired_with_two(rest: AtRest) -> None:
-    for place in range(rest.k + rest.r):
-        rest.flip(place, 5)
-        if rest.r == 1:
-            check_named(rest, "do not agree, and nothing tells which of them is wrong")
-            rest.flip(place, 5)
+def test_a_flipped_bit_is_named_with_one_parity_row_and_repaired_with_two(lane: StoredLane) -> None:
+    for place in range(lane.k + lane.r):
+        lane.flip(place, 5)
+        if lane.r == 1:
+            check_named(lane, "do not agree, and nothing tells which of them is wrong")
+            lane.flip(place, 5)
         else:
-            check_repaired(rest, 1, f"(shard {rest.at(place)[0]}) is not what the rest of its stripe says")
+            check_repaired(lane, 1, f"(shard {lane.at(place)[0]}) is not what the rest of its stripe says")
 
 
-def test_more_missing_rows_than_parity_covers_are_named_and_left_alone(rest: AtRest) -> None:
-    for place in range(rest.r + 1):
-        rest.put(place, None)
-    check_named(rest, "is missing", "does not tell what belongs there")
+def test_more_missing_rows_than_parity_covers_are_named_and_left_alone(lane: StoredLane) -> None:
+    for place in range(lane.r + 1):
+        lane.put(place, None)
+    check_named(lane, "is missing", "does not tell what belongs there")
 
 
-def test_a_missing_row_beside_flipped_bits_is_named_and_left_alone(rest: AtRest) -> None:
-    rest.put(0, None)
-    # Where the id of the row that is then decoded lies, or nothing could tell.
-    rest.flip(rest.k, -12)
-    if rest.r > 1:
-        rest.flip(1, 3)
-    check_named(rest, "is missing", "does not tell what belongs there")
+def test_a_missing_row_beside_flipped_bits_is_named_and_left_alone(lane: StoredLane) -> None:
+    lane.put(0, None)
+    # In a byte of the parity row from which the missing row's id would be decoded: elsewhere, with one parity row, nothing could tell.
+    lane.flip(lane.k, -12)
+    if lane.r > 1:
+        lane.flip(1, 3)
+    check_named(lane, "is missing", "does not tell what belongs there")
 
 
-def test_two_wrong_rows_of_a_stripe_are_named_and_left_alone(rest: AtRest) -> None:
-    rest.flip(0, 5)
-    rest.flip(1, 6)
-    check_named(rest, "do not agree")
+def test_two_wrong_rows_of_a_stripe_are_named_and_left_alone(lane: StoredLane) -> None:
+    lane.flip(0, 5)
+    lane.flip(1, 6)
+    check_named(lane, "do not agree")
 
 
-def test_everything_that_a_shard_lost_is_repaired(rest: AtRest) -> None:
-    held = rest.held()[1]
+def test_everything_that_a_shard_lost_is_repaired(lane: StoredLane) -> None:
+    held = lane.held()[1]
     names = [name for name in held if name != MARKER]
-    rest.stored.store.command(1, "HDEL", rest.stored.key(LANE, 1), *names)
-    check_repaired(rest, len(names), "(shard 1) is missing")
+    lane.stored.store.command(1, "HDEL", lane.stored.key(LANE, 1), *names)
+    check_repaired(lane, len(names), "(shard 1) is missing")
 
 
-def test_a_shard_that_is_lost_is_left_out_and_the_others_are_checked_with_what_is_left(rest: AtRest) -> None:
-    shard = rest.at(0)[0]
-    rest.stored.shards.lose(shard, "taken away")
-    found = rest.scrub()
+def test_a_shard_that_is_lost_is_left_out_and_the_others_are_checked_with_what_is_left(lane: StoredLane) -> None:
+    shard = lane.at(0)[0]
+    lane.stored.shards.lose(shard, "taken away")
+    found = lane.scrub()
     assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
-    assert found.rows + found.parity_rows == sum(len(held) - 1 for i, held in enumerate(rest.before) if i != shard)
-    rest.put(1, None)
-    if rest.r == 1:
-        check_named(rest, "is missing", "1 more on lost shards")
+    assert found.rows + found.parity_rows == sum(len(held) - 1 for i, held in enumerate(lane.before) if i != shard)
+    lane.put(1, None)
+    if lane.r == 1:
+        check_named(lane, "is missing", "1 more on lost shards")
     else:
-        check_repaired(rest, 1, "is missing")
+        check_repaired(lane, 1, "is missing")
 
 
-def test_a_stale_shard_is_refused(rest: AtRest) -> None:
-    rest.last_batch += 1
+def test_a_stale_shard_is_refused(lane: StoredLane) -> None:
+    lane.last_batch += 1
     with pytest.raises(StoreError, match="stale shard"):
-        rest.scrub()
+        lane.scrub()
 
 
-def test_where_it_is_unknown_whether_a_row_was_written_its_stripe_tells(rest: AtRest) -> None:
-    rest.known = [
+def test_where_it_is_unknown_whether_a_row_was_written_its_stripe_tells(lane: StoredLane) -> None:
+    lane.known = [
         TableRows(
             rows.table,
             np.full(len(rows.id) + 50, MAY, np.uint8),
@@ -267,48 +266,50 @@ def test_where_it_is_unknown_whether_a_row_was_written_its_stripe_tells(rest: At
             np.concatenate([rows.tag + 3, np.full(50, 9, np.int32)]),
             np.zeros(len(rows.id) + 50, bool),
         )
-        for rows in rest.known
+        for rows in lane.known
     ]
-    found = rest.scrub()
+    found = lane.scrub()
     assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
-    for place in range(rest.k + rest.r):
-        rest.put(place, None)
-        check_repaired(rest, 1)
-    rest.flip(0, -12)
-    check_repaired(rest, 1, "has another id or tag")
+    for place in range(lane.k + lane.r):
+        lane.put(place, None)
+        check_repaired(lane, 1)
+    lane.flip(0, -12)
+    check_repaired(lane, 1, "has another id or tag")
 
 
-def test_many_stripes_are_read_and_repaired_in_commands_of_2048(five: LocalStores, tmp_path: Path) -> None:
+def test_a_whole_shard_is_read_and_repaired_in_commands_of_2048_and_a_thousand_repairs_are_named(
+    five: LocalStores, tmp_path: Path
+) -> None:
     count = 40_001
-    ended = ending(count, 7)
-    protected = replace(ended, base_weights=np.zeros_like(ended.weights), base_state=np.zeros_like(ended.state))
+    ended = with_base(ending(count, 7))
     with Store(five.urls[:3], timedelta(seconds=10)) as store:
         for shard in range(3):
             store.command(shard, "FLUSHALL")
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
         with serving(stored, [LanePlan(LANE, iter([]))], SEED, log=FileLog(tmp_path)) as traffic:
-            traffic.write_back(LANE, 1, protected)
+            traffic.write_back(LANE, 1, ended)
             traffic.flush()
         known = TableRows(1, np.full(count, MUST, np.uint8), ended.id, ended.tag, np.ones(count, bool))
-        rest = AtRest(stored, [known], traffic.last_batch(LANE))
-        lost = [name for name in rest.before[0] if name != MARKER]
+        lane = StoredLane(stored, [known], traffic.last_batch(LANE))
+        # One row or parity row of nearly every stripe; a thousand in a command, so that a server takes it.
+        lost = [name for name in lane.before[0] if name != MARKER]
         for start in range(0, len(lost), 1000):
             store.command(0, "HDEL", stored.key(LANE, 0), *lost[start : start + 1000])
-        found = rest.scrub()
+        found = lane.scrub()
         assert (found.stripes, found.stripes_repaired, found.stripes_damaged) == (20_001, len(lost), 0)
         assert len(found.repaired) == 1000
-        assert rest.held() == rest.before
+        assert lane.held() == lane.before
 
 
-def test_a_repair_carries_no_marker(rest: AtRest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_carries_no_marker(lane: StoredLane, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Write] = []
-    exchange = rest.stored.store.exchange
+    exchange = lane.stored.store.exchange
 
     def recording(reads: list[object], writes: list[Write]) -> None:
         written.extend(writes)
         exchange(reads, writes)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rest.stored.store, "exchange", recording)
-    rest.put(0, None)
-    rest.scrub()
-    assert [(write.shard, write.marker, len(write.fields)) for write in written] == [(rest.at(0)[0], None, 1)]
+    monkeypatch.setattr(lane.stored.store, "exchange", recording)
+    lane.put(0, None)
+    lane.scrub()
+    assert [(write.shard, write.marker, len(write.fields)) for write in written] == [(lane.at(0)[0], None, 1)]

@@ -30,6 +30,7 @@ IDENTITY = {"run": "x"}
 
 
 def write(namespace: str, lane: int, epoch: int, number: int) -> Write:
+    """Batch `number` of a lane in a fence epoch: three rows that are full of it, and the marker."""
     rows = np.full((3, 40), number, np.uint8)
     return Write(0, lane_key(namespace, lane, epoch), np.arange(3, dtype=np.uint64), rows, Marker(number, number).stored())
 
@@ -98,7 +99,7 @@ def test_a_policy_that_evicts_no_row_is_accepted(server: LocalStores, policy: st
         store.command(0, "CONFIG", "SET", "maxmemory", 1)
         with pytest.raises(StoreError, match="is full"):
             store.exchange([], [write("t", 0, 0, 2)])
-        assert store.command(0, "HLEN", lane_key("t", 0, 0)) == 4
+        assert store.command(0, "HLEN", lane_key("t", 0, 0)) == 3 + 1
 
 
 def test_a_policy_that_evicts_rows_is_refused_with_both_ways_to_change_it(server: LocalStores) -> None:

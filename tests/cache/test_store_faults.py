@@ -20,11 +20,11 @@ import pytest
 import redis
 from tls import TlsServer
 
-from foreload.cache.client import frames
+from foreload.cache.client import channel, frames
 from foreload.cache.client.channel import reply_error
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
-from foreload.cache.client.url import PASSWORD_VARIABLE, parse_url
+from foreload.cache.client.url import PASSWORD_VARIABLE, StoreUrl, parse_url
 from foreload.cache.errors import (
     CommandRefused,
     Fenced,
@@ -36,8 +36,8 @@ from foreload.cache.errors import (
     StoreUnavailable,
 )
 
-SHORT = timedelta(seconds=0.3)
-LONG = timedelta(seconds=20)
+SHORT = timedelta(seconds=0.3)  # for what must come to its end
+LONG = timedelta(seconds=20)  # for what must not
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def read(count: int = 10, row_bytes: int = 40) -> Read:
 
 
 def line(caught: pytest.ExceptionInfo[BaseException]) -> str:
+    """The error's text, which is one line about a store."""
     text = str(caught.value)
     assert "\n" not in text
     assert text.startswith("store ")
@@ -70,12 +71,20 @@ def test_a_store_that_is_down_is_unavailable(tmp_path: Path) -> None:
         Store(["redis://127.0.0.1:1"], connect_timeout=SHORT)
 
 
-def test_a_store_that_is_late_is_waited_for(tmp_path: Path) -> None:
+def test_a_store_that_is_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stores = LocalStores(1, tmp_path)
     url = f"unix://{tmp_path}/shard-0.sock"
+    tried, connect_error = threading.Event(), channel._connect_error
+
+    def noted(url: StoreUrl, error: Exception) -> StoreError:
+        tried.set()
+        return connect_error(url, error)
+
+    monkeypatch.setattr(channel, "_connect_error", noted)
     made: list[Store] = []
     thread = threading.Thread(target=lambda: made.append(Store([url], connect_timeout=LONG)))
     thread.start()
+    assert tried.wait(LONG.total_seconds()), "it was there too late once"
     with stores:
         thread.join()
         made[0].command(0, "PING")
@@ -148,12 +157,8 @@ def test_a_replica_is_refused(server: LocalStores) -> None:
 
 
 def test_a_busy_store_is_tried_again(server: LocalStores) -> None:
-    # A script that ends when it is killed: until then every other command gets BUSY.
     with Store(server.urls, LONG) as store, redis.Redis(unix_socket_path=str(parse_url(server.urls[0], {}).path)) as control:
-        store.command(0, "CONFIG", "SET", "lua-time-limit", 1)  # as all servers call it
-        script = threading.Thread(target=lambda: _run_script(server.urls[0]))
-        script.start()
-        _until_busy(control)
+        script = _make_busy(server.urls[0], store, control)
         killer = threading.Thread(target=lambda: _kill_after_a_retry(store, control))
         killer.start()
         store.exchange([], [write()])
@@ -165,31 +170,32 @@ def test_a_busy_store_is_tried_again(server: LocalStores) -> None:
         assert store.retries >= 2
 
 
-def _until_busy(control: redis.Redis) -> None:
-    while True:
-        try:
+def _make_busy(url: str, store: Store, control: redis.Redis) -> threading.Thread:
+    """Has a server run a script that ends when it is killed: until then every other command gets BUSY. Returns the thread that asked for it."""
+    store.command(0, "CONFIG", "SET", "lua-time-limit", 1)  # milliseconds; the older of its names, which all servers know
+
+    def run_script() -> None:
+        with contextlib.suppress(StoreError), Store([url], LONG) as other:
+            other.command(0, "EVAL", "while true do end", 0)
+
+    script = threading.Thread(target=run_script)
+    script.start()
+    with contextlib.suppress(redis.ResponseError):
+        while True:
             control.ping()
-        except redis.ResponseError:
-            return
-
-
-def _run_script(url: str) -> None:
-    with contextlib.suppress(StoreError), Store([url], LONG) as other:
-        other.command(0, "EVAL", "while true do end", 0)
+    return script
 
 
 def _kill_after_a_retry(store: Store, control: redis.Redis) -> None:
-    while store.retries < 1:
-        pass
+    deadline = time.monotonic() + LONG.total_seconds()
+    while store.retries < 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
     control.script_kill()
 
 
 def test_a_store_busy_for_too_long_is_unavailable(server: LocalStores) -> None:
     with Store(server.urls, SHORT) as store, redis.Redis(unix_socket_path=str(parse_url(server.urls[0], {}).path)) as control:
-        store.command(0, "CONFIG", "SET", "lua-time-limit", 1)  # as all servers call it
-        script = threading.Thread(target=lambda: _run_script(server.urls[0]))
-        script.start()
-        _until_busy(control)
+        script = _make_busy(server.urls[0], store, control)
         with pytest.raises(StoreUnavailable, match="not ready"):
             store.exchange([read()], [write()])
         control.script_kill()
@@ -362,19 +368,19 @@ def test_plain_and_tls_do_not_meet(tls_server: TlsServer) -> None:
         Store([f"redis://localhost:{tls_server.port}"], SHORT, SHORT)
 
 
-@pytest.mark.parametrize("struck", ["CLIENT KILL", "SIGKILL"])
-def test_a_closed_tls_connection_is_a_broken_one(tls_server: TlsServer, struck: str) -> None:
+@pytest.mark.parametrize("by", ["CLIENT KILL", "SIGKILL"])
+def test_a_closed_tls_connection_is_a_broken_one(tls_server: TlsServer, by: str) -> None:
     rows = [write(2048, 400) for _ in range(20)]
     with Store([tls_server.url], LONG) as store:
         store.exchange([], rows)
-        if struck == "SIGKILL":
+        if by == "SIGKILL":
             os.kill(tls_server.stores.pids[0] or 0, signal.SIGKILL)
         else:
             tls_server.disconnect()
         with pytest.raises(StoreUnavailable, match=r"closed the connection|connection broke") as caught:
             store.exchange([read()], rows)
         line(caught)
-    if struck == "SIGKILL":
+    if by == "SIGKILL":
         with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
             Store([tls_server.url], LONG, SHORT)
         line(caught)

@@ -5,19 +5,34 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hold_proxy import HoldingProxy
-from lane_program import LAYOUTS, SEED, STATE_WIDTH, WIDTH, LaneProgram, Truth, initial, make_program, train_slots, values
+from lane_program import (
+    EVALUATION_SLOTS,
+    LAYOUTS,
+    SEED,
+    SLOTS,
+    STATE_WIDTH,
+    WIDTH,
+    LaneProgram,
+    Truth,
+    initial,
+    make_program,
+    train_slots,
+    values,
+)
+from lane_runs import Recording, arriving, expected_rows, plan
+from lane_runs import ending as ending
 from serving import serving
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
-from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.client.store import Store
 from foreload.cache.errors import (
     CacheError,
     RowError,
@@ -33,37 +48,12 @@ from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Arrivals
 
-SLOTS, EVALUATION_SLOTS = 12, 6
 COLUMNS = ("table", "ordinal", "id", "tag", "stored_tag", "weights", "state")  # of EndedRows, without base
 
 
-class RecordingStore(Store):
-    """A Store that notes each exchange, and may drop or alter rows on their way out."""
-
-    def __init__(self, urls: Sequence[object]) -> None:
-        super().__init__(urls, timedelta(seconds=10))  # type: ignore[arg-type]
-        self.exchanges: list[tuple[list[Read], list[Write]]] = []
-        self.drop: Callable[[int, int, int], bool] | None = (
-            None  # (rows written before, field, times it was written before) -> left out
-        )
-        self._written: list[int] = []
-
-    def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
-        kept = []
-        for write in writes:
-            stay = np.ones(len(write.fields), bool)
-            for place, name in enumerate(write.fields.tolist() if self.drop is not None else []):
-                assert self.drop is not None
-                stay[place] = not self.drop(len(self._written), name, self._written.count(name))
-                self._written.append(name)
-            kept.append(Write(write.shard, write.key, write.fields[stay], write.rows[stay], write.marker))
-        self.exchanges.append((list(reads), list(writes)))
-        super().exchange(reads, kept)
-
-
 @pytest.fixture
-def recording(servers: LocalStores, store: Store) -> Iterator[RecordingStore]:
-    with RecordingStore(servers.urls) as recording:
+def recording(servers: LocalStores, store: Store) -> Iterator[Recording]:
+    with Recording(servers.urls) as recording:
         yield recording
 
 
@@ -71,16 +61,15 @@ def stored_rows(store: Store, namespace: str = "t") -> StoredRows:
     return StoredRows(store, Placement.spread(store.shards), LAYOUTS, namespace)
 
 
-def plan(program: LaneProgram) -> Iterator[tuple[int, Arrivals]]:
-    return ((index, event.arrivals) for index, event in enumerate(program.events))
-
-
 def partition_for(slots: int = SLOTS) -> Partition:
     return Partition(slots, EVALUATION_SLOTS, WIDTH, STATE_WIDTH)
 
 
 def run_lane(traffic: Traffic, lane: int, program: LaneProgram, check: bool = True, slots: int = SLOTS) -> Truth:
-    """Train through a program as a trainer does, comparing every row used with the truth."""
+    """Train through a program as a trainer does where there is no parity, comparing every row used with the truth.
+
+    Rows that are not changed by the step before are also looked at before the boundary, as a trainer sends them early.
+    """
     partition, truth, last = partition_for(slots), Truth(), -1
     for index, event in enumerate(program.events):
         if event.step is not None:
@@ -103,38 +92,13 @@ def run_lane(traffic: Traffic, lane: int, program: LaneProgram, check: bool = Tr
     return truth
 
 
-def expected(lane: int, program: LaneProgram) -> tuple[Expected, list[tuple[int, int]]]:
-    names = sorted(program.tags)
-    table, ids = np.array([table for table, _ in names], np.int16), np.array([id for _, id in names], np.int64)
-    ordinals = np.array([program.ordinals[name] for name in names], np.int64)
-    return Expected(table, ordinals, ids, np.array([program.tags[name] for name in names], np.int32), lane), names
-
-
-def arriving(*rows: tuple[int, int, int, int, int]) -> Arrivals:
-    """Arrivals from (table, ordinal, id, tag, after), in slots 0, 1, ..."""
-    table, ordinal, ids, tag, after = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [], [], [])
-    return Arrivals(
-        np.array(table, np.int16), np.array(ordinal, np.int64), np.array(ids, np.int64), np.array(tag, np.int32),
-        np.arange(len(rows), dtype=np.int32), np.array(after, np.int32),
-    )  # fmt: skip
-
-
-def ending(count: int, tag: int, table: int = 1, value: float = 1.0, stored: int = 0) -> EndedRows:
-    """Rows 0 .. count-1 of a table, id 1000 + ordinal, all weights `value`; `stored`: their tag in the store."""
-    ordinal = np.arange(count, dtype=np.int64)
-    return EndedRows(
-        np.full(count, table, np.int16), ordinal, ordinal + 1000, np.full(count, tag, np.int32), np.full(count, stored, np.int32),
-        np.full((count, WIDTH), value, np.float32), np.zeros((count, STATE_WIDTH), np.float32),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize(("lead_events", "staging_rows"), [(1, 1), (3, 10), (20, 1000)])
 @pytest.mark.parametrize("slots", [SLOTS, 60])
 def test_every_row_used_and_stored_is_the_true_one(
     servers: LocalStores, store: Store, shards: int, lead_events: int, staging_rows: int, slots: int
 ) -> None:
-    programs = {lane: make_program(lane + 10 * slots, 25, slots, SLOTS, EVALUATION_SLOTS) for lane in (0, 3)}
+    programs = {lane: make_program(lane + 10 * slots, 25, slots) for lane in (0, 3)}
     with Store(servers.urls[:shards], timedelta(seconds=10)) as client:
         stored = stored_rows(client)
         plans = [LanePlan(lane, plan(program)) for lane, program in programs.items()]
@@ -142,7 +106,7 @@ def test_every_row_used_and_stored_is_the_true_one(
             truths = {lane: run_lane(traffic, lane, program, slots=slots) for lane, program in programs.items()}
         counters = traffic.counters()
         for lane, program in programs.items():
-            rows, names = expected(lane, program)
+            rows, names = expected_rows(lane, program)
             found = read_rows(stored, rows, last_batch=traffic.last_batch(lane))
             assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truths[lane].of(names))
     arrivals = [event.arrivals for program in programs.values() for event in program.events]
@@ -155,7 +119,7 @@ def test_every_row_used_and_stored_is_the_true_one(
 
 
 def test_lanes_in_threads_of_their_own_do_not_disturb_each_other(store: Store) -> None:
-    programs = {lane: make_program(lane, 20, SLOTS, SLOTS, EVALUATION_SLOTS) for lane in range(3)}
+    programs = {lane: make_program(lane, 20) for lane in range(3)}
     failures: list[BaseException] = []
 
     def work(lane: int) -> None:
@@ -174,9 +138,10 @@ def test_lanes_in_threads_of_their_own_do_not_disturb_each_other(store: Store) -
 
 
 def test_batches_are_numbered_and_marked_on_every_shard_and_hold_2048_rows_a_shard_of_one_width(
-    recording: RecordingStore,
+    recording: Recording,
 ) -> None:
     stored = stored_rows(recording)
+    # 13,000 rows are 4,333 a shard or so: three batches. Those of another width make a fourth.
     narrow, wide = ending(13_000, 1), ending(500, 1, table=0)
     both = EndedRows(*(np.concatenate([getattr(narrow, name), getattr(wide, name)]) for name in COLUMNS))
     with serving(stored, [LanePlan(5, iter([]), last_batch=6)], SEED) as traffic:
@@ -196,8 +161,8 @@ def test_batches_are_numbered_and_marked_on_every_shard_and_hold_2048_rows_a_sha
     assert (counters.rows_written, counters.batches) == (13_500, 4)
 
 
-def test_no_exchange_reads_a_row_that_it_writes_or_that_was_not_written_before(recording: RecordingStore) -> None:
-    program = make_program(77, 40, SLOTS, SLOTS, EVALUATION_SLOTS)
+def test_no_exchange_reads_a_row_that_it_writes_or_that_was_not_written_before(recording: Recording) -> None:
+    program = make_program(77, 40)
     with serving(stored_rows(recording), [LanePlan(0, plan(program))], SEED) as traffic:
         run_lane(traffic, 0, program)
     versions: dict[int, int] = {}
@@ -321,7 +286,7 @@ def test_rows_as_the_store_has_them_are_not_written_and_those_beyond_the_schedul
 
 
 def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
-    program = make_program(5, 30, SLOTS, SLOTS, EVALUATION_SLOTS)
+    program = make_program(5, 30)
     half = next(index for index, event in enumerate(program.events) if event.step == 15)
     first = LaneProgram(program.events[:half])
     stored, partition, truth = stored_rows(store), partition_for(), Truth()
@@ -347,10 +312,10 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
     with serving(stored, plans, SEED) as traffic:
         for index, event in enumerate(program.events[half:], start=half):
             if event.step is not None:
+                ended = resumed.end(event.ends)
                 # The rows that end at the boundary of the stop are in the store already.
-                traffic.write_back(0, event.step, resumed.end(event.ends), at_stop=False) if event.step > 15 else resumed.end(
-                    event.ends
-                )
+                if event.step > 15:
+                    traffic.write_back(0, event.step, ended)
             resumed.admit(event.arrivals, traffic.take(0, index))
             assert np.array_equal(values(resumed, event.slots), truth.of(event.rows))
             if event.step is not None:
@@ -358,27 +323,27 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
                 truth.train(event.rows, event.step)
 
 
-def train_and_compare(recording: RecordingStore, program: LaneProgram, check_tags: bool) -> bool:
-    """Whether, after training through a program, every stored row is the true one."""
+def train_and_compare(recording: Recording, program: LaneProgram, check_tags: bool) -> bool:
+    """Whether, after training through a program, every stored row is the true one; rows used are compared only where tags are checked."""
     stored = stored_rows(recording)
     with serving(stored, [LanePlan(0, plan(program))], SEED, check_tags=check_tags) as traffic:
         truth = run_lane(traffic, 0, program, check=check_tags)
-    rows, names = expected(0, program)
+    rows, names = expected_rows(0, program)
     found = read_rows(stored, rows, check_tags=check_tags)
     return np.array_equal(np.concatenate([found.weights, found.state], axis=1), truth.of(names))
 
 
 @pytest.mark.parametrize("dropped", [0, 9, 20, 57, 101])
-def test_a_dropped_write_back_stops_the_run_by_its_tag(recording: RecordingStore, dropped: int) -> None:
+def test_a_dropped_write_back_stops_the_run_by_its_tag(recording: Recording, dropped: int) -> None:
     recording.drop = lambda number, name, times: number == dropped
     message = r"table .*, row id \d+ \(lane 0, ordinal \d+\) is .*tag must be \d+, found .*--overwrite"
     with pytest.raises(RowError, match=message):
-        train_and_compare(recording, make_program(3, 40, SLOTS, SLOTS, EVALUATION_SLOTS), check_tags=True)
+        train_and_compare(recording, make_program(3, 40), check_tags=True)
 
 
-def test_with_the_tag_check_off_a_dropped_write_back_changes_the_result(recording: RecordingStore) -> None:
+def test_with_the_tag_check_off_a_dropped_write_back_changes_the_result(recording: Recording) -> None:
     # A row that was written before: else it would be missing, which is never let pass.
-    program = make_program(3, 40, SLOTS, SLOTS, EVALUATION_SLOTS)
+    program = make_program(3, 40)
     assert train_and_compare(recording, program, check_tags=False)
     names = [int(name) for _, writes in recording.exchanges for write in writes for name in write.fields]
     twice = next(name for name in names if names.count(name) > 1)
@@ -389,6 +354,7 @@ def test_with_the_tag_check_off_a_dropped_write_back_changes_the_result(recordin
 
 
 def write_one(store: Store, tag: int, id: int = 1000, number: int = 1) -> None:
+    """The row of table 1 with ordinal 0, as write-back batch `number`."""
     row = ending(1, tag)
     row.id[0] = id
     with serving(stored_rows(store), [LanePlan(0, iter([]), last_batch=number - 1)], SEED) as traffic:
@@ -490,9 +456,8 @@ def test_reading_up_to_a_tag_takes_any_version_until_then(store: Store) -> None:
     write_one(store, 5)
     table, zero, ids = np.array([1], np.int16), np.zeros(1, np.int64), np.array([1000])
     for limit in (5, 9):
-        assert read_rows(stored_rows(store), Expected(table, zero, ids, np.array([limit]), 0, tag_at_most=True)).tag.tolist() == [
-            5
-        ]
+        found = read_rows(stored_rows(store), Expected(table, zero, ids, np.array([limit]), 0, tag_at_most=True))
+        assert found.tag.tolist() == [5]
     with pytest.raises(RowError, match="tag must be at most 4, found 5"):
         read_rows(stored_rows(store), Expected(table, zero, ids, np.array([4]), 0, tag_at_most=True))
 

@@ -165,7 +165,12 @@ def remove(store: Store, namespace: str) -> int:
     removed = 0
     for shard in range(store.shards):
         for keys in lane_keys(store, shard, namespace):
-            # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again.
+            # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again. The term
+            # of who set it goes: it is the earlier run's.
+            for key in (key for key in keys if key.endswith(EPOCH)):
+                epoch = store.command(shard, "GET", key)
+                assert isinstance(epoch, bytes)
+                store.command(shard, "SET", key, epoch.partition(b" ")[0] + b" 0")
             keys = [key for key in keys if not key.endswith(EPOCH)]
             # UNLINK frees in the background; DEL would block the server for everyone.
             store.commands_at_once(shard, [("UNLINK", key) for key in keys])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from foreload.cache.client.store import Store, Write
-from foreload.cache.errors import NamespaceInUse, RowsLost, StoreError
+from foreload.cache.errors import Fenced, NamespaceInUse, RowsLost, StoreError
+from foreload.cache.protocol.fence import fence
 from foreload.cache.protocol.namespace import (
     claim,
     lane_key,
@@ -56,6 +57,15 @@ def test_overwriting_removes_that_namespace_and_no_other(store: Store) -> None:
     assert remove(store, "a.b") == 12
     assert store.command(0, "HLEN", lane_key("axb", 0, 0)) == 3
     assert remove(store, "nothing") == 0
+
+
+def test_a_run_that_takes_the_place_of_another_begins_with_a_lower_term_and_a_later_epoch(store: Store) -> None:
+    claim(store, "clicks", IDENTITY, "new")
+    assert fence(store, 1, "clicks", 0, term=7).epoch == 1
+    with pytest.raises(Fenced):
+        fence(store, 1, "clicks", 0, term=1)
+    claim(store, "clicks", {"run": "r2"}, "overwrite")
+    assert fence(store, 1, "clicks", 0, term=1).epoch == 2
 
 
 def test_only_the_same_run_resumes(store: Store) -> None:

@@ -36,8 +36,8 @@ def test_lanes_are_spread_evenly_over_any_number_of_trainers(lanes: int) -> None
 
 def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
     coordinator, first, second = boards(3)
-    coordinator.publish(Term.of((4, 7), lanes=3), 0)
-    coordinator.publish(Term.of((4,), lanes=3), 1)
+    coordinator.publish(Term.of(0, (4, 7), lanes=3), 0)
+    coordinator.publish(Term.of(1, (4,), lanes=3), 1)
     term = first.read(Term, 0)
     assert (term.members, term.hosts, term.lane_map, term.leader) == ((4, 7), (4, 4, 7), [0, 0, 1], 4)
     assert [term.lanes_of(trainer) for trainer in (4, 7)] == [[0, 1], [2]]

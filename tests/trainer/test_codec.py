@@ -55,10 +55,10 @@ EVENTS = Events(
 MESSAGES = [
     EVENTS,
     Go(),
-    Term((4, 7), (4, 4, 7)),
+    Term(3, (4, 7), (4, 4, 7)),
     SegmentVerdict(False, None),
     Commanded(ReplaceServer(1, "redis://a:1")),
-    LaunchSpec(JOB, -1, (0, 0), ("redis://a:1",), None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),
+    LaunchSpec(JOB, 2, -1, (0, 0), ("redis://a:1",), None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),
     TrainerEnd(9, True, None, 3, {1: 4}, {"rounds": 5, "waited": 0.5}, (), 1, "ab", Totals(steps=10)),
 ]
 
@@ -92,9 +92,9 @@ def test_what_is_none_by_default_is_left_out() -> None:
         ("{}", Go, "message: must be Go; got None"),
         ('{"kind": "Term"}', Go, "message: must be Go; got 'Term'"),
         ('{"kind": "Go", "now": 1}', Go, "Go: has no field 'now'"),
-        ('{"kind": "Term", "members": [1]}', Term, "Term: must have 'hosts'; got members"),
-        ('{"kind": "Term", "members": [true], "hosts": []}', Term, "Term.members: must be int; got True"),
-        ('{"kind": "Term", "members": 1, "hosts": []}', Term, "Term.members: must be list; got 1"),
+        ('{"kind": "Term", "number": 1, "members": [1]}', Term, "Term: must have 'hosts'; got number, members"),
+        ('{"kind": "Term", "number": 1, "members": [true], "hosts": []}', Term, "Term.members: must be int; got True"),
+        ('{"kind": "Term", "number": 1, "members": 1, "hosts": []}', Term, "Term.members: must be list; got 1"),
         ('{"kind": "SegmentVerdict", "begin": 1, "failure": null}', SegmentVerdict, "SegmentVerdict.begin: must be bool; got 1"),
         ('{"kind": "Events", "events": [{"kind": "Started"}]}', Events, "Events.events: must be Ready or .* or Ended; got 'Started'"),
         (

@@ -23,8 +23,8 @@ ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "byte
 SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
-def status_of(ended: Mapping[int, TrainerEnd], totals: Totals) -> Status:
-    """The status of a run whose trainers have all ended. totals: of its steps; what was written at the end is added."""
+def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Status:
+    """The status of a run whose trainers have all ended, in this term. totals: of its steps; what was written at the end is added."""
     first = first_of(ended)
     written = sum(one.flushed for one in ended.values())
     if first.stopped:
@@ -34,7 +34,7 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals) -> Status:
         totals.rows_written_back += written
     batches = {str(lane): number for one in ended.values() for lane, number in one.last_batches.items()}
     lost = sorted({shard for one in ended.values() for shard in one.lost})
-    return Status("stopped" if first.stopped else "ended", first.step, batches, asdict(totals), lost)
+    return Status("stopped" if first.stopped else "ended", first.step, batches, asdict(totals), lost, term)
 
 
 def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
@@ -58,7 +58,7 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], bef
         setattr(totals, name, getattr(totals, name) + sum(getattr(one.totals, name) for one in ended.values()))
     for name in SHARED:
         setattr(totals, name, getattr(totals, name) + getattr(first_of(ended).totals, name))
-    status = status_of(ended, totals)
+    status = status_of(ended, totals, run.saved_status().term)
     manifest = run.manifest
     run.come_to_rest(replace(manifest, stages=(*manifest.stages[:-1], stage_of(schedule, ended))), status)
     keep_schedule(run, schedule, status.step)

@@ -18,15 +18,16 @@ def contiguous_lanes(lanes: int, trainers: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Who trains in a term, at (term): members, the trainers' numbers, in the order of their ranks; hosts: of each lane, the trainer."""
+    """Who trains in a term, at (number): members, the trainers' numbers, in the order of their ranks; hosts: of each lane, the trainer."""
 
+    number: int
     members: tuple[int, ...]
     hosts: tuple[int, ...]
 
     @classmethod
-    def of(cls, members: Sequence[int], lanes: int) -> Term:
+    def of(cls, number: int, members: Sequence[int], lanes: int) -> Term:
         """These trainers, with the lanes spread over them."""
-        return cls(tuple(members), tuple(members[rank] for rank in contiguous_lanes(lanes, len(members))))
+        return cls(number, tuple(members), tuple(members[rank] for rank in contiguous_lanes(lanes, len(members))))
 
     @property
     def lane_map(self) -> list[int]:

@@ -154,7 +154,7 @@ class Launcher:
             self._check_spares(manifest, urls, placement)
         with locked(path) as lock:
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
-            start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)})
+            start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
             return self._with_stores(run, run.manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
 
     def _check_model(self, schedule: Schedule) -> None:
@@ -176,7 +176,8 @@ class Launcher:
             raise RunError(
                 f"--store: must be what the run was started with, {manifest.training_job.store}; got {str(self._job.store).split('@')[-1]}"
             )
-        start = replace(run.saved_status(), state="training", step=step)
+        before = run.saved_status()
+        start = replace(before, state="training", step=step, term=before.term + 1)
         if not manifest.local_stores:
             urls = parse_urls(str(self._job.store))
             if not run.placement.r:  # else one that is gone is not waited for
@@ -210,6 +211,9 @@ class Launcher:
         try:
             urls = list(local.urls if local is not None else self._job.store.urls)
             with self._claimed(run, manifest, start, urls):
+                if run.status is not None:
+                    # Before lanes are owned in it: where this call dies, the next begins with a higher one.
+                    run.raise_term(start.term)
                 keep_schedule(run, schedule)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, self._spare_check(manifest))
                 group = TrainerGroup(

@@ -19,12 +19,13 @@ from foreload.trainer.run.report import Totals
 class LaunchSpec:
     """What the coordinator tells every trainer of one call of `foreload train`. job: TrainJob.to_dict; it and the stores are without passwords.
 
-    start_step: the last step trained before; last_batches: of each lane, the number of its last write-back batch. fingerprint: what each trainer's
-    numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's prefix, to go on from. faults: to be injected
-    by the trainer that hosts lane 0. totals: of the run before this call.
+    first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
+    batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
+    prefix, to go on from. faults: to be injected by the trainer that hosts lane 0. totals: of the run before this call.
     """
 
     job: dict[str, Any]
+    first_term: int
     start_step: int
     last_batches: tuple[int, ...]
     stores: tuple[str, ...]

@@ -60,7 +60,6 @@ from foreload.trainer.cluster.messages import (
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.worker import TERM
 from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
@@ -107,7 +106,7 @@ class TrainerGroup:
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
-        self._term = Term.of(range(job.trainers), schedule.header.lanes)
+        self._term = Term.of(start.term, range(job.trainers), schedule.header.lanes)
         self._processes: dict[int, StartedProcess] = {}
         self._ready: dict[int, Ready] = {}
         self._ended: dict[int, TrainerEnd] = {}
@@ -122,6 +121,7 @@ class TrainerGroup:
         spec = LaunchSpec(
             # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
             job=job.to_dict() | {"store": self.manifest.job["store"], "spare": None},
+            first_term=self._term.number,
             start_step=self._start.step,
             last_batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
             stores=self._shards.plain_urls,
@@ -146,7 +146,7 @@ class TrainerGroup:
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
         """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""
-        board.publish(self._term, TERM)
+        board.publish(self._term, self._term.number)
         board.publish(spec)
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
         report = RunReport(
@@ -278,7 +278,7 @@ class TrainerGroup:
         ended = self._ended.values()
         first = first_of(self._ended)
         self.failure = first.failure
-        self.status = status_of(self._ended, report.totals)
+        self.status = status_of(self._ended, report.totals, self._term.number)
         if self.status.lost:
             sys.stderr.write(
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
@@ -322,7 +322,7 @@ class TrainerGroup:
                 return RunStatus(
                     state="training" if self._all_ready() else "starting",
                     step=report.last_step,
-                    term=TERM,
+                    term=self._term.number,
                     lanes=self._term.hosts,
                     trainers={trainer: process.pid for trainer, process in list(self._processes.items())},
                     shards=self._shards.states,

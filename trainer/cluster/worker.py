@@ -75,7 +75,6 @@ RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place
 SHARDS_PAUSE = timedelta(milliseconds=250)  # between two looks at commands and at what is rebuilt
 LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
 BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is waited for
-TERM = 0  # the only one that a job has so far
 
 _ready = threading.Event()  # set when this process no longer leaves with the launcher
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
@@ -149,7 +148,7 @@ class TrainerProcess:
         self._rendezvous, self._board, self._events = rendezvous, board, sender
         self._trainer, self._spec, self._store_urls = trainer, spec, store_urls
         self._job = TrainJob.of(spec.job)
-        self._term = board.read(Term, TERM)
+        self._term = board.read(Term, spec.first_term)
         self._run = Path(self._job.run)
         self._last_step = spec.start_step
         self._totals = Totals()  # of this call's steps
@@ -180,7 +179,7 @@ class TrainerProcess:
             session = join_term(parts, transport, lane_map)
             access = StoreAccess(
                 store, placement, job.run_namespace, FileLog(self._run / LOG),
-                ownership=Ownership(TERM, Run.open(self._run).manifest.identity),
+                ownership=Ownership(self._term.number, Run.open(self._run).manifest.identity),
                 on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
             )  # fmt: skip
             trainer, events = begin_term(parts, access, session, start)
@@ -348,16 +347,16 @@ class TrainerProcess:
 
     @contextlib.contextmanager
     def _transport(self) -> Iterator[Transport]:
-        job, members = self._job, self._term.members
+        job, term, members = self._job, self._term.number, self._term.members
         transport: Transport
         if job.device == "cuda":
             if not torch.cuda.is_available():
                 raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
             torch.cuda.set_device(self._device())
             device = torch.device(self._device())
-            transport = NcclTransport(self._rendezvous, TERM, self._trainer, members, job.peer_silence, device)
+            transport = NcclTransport(self._rendezvous, term, self._trainer, members, job.peer_silence, device)
         else:
-            transport = GlooTransport(self._rendezvous, TERM, self._trainer, members, job.peer_silence, job.address)
+            transport = GlooTransport(self._rendezvous, term, self._trainer, members, job.peer_silence, job.address)
         try:
             yield transport
         finally:

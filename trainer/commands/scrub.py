@@ -67,8 +67,10 @@ def _broken_off(scrubbed_run: Run, local: LocalStores | None, urls: str | None) 
     with Store.connect(servers, job.store_silence, scrubbed_run.placement.r) as store:
         stored = StoredRows(store, scrubbed_run.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(scrubbed_run.path / LOG)
+        term = scrubbed_run.saved_status().term + 1
+        scrubbed_run.raise_term(term)
         for lane in range(manifest.lanes):
-            recover(stored, lane, log, Ownership(0, manifest.identity))
+            recover(stored, lane, log, Ownership(term, manifest.identity))
         if lost := sorted(stored.shards.lost):
             raise RunError(
                 f"run {scrubbed_run.path}: was broken off, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "

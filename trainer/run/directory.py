@@ -178,6 +178,15 @@ class Run:
         """Publish how far the run is: to be called when the rows and the dense part are there."""
         write_json(self.path / STATUS, asdict(status))
 
+    def raise_term(self, term: int) -> None:
+        """Note that lanes are owned in a term from now on. Raises RunError where a higher one was noted, OSError."""
+        status = self.saved_status()
+        if term < status.term:
+            raise RunError(
+                f"run {self.path}: its term is {status.term} already, so {term} must not be; is the run trained twice?"
+            )
+        self.write_status(replace(status, term=term))
+
     def come_to_rest(self, manifest: Manifest, status: Status) -> None:
         """Publish what the run is by now, then how far it is; waits for as long as the disk is full."""
         persist(self.path / MANIFEST, lambda: self.write_manifest(manifest))

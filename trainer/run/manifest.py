@@ -88,7 +88,8 @@ class Status:
     """How far a run is: step, the last one trained (first_step - 1: none); batches: per lane, the number of its last write-back batch.
 
     totals: what the metrics so far add up to. While state is "training", and where trainers died in it, the others say where this call began: at
-    the last clean stop, of which the dense part is. lost: store shards whose rows only their stripes give.
+    the last clean stop, of which the dense part is. lost: store shards whose rows only their stripes give. term: the highest that the run's lanes
+    were ever owned in; each call of `train` begins with the next (0: one of an earlier version, which had none).
     """
 
     state: State
@@ -96,6 +97,7 @@ class Status:
     batches: dict[str, int] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
+    term: int = 0
 
 
 def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None) -> Manifest:

@@ -33,7 +33,7 @@ def clicks(data: Path) -> tuple[np.ndarray, tuple[int, ...]]:
     return np.array([[bag[0] for bag in bags] for bags in found.training.bags]), found.rows
 
 
-@pytest.mark.parametrize("slots", [1_000, 3_000, 8_000])
+@pytest.mark.parametrize("slots", [3_000, *(pytest.param(slots, marks=pytest.mark.full) for slots in (1_000, 8_000))])
 def test_arrivals_are_beladys_minimum(clicks: tuple[np.ndarray, tuple[int, ...]], slots: int, tmp_path: Path) -> None:
     ids, rows = clicks
     features = spec.FeatureSpec(

@@ -15,6 +15,7 @@ import apache_beam as beam
 import numpy as np
 import pytest
 import reference_data as reference
+from grids import covering
 
 from foreload.pipelines import prepare
 from foreload.pipelines.base.at_work import Watch, at_work
@@ -163,10 +164,11 @@ CASES = [
     Case(encoding="vocabulary", transform="standard", order_by="time", order_type="integer"),
     Case(order_by="left"),
 ]
+# tail: whether the evaluation samples are the last of the training files, or in a file of their own.
+ONE_EVALUATION_A_CASE = covering([(case, bool((place + k) % 2)) for place, case in enumerate(CASES) for k in range(2)], 2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize(("case", "tail"), ONE_EVALUATION_A_CASE, ids=str)
 def test_samples_are_those_of_the_definitions(case: Case, tail: bool, tmp_path: Path) -> None:
     first, second = write_csv(tmp_path / "a.csv", 700, 1), write_csv(tmp_path / "b.csv", 500, 2)
     other = write_csv(tmp_path / "other.csv", 150, 3)

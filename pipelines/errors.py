@@ -67,7 +67,7 @@ class SlotsError(PipelineError):
 
 
 class DiskError(PipelineError):
-    """Too little disk space for the schedule."""
+    """Too little disk space for the schedule, or a disk that cannot be written."""
 
     code = "disk"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import sys
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.pipelines.base.at_work import at_work
-from foreload.pipelines.base.files import write_json
+from foreload.pipelines.base.files import disk_error, write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.base.progress import Progress
-from foreload.pipelines.errors import DiskError, ForeloadError, ScheduleError, SettingError
+from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
 from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
 from foreload.pipelines.planning.disk import check_disk, estimate_rows
@@ -91,8 +90,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
                 )
             results = {name: plan.load(name) for name in ("rejected", "columns")}
         except BaseException as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                error = DiskError(f"--out {options.out}: the disk is full; free space or choose another folder")
+            error = disk_error(error, options.out) or error
             _note_failure(options.out, error)
             raise error
         finally:

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foreload.pipelines.errors import DiskError
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -63,6 +65,17 @@ def write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
 def is_full(error: OSError) -> bool:
     """Whether an error says that a disk, or a quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_error(error: BaseException, out: Path) -> DiskError | None:
+    """What to tell of an error that the disk of --out is to blame for: it is full, fails, was made read-only, or has gone. None for another error."""
+    if not isinstance(error, OSError):
+        return None
+    if is_full(error):
+        return DiskError(f"--out {out}: the disk is full; free space or choose another folder")
+    if error.errno not in (errno.EIO, errno.EROFS, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.ESTALE):
+        return None
+    return DiskError(f"--out {out}: the disk must let itself be written; got {error}; choose another folder")
 
 
 def persist(path: Path, write: Callable[[], object]) -> None:

@@ -8,15 +8,14 @@ whether any before it has failed.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.typehints import with_output_types
 
-from foreload.pipelines.base.files import write_json
-from foreload.pipelines.errors import DiskError, ForeloadError
+from foreload.pipelines.base.files import disk_error, write_json
+from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.plan import FAILURES, RESERVE, Plan
 
 Wrap = Callable[[beam.DoFn], beam.DoFn]
@@ -24,7 +23,7 @@ Wrap = Callable[[beam.DoFn], beam.DoFn]
 
 
 class Stage(beam.DoFn):
-    """A DoFn of the pipeline: `outputs` does the work. Errors of foreload's and a full disk are noted; anything else is raised."""
+    """A DoFn of the pipeline: `outputs` does the work. Errors of foreload's and of the disk are noted; anything else is raised."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -44,15 +43,15 @@ class Stage(beam.DoFn):
         raise NotImplementedError
 
     def process(self, element: Any) -> Iterator[Any]:
-        """Beam's entry: `outputs`, with errors of the user's making and a full disk noted in the work folder."""
+        """Beam's entry: `outputs`, with errors of the user's making and of the disk noted in the work folder."""
         try:
             yield from self.outputs(element)
         except ForeloadError as error:
             self._note(element, error)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if (told := disk_error(error, self.plan.out)) is None:
                 raise
-            self._note(element, DiskError(f"--out {self.plan.out}: the disk is full; free space or choose another folder"))
+            self._note(element, told)
 
     def _note(self, element: Any, error: ForeloadError) -> None:
         path = self.plan.work / FAILURES / f"{self.label}-{self.name(element)}.json"

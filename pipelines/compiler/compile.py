@@ -7,7 +7,6 @@ slots. The result is a function of the samples and the settings alone: neither t
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 
-from foreload.pipelines.base.files import write_json, write_sealed
+from foreload.pipelines.base.files import disk_error, write_json, write_sealed
 from foreload.pipelines.compiler import oracle, window
 from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.compiler.lane_oracle import MoveBuffer, Oracle, TooFewSlots
@@ -27,7 +25,6 @@ from foreload.pipelines.compiler.row_table import ACCESS_BITS, DIRECT_ROWS, RowT
 from foreload.pipelines.compiler.segments import SampleFiles, SampleWriter, SegmentWriter, write_row_table
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
 from foreload.pipelines.errors import (
-    DiskError,
     ScheduleError,
     SlotsError,
 )
@@ -372,8 +369,8 @@ def compile_schedule(
     """Compile `source` into the folder `out`; returns the manifest (docs/schedule.md).
 
     work: a folder for scratch files. Raises SlotsError where a step does not fit the slots, ScheduleError where the parent cannot be continued,
-    DiskError where the disk is full or a file cannot be read or written; `failed.json`
-    then says so, what was published stays valid, and there is no schedule.json.
+    DiskError where the disk is full, or refuses to be written. `failed.json` then says so, and so it does of any other error, which is raised as it
+    is; what was published stays valid, and there is no schedule.json.
     """
     try:
         parent = None if settings.parent is None else Schedule(settings.parent)
@@ -385,11 +382,10 @@ def compile_schedule(
         slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
         return Compiler(source, settings, header, serial, slices, out, progress).run()
     except BaseException as error:
-        message = str(error) or type(error).__name__
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"--out {out}: the disk is full: free space or choose another folder"
+        told = disk_error(error, out)
+        message = str(told or error) or type(error).__name__
         with contextlib.suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes it for whole
             write_json(out / FAILED, {"error": message})
-        if isinstance(error, OSError | pa.ArrowException):
-            raise DiskError(message) from error
+        if told is not None:
+            raise told from error
         raise

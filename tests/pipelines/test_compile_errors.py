@@ -1,0 +1,75 @@
+"""What compiling raises when reading or writing fails: the disk is blamed for what it does, and for nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from memory_source import MemorySource
+
+from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.errors import DiskError
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.format import FAILED, MANIFEST
+
+FEATURES = FeatureSpec(label="y", dense=(), features=(Feature("f", 0, "f", "id"),), tables=(Table("f", 10),))
+
+
+@dataclass(frozen=True)
+class BreakingSource(MemorySource):
+    """A source that raises after its first chunk."""
+
+    error: BaseException
+
+    def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
+        for chunk in super().training(epoch):
+            yield chunk
+            raise self.error
+
+
+def compile_and_break(tmp_path: Path, error: BaseException) -> None:
+    ids = np.arange(8) % 5
+    samples = Samples(np.zeros(8, np.float32), np.zeros((8, 0), np.float32), ids)
+    source = BreakingSource(samples, samples.slice(0, 0), 4, None, error)
+    try:
+        compile_schedule(source, CompileSettings(FEATURES, batch_size=2, lanes=1, slots=6), tmp_path, tmp_path / "work")
+    finally:
+        assert not (tmp_path / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_as_that(tmp_path: Path, number: int) -> None:
+    with pytest.raises(DiskError, match=f"--out {tmp_path}: the disk is full; free space or choose another folder"):
+        compile_and_break(tmp_path, OSError(number, os.strerror(number)))
+    assert "the disk is full" in json.loads((tmp_path / FAILED).read_text())["error"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
+def test_a_disk_that_fails_is_told_with_what_it_said(tmp_path: Path, number: int) -> None:
+    with pytest.raises(DiskError, match=f"--out {tmp_path}: the disk must let itself be written; got .*{os.strerror(number)}"):
+        compile_and_break(tmp_path, OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "piece"),
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+        OSError(errno.EMFILE, "Too many open files"),
+        pa.ArrowInvalid("another schema"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_disk_is_not_to_blame_for_is_raised_as_it_is(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised:
+        compile_and_break(tmp_path, error)
+    assert raised.value is error
+    assert json.loads((tmp_path / FAILED).read_text()) == {"error": str(error)}

@@ -8,6 +8,7 @@ A row has *columns*: its float32 numbers, weights and optimizer state together. 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foreload.pipelines.samples.features import FeatureSpec
@@ -22,7 +23,10 @@ _FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16  # rows in each of a lane's two 
 # Of the estimate of a schedule's size.
 _VALUES = 4  # values of a multi-valued feature, about
 _MOVES_BYTES = 8  # of a lookup: slots, masks and arrivals of the distinct rows, spread over all lookups
-_ROW_BYTES = 44  # of a row ever trained: its record while compiling, and its line in the row table
+ROW_LINE_BYTES = 23  # of a row ever trained, its line in rows.arrow: table (2), id (8), lane (1), ordinal (8), tag (4)
+ROW_RECORD_BYTES = 16  # and its record while compiling, four int32; in a file where the records do not fit in memory
+DIRECT_ROWS = 1 << 26  # a table of more rows finds its records by a hash index
+HASHED_ROW_BYTES = 32  # of a row of such a table, beside its record: key (16) and two entries of the index (8 each)
 
 
 def stored_bytes(columns: int) -> int:
@@ -100,7 +104,8 @@ class Shape:
 
 def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
     """About the most bytes that preparing a schedule has on the disk at once: pieces, the schedule and the row table."""
-    lookups = sum(1 if feature.pooling == "single" else _VALUES for feature in spec.features)
+    values = [1 if feature.pooling == "single" else _VALUES for feature in spec.features]
+    lookups = sum(values)
     dense = 4 * len(spec.dense)
     # In a piece, a sample is its label, dense values, ids, offsets and sort key; a sort writes all once more, a shuffle twice an epoch.
     sample = 4 + dense + 8 * lookups + (8 * len(spec.features) if spec.multi_valued else 0) + (24 if shape.ordered else 0)
@@ -108,5 +113,16 @@ def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
     written = shape.samples * (shape.epochs if shape.shuffled else 1)
     # In a sample file it is label and number (12), dense values and an int32 a lookup; epochs in the same order share the files, not the moves.
     schedule = written * (12 + dense + 4 * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
-    rows = sum(min(table.rows or shape.samples, shape.samples) for table in spec.tables)
-    return shape.samples * sample * copies + schedule + rows * _ROW_BYTES
+    return shape.samples * sample * copies + schedule + _row_table_bytes(shape.samples, values, spec)
+
+
+def _row_table_bytes(samples: int, values: Sequence[int], spec: FeatureSpec) -> int:
+    """The row table, and what it is while compiling, of so many samples. values: of each feature, a sample's, about."""
+    total = 0
+    for number, table in enumerate(spec.tables):
+        looked_up = samples * sum(count for count, feature in zip(values, spec.features, strict=True) if feature.table == number)
+        of_row = ROW_LINE_BYTES + ROW_RECORD_BYTES
+        if table.rows is not None and table.rows > DIRECT_ROWS:
+            of_row += HASHED_ROW_BYTES
+        total += of_row * (looked_up if table.rows is None else min(table.rows, looked_up))
+    return total

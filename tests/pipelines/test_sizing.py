@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
+from foreload.pipelines.compiler import row_table
+from foreload.pipelines.compiler.row_table import RowTable
+from foreload.pipelines.compiler.segments import write_row_table
 from foreload.pipelines.planning.options import DEFAULT_MEMORY_BYTES
 from foreload.pipelines.planning.sizing import (
+    DIRECT_ROWS,
+    HASHED_ROW_BYTES,
     MOST_SLOTS,
+    ROW_LINE_BYTES,
+    ROW_RECORD_BYTES,
+    Shape,
     columns_of,
     default_columns,
     lane_bytes,
     most_rows,
+    schedule_bytes,
     slot_bytes,
     slots_of_size,
     stored_bytes,
@@ -65,6 +76,38 @@ def test_rows_are_bounded_by_tables_and_by_lookups() -> None:
     assert most_rows(_spec((10, None), (7, None))) == 17
     assert most_rows(_spec((10, None), (None, None), pooling="sum"), 4) is None
     assert most_rows(_spec((10, None), (7, None), pooling="sum"), 4) == 17
+
+
+def test_a_row_ever_trained_takes_what_it_is_said_to_take(tmp_path: Path) -> None:
+    count = 1 << 16
+    batch: dict[str, np.ndarray] = {
+        "table": np.zeros(count, np.int16), "id": np.arange(count), "lane": np.zeros(count, np.uint8), "ordinal": np.arange(count),
+        "tag": np.ones(count, np.int32),
+    }  # fmt: skip
+    for direct_rows in (count, 0):
+        table = RowTable(_spec((count, None)), tmp_path, direct_rows)
+        table.load(iter([batch]), np.zeros((1, 1), np.int64))
+        assert table.rows.records.nbytes == count * ROW_RECORD_BYTES
+        if not direct_rows:
+            assert table.rows.keys.nbytes + table.rows.entries.nbytes == count * HASHED_ROW_BYTES
+        header_bytes = write_row_table(tmp_path, table)["bytes"] - count * ROW_LINE_BYTES
+        assert 0 < header_bytes < 2000
+    assert DIRECT_ROWS == row_table.DIRECT_ROWS
+
+
+def test_the_row_table_of_a_schedule_grows_with_the_rows_that_are_looked_up() -> None:
+    shape = Shape(1000, epochs=1, shuffled=False, ordered=False)
+
+    def more_bytes(*tables: tuple[int | None, int | None], pooling: Literal["single", "sum"] = "single") -> int:
+        """What tables take more than others of two rows each."""
+        least = _spec(*((2, None) for _ in tables), pooling=pooling)
+        return schedule_bytes(shape, _spec(*tables, pooling=pooling)) - schedule_bytes(shape, least)
+
+    of_row = ROW_LINE_BYTES + ROW_RECORD_BYTES
+    assert more_bytes((10, None), (300, None)) == of_row * (8 + 298)
+    assert more_bytes((10**7, None)) == more_bytes((None, None)) == of_row * 998
+    assert more_bytes((None, None), pooling="sum") > 2 * more_bytes((None, None))
+    assert more_bytes((1 << 30, None)) == 1000 * (of_row + HASHED_ROW_BYTES) - 2 * of_row
 
 
 def _spec(*tables: tuple[int | None, int | None], pooling: Literal["single", "sum"] = "single") -> FeatureSpec:

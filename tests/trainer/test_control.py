@@ -24,7 +24,7 @@ from foreload.trainer.cluster.control import (
     ask,
     training_status,
 )
-from foreload.trainer.errors import RunError
+from foreload.trainer.errors import MessageError, RunError
 
 STATUS = RunStatus("training", 7, 0, (0, 0, 1), {0: 100, 1: 101}, {1: ShardStatus("rebuilding", 0.25), 2: ShardStatus("ok")})
 
@@ -59,6 +59,8 @@ def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
         assert said(run, b'{"do": "fly"}') == {
             "error": "cannot do 'fly'; there are status, stop, replace, scrub, scrubbed, row_counts"
         }
+        for malformed in (b"status", b"[]", b'{"ask": 1}', b"[" * 200_000, b'{"do": ' + b"[" * 200_000):
+            assert said(run, malformed) == {"error": 'a request is a line such as {"do": "status"}'}
         assert said(run, b'{"do": "replace", "old": "1", "with": "2"}') == {
             "error": "replace: AskReplace: must have 'new'; got old, with"
         }
@@ -94,6 +96,20 @@ def test_a_launcher_that_ends_while_it_is_asked_trains_no_more(tmp_path: Path) -
             assert asked.recv(100)
             asked.close()
             assert told.result() is None
+
+
+def test_an_answer_that_is_none_is_refused(tmp_path: Path) -> None:
+    for answer, message in ((b"7", "RunStatus: "), (b"[" * 200_000, "nested too deeply")):
+        with socket.socket(socket.AF_UNIX) as listening, ThreadPoolExecutor(1) as pool:
+            (tmp_path / "control.sock").unlink(missing_ok=True)
+            listening.bind(str(tmp_path / "control.sock"))
+            listening.listen()
+            told = pool.submit(training_status, tmp_path)
+            asked, _ = listening.accept()
+            with asked:
+                asked.sendall(answer + b"\n")
+                with pytest.raises(MessageError, match=message):
+                    told.result()
 
 
 def test_a_launcher_that_was_stopped_is_told_of(tmp_path: Path) -> None:

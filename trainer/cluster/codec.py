@@ -29,7 +29,7 @@ def decode(text: str | bytes, kind: type[_Message]) -> _Message:
     """The message of a kind that `encode` gave. Raises MessageError for another one, and for fields that it has not or must have."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
         raise MessageError(f"message: must be JSON; got {text!r:.100}") from error
     message: _Message = _tagged([kind])(value, "message")
     return message

@@ -170,7 +170,7 @@ def _request_of(line: bytes) -> ControlRequest:
     try:
         fields = json.loads(line)
         do = fields.pop("do")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # the last, of JSON nested too deeply
         raise MessageError(_MALFORMED) from error
     if not isinstance(do, str) or do not in _REQUESTS:
         raise MessageError(f"cannot do {do!r}; there are {', '.join(_REQUESTS)}")
@@ -262,9 +262,11 @@ def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(second
         return None
     try:
         fields = json.loads(answer)
+    except RecursionError as error:
+        raise MessageError(f"run {run}: its answer is nested too deeply to be one") from error
     except ValueError:  # it ended while it answered
         return None
-    if "error" in fields:
+    if isinstance(fields, dict) and "error" in fields:
         return of_json(fields, Refused)
     typed: _Answer = of_json(fields, request.answer)
     return typed

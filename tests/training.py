@@ -103,7 +103,7 @@ def train(
 
 
 class _Together:
-    """What the trainers of one training share: the terms, and what each leaves for the next. batches: of each lane the number of its last batch."""
+    """What the trainers of one training share: the terms, and what each leaves for the next. last_batches: of each lane, the number."""
 
     check_tags: bool
     placement: Placement

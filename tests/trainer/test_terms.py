@@ -90,14 +90,16 @@ def _train(schedule: Schedule, stores: LocalStores, *terms: Term, **rest: object
 def undisturbed(schedule: Schedule, three: LocalStores) -> Trained:
     """One trainer, one term."""
     numerics.set_up(1)
-    return _train(schedule, three, Term(ALONE))
+    trained = _train(schedule, three, Term(ALONE))
+    assert [e.step for e in trained.evaluations] == [11, 23]
+    return trained
 
 
 def _same(found: Trained, undisturbed: Trained) -> None:
     assert found.digest == undisturbed.digest
     assert [(step.step, step.loss) for step in found.steps] == [(step.step, step.loss) for step in undisturbed.steps]
-    assert [(e.epoch, e.auc, e.log_loss) for e in found.evaluations] == [
-        (e.epoch, e.auc, e.log_loss) for e in undisturbed.evaluations
+    assert [(e.step, e.epoch, e.auc, e.log_loss) for e in found.evaluations] == [
+        (e.step, e.epoch, e.auc, e.log_loss) for e in undisturbed.evaluations
     ]
 
 

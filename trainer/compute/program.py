@@ -28,11 +28,13 @@ class Trainer:
     parts and lanes outlive it: in the next term another Trainer goes on with them, in that term's session.
     """
 
-    def __init__(self, parts: TrainerParts, lanes: HostedLanes, session: TermSession) -> None:
+    def __init__(self, parts: TrainerParts, lanes: HostedLanes, session: TermSession, last_step: int) -> None:
+        """last_step: the last one trained before, in whatever term or call; -1 before any."""
         if sorted(lanes.numbers) != sorted(session.hosted):
             raise ValueError(f"lanes: must be those that the term says, {session.hosted}; {lanes.numbers} are open")
         self.parts, self.lanes, self.session = parts, lanes, session
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
+        self._last_step = last_step
         self._metrics: BinaryMetrics | None = None
         # Of this evaluation pass, where this trainer leads: the first step and lane with a logit that is not finite.
         self._not_finite: tuple[int, int] | None = None
@@ -52,19 +54,18 @@ class Trainer:
         """
         event = next(events, None)
         ahead: ExchangePlan | None = None
-        last_step = None
         while event is not None:
             if event.kind == "train":
                 step = TrainingStep(self.parts, self.lanes, self.session, self._bucket, event, ahead)
                 following = self._train(step, events, on_step)
-                last_step, ahead = event.step, step.ahead
+                self._last_step, ahead = event.step, step.ahead
                 if stop_after(event.step):
                     step.break_off()
-                    return last_step
+                    return event.step
             else:
                 following = next(events, None)
                 last = following is None or following.kind == "train"
-                self._evaluate(event, last, last_step, on_evaluation)
+                self._evaluate(event, last, on_evaluation)
             event = following
         return None
 
@@ -87,8 +88,8 @@ class Trainer:
         on_step(step.report())
         return following if following is not None else next(events, None)
 
-    def _evaluate(self, event: Event, last: bool, step: int | None, on_evaluation: Callable[[EvaluationReport], None]) -> None:
-        """An evaluation step, the last of its pass or not; it changes nothing that is trained. step: the last training step, None before any."""
+    def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> None:
+        """An evaluation step, the last of its pass or not; it changes nothing that is trained."""
         parts, exchange = self.parts, self.session.exchange
         segment = parts.schedule.segment(event.segment)
         assert segment is not None
@@ -120,7 +121,7 @@ class Trainer:
             metrics, self._metrics = self._metrics.result(), None
             on_evaluation(
                 EvaluationReport(
-                    step=-1 if step is None else step,
+                    step=self._last_step,
                     epoch=event.epoch,
                     samples=metrics.samples,
                     log_loss=metrics.log_loss,

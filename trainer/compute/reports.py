@@ -30,7 +30,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The metrics of an evaluation pass after `epoch`, told by the trainer that leads. step: the last training step before it, -1 before any."""
+    """The metrics of an evaluation pass after `epoch`, told by the trainer that leads.
+
+    step: the last training step of the run before it, in whatever call that was; -1 before any.
+    """
 
     step: int
     epoch: int

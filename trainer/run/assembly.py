@@ -256,4 +256,4 @@ def begin_term(
     else:
         further = [lane for lane in session.hosted if lane not in hosted.partitions]
         open_further_lanes(parts, access, hosted, further, start, position)
-    return Trainer(parts, hosted, session), remaining(parts.schedule, position)
+    return Trainer(parts, hosted, session, start.step), remaining(parts.schedule, position)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foreload.trainer.compute.transport import GlooTransport, LocalHub, Transport
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.compute.transport import GlooTransport, LocalHub, NcclTransport, Transport, peers_lost
 from foreload.trainer.errors import PeerLost
 
 TIMEOUT = timedelta(seconds=20)
@@ -27,7 +28,8 @@ def gloo(world: int) -> list[Transport]:
 
     def connect(rank: int) -> Transport:
         store = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=TIMEOUT)
-        return GlooTransport(store, 0, rank, range(world), TIMEOUT)
+        # Each at an address of its own, as on as many hosts.
+        return GlooTransport(store, 0, rank, range(world), TIMEOUT, f"127.0.0.{rank + 1}")
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(connect, range(world)))
@@ -164,6 +166,36 @@ def test_a_lost_peer_is_named_by_its_number_and_not_by_its_rank() -> None:
     first.close()
     with pytest.raises(PeerLost, match="trainer 3: lost trainer 7"):
         second.post({}, {0: torch.zeros(1)}, 1).wait()
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(
+        SettingError, match=r"trainer 4: --address: must be an address of the machine that it is on; got 203.0.113.1 "
+    ):
+        GlooTransport(dist.HashStore(), 0, 4, [4], TIMEOUT, "203.0.113.1")
+
+
+def test_errors_of_nccl_are_a_lost_peer_and_those_of_the_device_are_not() -> None:
+    for error in (
+        dist.DistBackendError("NCCL error: remote process exited\nadvice"),
+        dist.DistStoreError("wait timeout"),
+        RuntimeError("aborted"),
+    ):
+        with (
+            pytest.raises(PeerLost, match=f"^trainer 3: lost a peer: {str(error).splitlines()[0]}$"),
+            peers_lost("trainer 3: lost a peer"),
+        ):
+            raise error
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("illegal access")):
+        with pytest.raises(type(error)), peers_lost("trainer 3: lost a peer"):
+            raise error
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_peer_that_does_not_come_to_an_nccl_group_is_lost() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=SHORT)
+    with pytest.raises(PeerLost, match="trainer 1: cannot form the group of term 0 with 2 trainers"):
+        NcclTransport(store, 0, 1, [0, 1], SHORT, torch.device("cuda:0"))
 
 
 def test_a_message_to_oneself_or_in_pieces_is_refused(connect: Callable[[int], list[Transport]]) -> None:

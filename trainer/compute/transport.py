@@ -13,13 +13,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import PeerLost
 
 BARRIER_KIND = (1 << 31) - 1
@@ -110,11 +112,19 @@ class GlooTransport(Transport):
     def __init__(
         self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, address: str = "127.0.0.1"
     ) -> None:
-        """store: the run's rendezvous store; address: of this trainer's own network interface. Raises PeerLost if a peer does not come."""
+        """store: the run's rendezvous store; address: of this trainer's own network interface.
+
+        Raises PeerLost if a peer does not come, SettingError if the address is none of this machine.
+        """
         super().__init__(trainer, members, timeout)
         options = _Gloo._Options()
         before = {end.port for end in _sockets() if end.peer is None}
-        options._devices = [_Gloo.create_device(hostname=address)]
+        try:
+            options._devices = [_Gloo.create_device(hostname=address)]
+        except RuntimeError as error:
+            raise SettingError(
+                f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({_first_line(error)})"
+            ) from error
         # The device listens at a port that nobody tells, but that was not there before.
         listening = [end.port for end in _sockets() if end.peer is None and end.port not in before]
         options._timeout = timeout
@@ -201,15 +211,17 @@ class NcclTransport(Transport):
     def __init__(
         self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, device: torch.device
     ) -> None:
+        """store: the run's rendezvous store. Raises PeerLost if a peer does not come."""
         super().__init__(trainer, members, timeout)
         self._device = device
         # Not in builds of torch without CUDA.
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timeout
-        self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), self.rank, self.world, options)
-        # The communicator is made by the first collective, in which every rank must take part.
-        self._group.allreduce([torch.zeros(1, device=device)]).wait()
+        with peers_lost(f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers"):
+            self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), self.rank, self.world, options)
+            # The communicator is made by the first collective, in which every rank must take part.
+            self._group.allreduce([torch.zeros(1, device=device)]).wait()
 
     @property
     def device(self) -> torch.device:
@@ -217,15 +229,20 @@ class NcclTransport(Transport):
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         if not outgoing and not incoming:
-            return _NcclWork(None)
-        self._group._start_coalescing()
-        # By ascending peer on both sides; within a pair each direction has one message.
-        for peer in sorted({*outgoing, *incoming}):
-            if peer in outgoing:
-                self._group.send([_one_dimensional(outgoing[peer])], peer, 0)
-            if peer in incoming:
-                self._group.recv([_one_dimensional(incoming[peer])], peer, 0)
-        return _NcclWork(self._group._end_coalescing())
+            return _NcclWork(self, None)
+        with self.lost_if_nccl_fails():
+            self._group._start_coalescing()
+            # By ascending peer on both sides; within a pair each direction has one message.
+            for peer in sorted({*outgoing, *incoming}):
+                if peer in outgoing:
+                    self._group.send([_one_dimensional(outgoing[peer])], peer, 0)
+                if peer in incoming:
+                    self._group.recv([_one_dimensional(incoming[peer])], peer, 0)
+            return _NcclWork(self, self._group._end_coalescing())
+
+    def lost_if_nccl_fails(self) -> AbstractContextManager[None]:
+        """While entered, errors of NCCL are raised as PeerLost. NCCL does not tell which peer it is."""
+        return peers_lost(f"trainer {self.members[self.rank]}: lost a peer")
 
     def interrupt(self) -> None:
         # Unlike gloo's, this frees who waits here, and by the closed connections who waits for this rank.
@@ -237,12 +254,25 @@ class NcclTransport(Transport):
 
 
 class _NcclWork(Work):
-    def __init__(self, work: dist.Work | None) -> None:
+    def __init__(self, transport: NcclTransport, work: dist.Work | None) -> None:
+        self._transport = transport
         self._work = work
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if self._work is not None:
-            self._work.wait()
+            with self._transport.lost_if_nccl_fails():
+                self._work.wait()
+
+
+@contextlib.contextmanager
+def peers_lost(what: str) -> Iterator[None]:
+    """While entered, what torch.distributed raises becomes PeerLost, told after `what`; what the device raises (no memory, a failed kernel) stays."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:
+        raise PeerLost(f"{what}: {_first_line(error)}") from error
 
 
 class LocalHub:

@@ -56,9 +56,9 @@ def free_port() -> int:
         return port
 
 
-def steps_of(plan: Plan) -> int:
-    """All steps that a contender may train."""
-    return 1 + plan.discarded + plan.pairs * (plan.steps + plan.discarded)
+def steps_of(plan: Plan, pairs: int) -> int:
+    """All steps that a contender trains in so many pairs, those before the first included."""
+    return 1 + plan.discarded + pairs * (plan.steps + plan.discarded)
 
 
 def torchrec(python: Path, schedule: Schedule, slices: Path, model: str) -> Ranks:
@@ -173,7 +173,7 @@ def _tables(
 def compare(
     work: LanesWorkload, second: Schedule, python: Path, model: str, plan: Plan, until: float
 ) -> tuple[list[Claim], list[Table], dict[str, float]]:
-    """One model's claims, its tables, and shares of its arrivals."""
+    """One model's claims, its tables, and of the pairs that there was time for: how many, and the rows that their steps used."""
     slices = work.slices(second)
     ours = settings_of()
     with ExitStack() as stack:
@@ -199,7 +199,7 @@ def compare(
     ]
 
     tables = _tables(model, measured, redis_ms, list(ours))
-    return claims, tables, {"pairs": pairs, **shares(second, plan.discarded + 1, steps_of(plan))}
+    return claims, tables, {"pairs": pairs, **shares(second, plan.discarded + 1, steps_of(plan, pairs))}
 
 
 def main() -> None:
@@ -218,12 +218,13 @@ def main() -> None:
         save(Results("torchrec", title, claims), given.out)
         return
     work = LanesWorkload(given.out / "work", QUICK if given.quick else FULL, RANKS)
-    second = work.second(steps=max(steps_of(plan) for plan in plans.values()))
+    second = work.second(steps=max(steps_of(plan, plan.pairs) for plan in plans.values()))
     results = [compare(work, second, python, model, plan, given.budget.until(plan.share)) for model, plan in plans.items()]
-    seen = results[0][2]
+    seen = {model: result[2] for model, result in zip(plans, results, strict=True)}
+    fetched = ", ".join(f"{of['fetched_share']:.1%} ({model} model)" for model, of in seen.items())
     notes = [
         describe(work).replace("one lane,", f"one lane a trainer, {SLOTS // RANKS:,} slots each,"),
-        f"Arrivals fetched from the store: {seen['fetched_share']:.1%}.",
+        f"Arrivals fetched from the store: {fetched}.",
         "TorchRec 1.8.0 with FBGEMM 1.8.0 for the CPU: DistributedModelParallel over gloo, each table whole on one of the two ranks "
         "(by size in turn), row-wise Adagrad fused into FBGEMM's backward pass, the dense part (this project's module and the same "
         "optimizer) under DistributedDataParallel, one thread a rank. It reads the same slices, written down beforehand in its own order, so "
@@ -235,7 +236,7 @@ def main() -> None:
     ]
     settings: dict[str, str | int | float | bool] = {
         **{f"{model}: {name}": getattr(plan, name) for model, plan in plans.items() for name in ("steps", "discarded")},
-        **seen,
+        **{f"{model}: {name}": value for model, of in seen.items() for name, value in of.items()},
     }
     tables = [table for result in results for table in result[1]]
     save(

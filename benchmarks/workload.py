@@ -327,14 +327,21 @@ def events_of(schedule: Schedule) -> list[Event]:
 
 
 def shares(schedule: Schedule, begin: int, end: int) -> dict[str, float]:
-    """Of steps begin .. end - 1 (0: the schedule's first): rows used, arrivals and ends a step, and the share of arrivals that is fetched."""
+    """Of steps begin .. end - 1 (0: the schedule's first): rows used, arrivals and ends a step, and the share of arrivals that is fetched.
+
+    Of all lanes together.
+    """
     used = arrived = fetched = ended = 0
-    for event in events_of(schedule)[begin:end]:
-        lane = schedule.lane(event, 0)
-        used, arrived = used + len(lane.slots), arrived + len(lane.arrivals)
-        fetched += int(np.count_nonzero(lane.arrivals.tag))
-        ended += len(lane.ends)
-    steps = end - begin
+    events = events_of(schedule)[begin:end]
+    if len(events) < end - begin:
+        raise ValueError(f"steps {begin} .. {end - 1}: must all be there; got {len(events)}")
+    for event in events:
+        for lane in range(schedule.header.lanes):
+            moves = schedule.lane(event, lane)
+            used, arrived = used + len(moves.slots), arrived + len(moves.arrivals)
+            fetched += int(np.count_nonzero(moves.arrivals.tag))
+            ended += len(moves.ends)
+    steps = len(events)
     return {
         "rows_used": used / steps,
         "arrivals": arrived / steps,

@@ -63,7 +63,7 @@ class TrainSettings(TypedDict, total=False):
     no_restart: bool
     store_timeout: float
     peer_timeout: float
-    address: str
+    address: str | None
     follow: bool
     resume: bool
     accept_numerics: bool

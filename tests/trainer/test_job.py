@@ -44,6 +44,21 @@ def test_settings_of_a_table_that_is_not_there_are_refused() -> None:
         job.row_optimizers(FeatureSpec.criteo())
 
 
+def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_is_reached_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, given = TrainJob.of(LEAST), TrainJob.of(LEAST | {"address": "127.0.0.9"})
+    assert [job.own_address(), given.own_address()] == ["127.0.0.1", "127.0.0.9"]
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert [job.own_address(), given.own_address()] == ["127.0.0.1", "127.0.0.9"]
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    with pytest.raises(
+        SettingError, match=r"--address: must be given where no route leads to MASTER_ADDR; got no\.such\.host\.invalid "
+    ):
+        job.own_address()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -364,7 +364,9 @@ def test_trainers_of_a_scheduler_give_the_same_model(
 ) -> None:
     command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for job in [launched(*command, RANK=str(rank), **place) for rank in range(2)]:
+    # As on two hosts, each at its own address.
+    jobs = [launched(*command, "--address", f"127.0.0.{2 + rank}", RANK=str(rank), **place) for rank in range(2)]
+    for job in jobs:
         status, _, err = job.end()
         assert status == 0, err
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from foreload.trainer.run.directory import METRICS, SUMMARY, Run, check_free, lo
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status, new_manifest
 from foreload.trainer.run.report import RunReport, Totals
-from foreload.trainer.run.resume import resumed
+from foreload.trainer.run.resume import call_values, resumed
 
 
 def job(**changed: Any) -> TrainJob:
@@ -142,6 +143,15 @@ def test_a_stopped_run_goes_on_where_it_stopped_with_other_trainers(tmp_path: Pa
     manifest, step = resumed(run, job(trainers=3, resume=True, peer_timeout=5), schedule())
     assert step == 6
     assert len(manifest.stages) == 1
+
+
+def test_a_call_s_own_address_is_not_the_run_s_even_where_one_of_an_earlier_version_has_it(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", address="127.0.0.7")
+    assert "address" not in run.manifest.job
+    run.write_manifest(replace(run.manifest, job=run.manifest.job | {"address": "127.0.0.1"}))
+    assert run.manifest.training_job.address == "127.0.0.1"
+    values, _ = call_values({"run": run.path, "resume": True}, None)
+    assert TrainJob.of(values).address is None
 
 
 @pytest.mark.parametrize("settings", [{"threads": 2}, {"cpu_capability": "avx512"}])

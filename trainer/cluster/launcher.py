@@ -72,7 +72,7 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
         if not rank:
             return Launcher(job, interrupts, store, observer or RunObserver(), start_process).run()
         urls = None if job.store.local else list(job.store.urls)
-        status = work(store, rank, urls, interrupts)
+        status = work(store, rank, job.own_address(), urls, interrupts)
         if status:
             raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
         return None

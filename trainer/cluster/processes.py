@@ -17,7 +17,8 @@ from typing import Protocol
 import foreload
 
 WORKER, KEEPER = "foreload.trainer.cluster.worker", "foreload.trainer.cluster.keeper"
-_STORES, _RENDEZVOUS, _TRAINER, _LAUNCHER = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_TRAINER", "FORELOAD_LAUNCHER"
+_STORES, _RENDEZVOUS, _ADDRESS = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_ADDRESS"
+_TRAINER, _LAUNCHER = "FORELOAD_TRAINER", "FORELOAD_LAUNCHER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,14 @@ StartProcess = Callable[[ProcessStart], StartedProcess]
 @dataclass(frozen=True, slots=True)
 class TrainerStart:
     """What a trainer is started with; all else it finds on the board. rendezvous: the address of the rendezvous store, which the
-    board is on, "HOST:PORT".
+    board is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins.
     """
 
     trainer: int
     rendezvous: str
+    address: str
     store_urls: tuple[str, ...] | None
     launcher: int
 
@@ -72,6 +74,7 @@ class TrainerStart:
         return {
             _TRAINER: str(self.trainer),
             _RENDEZVOUS: self.rendezvous,
+            _ADDRESS: self.address,
             _STORES: json.dumps(self.store_urls),
             _LAUNCHER: str(self.launcher),
         }
@@ -83,6 +86,7 @@ class TrainerStart:
         return cls(
             int(environment[_TRAINER]),
             environment[_RENDEZVOUS],
+            environment[_ADDRESS],
             None if urls is None else tuple(urls),
             int(environment[_LAUNCHER]),
         )

@@ -119,8 +119,8 @@ class TrainerGroup:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
         job = self._job
         spec = LaunchSpec(
-            # Other hosts' trainers bring their own credentials; those of this call never reach the rendezvous store.
-            job=job.to_dict() | {"store": self.manifest.job["store"], "spare": None},
+            # Other hosts' trainers bring their own credentials, and their own address; those of this call never reach the rendezvous store.
+            job=job.to_dict() | {"store": self.manifest.job["store"], "spare": None, "address": None},
             first_term=self._term.number,
             start_step=self._start.step,
             last_batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
@@ -132,16 +132,16 @@ class TrainerGroup:
             totals=Totals(**self._start.totals),  # type: ignore[arg-type]
         )
         self._interrupts.defer_signals = True
+        address = job.own_address()
         with contextlib.ExitStack() as stack:
             keeper: Keeper | None = None
             if rendezvous is None:
-                keeper = Keeper(job.address, self._start_process)
+                keeper = Keeper(address, self._start_process)
                 stack.callback(keeper.close)
             stack.callback(self._kill)
             # Trainers start while the keeper does.
-            self._spawn(
-                spawned, _scheduler_address() if keeper is None else keeper.address, () if keeper is None else (keeper.held,)
-            )
+            place = _scheduler_address() if keeper is None else keeper.address
+            self._spawn(spawned, place, address, () if keeper is None else (keeper.held,))
             return self._lead(Board(rendezvous if keeper is None else keeper.join()), spec)
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
@@ -168,11 +168,11 @@ class TrainerGroup:
             control.close()
             report.close()
 
-    def _spawn(self, spawned: Sequence[int], address: str, held: Sequence[int]) -> None:
+    def _spawn(self, spawned: Sequence[int], rendezvous: str, address: str, held: Sequence[int]) -> None:
         # A trainer that outlives this process goes on holding the lock on the run.
         held = (*held, *(() if self._run.lock is None else (self._run.lock,)))
         for trainer in spawned:
-            told = TrainerStart(trainer, address, tuple(self._shards.urls), os.getpid())
+            told = TrainerStart(trainer, rendezvous, address, tuple(self._shards.urls), os.getpid())
             self._processes[trainer] = self._start_process(ProcessStart(WORKER, (), told.environment(), tuple(held)))
 
     def _follow(self, board: Board, report: RunReport) -> None:

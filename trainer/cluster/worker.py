@@ -86,7 +86,7 @@ def main() -> int:
     host, _, port = start.rendezvous.rpartition(":")
     threading.Thread(target=_leave_with, args=(start.launcher,), name="launcher", daemon=True).start()
     try:
-        return work(join_store(host, int(port), JOIN_TIMEOUT), start.trainer, start.store_urls)
+        return work(join_store(host, int(port), JOIN_TIMEOUT), start.trainer, start.address, start.store_urls)
     except PeerLost as error:
         sys.stderr.write(f"foreload: error: {error}\n")
         return 2
@@ -99,9 +99,11 @@ def _leave_with(launcher: int) -> None:
             os._exit(2)
 
 
-def work(rendezvous: Any, trainer: int, store_urls: Sequence[str] | None, interrupts: Interrupts | None = None) -> int:
+def work(
+    rendezvous: Any, trainer: int, address: str, store_urls: Sequence[str] | None, interrupts: Interrupts | None = None
+) -> int:
     """Train as trainer number `trainer`; returns the exit status: 0, 2 where the coordinator was told why it failed, 1 for an error that was not
-    foreseen, with its traceback. rendezvous: the store that the board is on.
+    foreseen, with its traceback. rendezvous: the store that the board is on; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers.
@@ -110,7 +112,7 @@ def work(rendezvous: Any, trainer: int, store_urls: Sequence[str] | None, interr
     sender = EventSender(board, trainer)
     try:
         spec = board.read(LaunchSpec)
-        TrainerProcess(rendezvous, board, sender, trainer, spec, store_urls or spec.stores, interrupts).run()
+        TrainerProcess(rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts).run()
     except ForeloadError as error:
         with contextlib.suppress(PeerLost):
             sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))
@@ -140,13 +142,14 @@ class TrainerProcess:
         board: Board,
         sender: EventSender,
         trainer: int,
+        address: str,
         spec: LaunchSpec,
         store_urls: Sequence[str],
         interrupts: Interrupts | None,
     ) -> None:
         self._interrupts, self._stop_asked = interrupts, False
         self._rendezvous, self._board, self._events = rendezvous, board, sender
-        self._trainer, self._spec, self._store_urls = trainer, spec, store_urls
+        self._trainer, self._address, self._spec, self._store_urls = trainer, address, spec, store_urls
         self._job = TrainJob.of(spec.job)
         self._term = board.read(Term, spec.first_term)
         self._run = Path(self._job.run)
@@ -356,7 +359,7 @@ class TrainerProcess:
             device = torch.device(self._device())
             transport = NcclTransport(self._rendezvous, term, self._trainer, members, job.peer_silence, device)
         else:
-            transport = GlooTransport(self._rendezvous, term, self._trainer, members, job.peer_silence, job.address)
+            transport = GlooTransport(self._rendezvous, term, self._trainer, members, job.peer_silence, self._address)
         try:
             yield transport
         finally:

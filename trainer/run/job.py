@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -100,7 +101,11 @@ class TrainJob:
     namespace: str | None = setting(
         None, text, "name of the run on the store; the name of the run's folder by default", _WHERE, metavar="NAME"
     )
-    address: str = setting("127.0.0.1", text, "address of this machine that the other trainers reach", _WHERE, metavar="HOST")
+    address: str | None = setting(
+        None, text,
+        "address of this machine at which other trainers reach this call's; by default 127.0.0.1, under a scheduler that on the way to MASTER_ADDR",
+        _WHERE, metavar="HOST", stated=False,
+    )  # fmt: skip
     store_timeout: float | None = setting(
         None, number(0.1), "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10", _WHERE, metavar="S"
     )  # fmt: skip
@@ -201,6 +206,15 @@ class TrainJob:
         """How long another trainer may be silent."""
         return timedelta(seconds=self.peer_timeout)
 
+    def own_address(self) -> str:
+        """The address of this machine at which other trainers reach this call's: as told, or else where MASTER_ADDR finds this process.
+
+        Raises SettingError where that is nowhere.
+        """
+        if self.address is not None or not under_scheduler():
+            return self.address or "127.0.0.1"
+        return _address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
     @property
     def run_namespace(self) -> str:
         """The name of the run on the store."""
@@ -210,3 +224,23 @@ class TrainJob:
 def under_scheduler() -> bool:
     """Whether this process was started by torchrun or the like."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to a host, which may be this one. Raises SettingError where no way leads there."""
+    reason = "no address"
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        # IPv4 first, so that all hosts choose alike.
+        for family, kind, protocol, _, place in sorted(places, key=lambda one: one[0] != socket.AF_INET):
+            with socket.socket(family, kind, protocol) as probe:
+                try:
+                    # Connecting a datagram socket sends nothing: it only chooses a route.
+                    probe.connect(place)
+                except OSError as error:
+                    reason = error.strerror or str(error)
+                    continue
+                return str(probe.getsockname()[0])
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise SettingError(f"--address: must be given where no route leads to MASTER_ADDR; got {host} ({reason})")

@@ -27,7 +27,6 @@ FREE_SETTINGS = (
     "namespace",
     "store_timeout",
     "peer_timeout",
-    "address",
 )
 
 # Settings of the numerics fingerprint: a run may go on with other ones where that is accepted.
@@ -72,7 +71,10 @@ def _resumed_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if not values.get("run"):
         raise SettingError("--run: is missing; give the run that --resume goes on with")
     manifest = Run.open(values["run"]).manifest
-    return manifest.job | {"schedule": manifest.stages[-1].path} | dict(values)
+    # Runs of earlier versions remember an address, which is each call's own by now.
+    own = {name for name, setting in settings_of(TrainJob).items() if not setting.stated}
+    remembered = {name: value for name, value in manifest.job.items() if name not in own}
+    return remembered | {"schedule": manifest.stages[-1].path} | dict(values)
 
 
 def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:

@@ -263,6 +263,31 @@ def test_a_disk_that_gets_full_while_training(clicks: Clicks, tmp_path: Path, sm
         done("digest", run)
 
 
+@pytest.mark.full
+def test_a_disk_without_room_for_the_rows_of_a_local_store(clicks: Clicks, small_disk: Path) -> None:
+    run = small_disk / "run"
+    wide = ("--dim", 256, "--model-options", "bottom=8-256", "top=8-1")
+    command = Command("train", clicks.schedule, "--run", run, "--store", "local:1", *wide)
+    try:
+        command.until(reached(run, 100))
+        # Room for the dense part, and not for some hundred rows of 256 columns.
+        fill(small_disk, 200_000)
+        command.interrupt(lambda: True)
+        _, err = command.process.communicate()
+        assert command.process.returncode == 2, err
+        assert "store local: shard 0 " in err
+        assert "could not save its rows" in err
+        assert "Traceback" not in err
+        # The server still runs, with all rows: they are read from it, and trained on.
+        assert len(done("digest", run).strip()) == 64
+        (small_disk / "ballast").unlink()
+        done("train", clicks.schedule, "--run", run, "--resume")
+        assert LocalStores.find(run / "stores") is None
+        assert (run / "stores" / "shard-0.rdb").exists()
+    finally:
+        command.clear()
+
+
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -85,6 +85,7 @@ class Traffic:
         self._staging_rows = staging_rows
         self._on_action = on_action or (lambda action: None)
         self._on_shard = on_shard or (lambda change: None)
+        self._term = ownership.term
         self._counters = Counters()
         self._monitor = Monitor()
         self._lanes = Lanes(self._monitor)
@@ -115,7 +116,7 @@ class Traffic:
 
         Raises CacheError for a lane that is served already, and the thread's failure, as all calls do.
         """
-        state = LaneTraffic(plan, self._stored, self._rounds.needs_base)
+        state = LaneTraffic(plan, self._stored, self._rounds.needs_base, self._term)
         with self._monitor:
             self._monitor.wait_until(lambda: True)  # raises where the thread is over
             self._lanes.add(state)
@@ -339,6 +340,8 @@ class Traffic:
         with self._monitor:
             for fetch in stats.fetched:
                 fetch.event.ready[fetch.places] = True
+            for state in stats.begun:
+                state.opened()
             at_stop = sum(self._lanes[writes.lane].acknowledge(batch) for writes, batch in stats.written)
             self._counters.count(stats, at_stop)
             self._monitor.notify_all()

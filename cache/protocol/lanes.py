@@ -12,6 +12,7 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batches import WriteBackBatch, WriteBackStaging
+from foreload.cache.protocol.marker import first_number, term_of
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import Expected, PlannedRead, StoredRows
 from foreload.cache.rows.staging import EndedRows, EventStaging
@@ -51,7 +52,8 @@ class LaneWrites:
     """Where one lane's writes stand.
 
     last_batch: the number of the last batch that is released; pending: one whose parity, if there is any, is acknowledged, and whose rows are
-    not. held: int64 [shards], how many rows and parity rows a shard has that lacks none.
+    not. held: int64 [shards], how many rows and parity rows a shard has that lacks none. first: the number of the empty batch with which the
+    owner's begin, None once it is written; its numbers go on from the last batch's where both are of one term.
     """
 
     lane: int
@@ -59,6 +61,7 @@ class LaneWrites:
     staging: WriteBackStaging
     last_batch: int
     held: np.ndarray
+    first: int | None = None
     pending: WriteBackBatch | None = None
 
 
@@ -84,10 +87,10 @@ class PlannedFetch:
 class LaneTraffic:
     """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor.
 
-    with_base: whether the base of each row is written into a batch, beside its new value.
+    with_base: whether the base of each row is written into a batch, beside its new value. term: of its owner.
     """
 
-    def __init__(self, plan: LanePlan, stored: StoredRows, with_base: bool) -> None:
+    def __init__(self, plan: LanePlan, stored: StoredRows, with_base: bool, term: int = 0) -> None:
         self.lane = plan.lane
         self.plan = plan.plan
         self.next: tuple[int, Arrivals] | None = None
@@ -97,7 +100,8 @@ class LaneTraffic:
         stripes = stored.placement.stripes(plan.lane, written)
         staging = WriteBackStaging(stored.shapes, stripes, with_base, plan.last_batch)
         held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
-        self.writes = LaneWrites(plan.lane, stripes, staging, plan.last_batch, held)
+        first = first_number(term) if first_number(term) > plan.last_batch else None
+        self.writes = LaneWrites(plan.lane, stripes, staging, plan.last_batch, held, first)
 
         self.pulled = -1  # index of the last event staged or taken
         self.wanted = -1  # index of the last event that the trainer waits for
@@ -160,6 +164,16 @@ class LaneTraffic:
         return PlannedFetch(self.writes, Expected(*event.arrivals.columns(places), self.lane), event, places)
 
     # Whoever holds the monitor.
+
+    def opened(self) -> None:
+        """The empty batch with which the owner's begin is acknowledged."""
+        self.last_batch = self.writes.last_batch
+
+    @property
+    def batches_under_way(self) -> int:
+        """How many were cut, and are not acknowledged."""
+        cut = self.writes.staging.number
+        return cut - max(self.last_batch, first_number(term_of(cut)))
 
     def acknowledge(self, batch: WriteBackBatch) -> int:
         """A batch is acknowledged; returns how many of its rows were written beyond the schedule."""

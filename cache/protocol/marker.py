@@ -6,13 +6,25 @@ from dataclasses import dataclass
 
 _AHEAD_BIT, _REBUILDING_BIT = 1 << 62, 1 << 63
 _NUMBER = _AHEAD_BIT - 1
+_COUNT_BITS = 40
+
+
+def first_number(term: int) -> int:
+    """The number with which an owner of this term begins, that of an empty batch: two owners never give one number to two contents."""
+    return term << _COUNT_BITS
+
+
+def term_of(number: int) -> int:
+    """The term whose owner gave a batch its number."""
+    return number >> _COUNT_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
     """Which write-back batches a store shard has: parity of all up to `parity`, data of all up to `data`, which is the same or one less.
 
-    rebuilding: the shard does not have all of its rows yet. Without parity the two numbers are one.
+    rebuilding: the shard does not have all of its rows yet. Without parity the two numbers are one. A number is the term of the owner that wrote
+    the batch, times 2^40, plus a count; batch n follows n - 1, but for the first of an owner (`first_number`), which follows what it found.
     """
 
     parity: int

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from foreload.cache.client.store import Read, Write
+from foreload.cache.client.store import NO_ROWS, Read, Write
 from foreload.cache.errors import RowError
 from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.batches import WriteBackBatch
 from foreload.cache.protocol.failover import Failover
-from foreload.cache.protocol.lanes import Lanes, LaneWrites, PlannedFetch
+from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import (
     PlannedRead,
@@ -59,6 +59,7 @@ class ParityRounds(Rounds):
     def run(self, fetches: Sequence[PlannedFetch]) -> bool:
         """Data phase of the batches before and read phase of the next, in one exchange; then the parity phase of these."""
         lanes = self._lanes.all
+        self._begin([state for state in lanes if state.writes.first is not None and state.writes.staging.waiting])
         cut: list[tuple[LaneWrites, WriteBackBatch]] = []
         for state in lanes:
             batch = state.writes.staging.cut(self._shards.of(state.lane).cursors)
@@ -107,6 +108,31 @@ class ParityRounds(Rounds):
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
         """Do what the live shards are asked; what is left undone belongs to shards that are lost afterwards."""
         self._failover.exchange(reads, writes, self._markers)
+
+    def _begin(self, lanes: Sequence[LaneTraffic]) -> None:
+        """Write the empty batch with which an owner's begin: from then on each number follows the one before.
+
+        Not before there is a batch to write: what an owner changed nothing of stays as it was found.
+        """
+        if not lanes:
+            return
+        out: list[tuple[int, Write]] = []
+        for writes in (state.writes for state in lanes):
+            lane, number = writes.lane, writes.first
+            assert number is not None
+            self._log.hold(lane, LoggedBatch.empty(number, writes.last_batch, writes.held))
+            self._phase[lane] = [Marker(writes.last_batch, writes.last_batch), Marker(number, number)]
+            for shard in range(self._shard_count):
+                marker = Marker(number, number, self._shards.rebuilding(lane, shard))
+                out.append((lane, self._stored.write(lane, shard, *NO_ROWS, marker, 0)))
+        self.exchange([], out)
+        self._phase.clear()
+        for state in lanes:
+            writes = state.writes
+            assert writes.first is not None
+            writes.last_batch = writes.staging.number = writes.first
+            writes.first = None
+        self._on_stats(RoundStats(begun=lanes))
 
     def _read_phase(
         self, fetches: Sequence[PlannedFetch], cut: Sequence[tuple[LaneWrites, WriteBackBatch]], sent: Sequence[LaneWrites]
@@ -157,7 +183,9 @@ class ParityRounds(Rounds):
             batch.update(self._code)
             with_parity = writes.held + batch.fresh.all_parity_rows
             held = np.stack([writes.held, with_parity, with_parity + batch.fresh.all_rows], axis=1)
-            self._log.hold(writes.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, held))
+            self._log.hold(
+                writes.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, held, batch.number - 1)
+            )
             writes.held = held[:, 2]
             self._on_action("batch logged")
             self._phase[writes.lane] = [Marker(batch.number - 1, batch.number - 1), Marker(batch.number, batch.number - 1)]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
-from foreload.cache.client.store import NO_ROWS, Read, Write
+from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.erasure import accumulate
 from foreload.cache.parity.stripes import ALL_STRIPES, Arrangement
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
-from foreload.cache.protocol.fence import fence
+from foreload.cache.protocol.fence import Found, fence_all
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.ownership import Ownership, inspect_shards, lose
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.fields import unpack
+
+Exchange = Callable[[Sequence[Read], Sequence[Write]], object]
 
 
 def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) -> int:
@@ -24,75 +29,147 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
     down, stale or were being rebuilt, or have not as many rows as the log says, are lost in stored.shards. Raises Fenced, RowsLost, StoreError,
     CacheError.
     """
-    code = stored.placement.code
-    assert code is not None
-    batch = log.held(lane) or LoggedBatch(0, NO_ROWS[0], NO_ROWS[1], NO_ROWS[1])
-    markers: dict[int, Marker] = {}
-    doubtful: list[int] = []
+    found = {shard: by_lane[lane] for shard, by_lane in fence_lanes(stored, [lane], ownership).items()}
+    # Not before the fence: until then the owner before may hold a further batch, and send it.
+    batch = adopted_batch(log, lane, ownership.term)
+    judged = judge(stored, lane, batch, found)
+    for shard in judged.refused:
+        lose(stored, shard)
+    stored.shards.check_covered()
+    for shard in judged.doubtful:
+        # One that is too many is kept: a scrub decodes what it lacks.
+        if stored.lose(shard, f"store {stored.shards.urls[shard]}: lacks rows of lane {lane}"):
+            del judged.unfinished.markers[shard]
+    play(stored, [judged.unfinished], stored.store.exchange)
+    return batch.number
+
+
+def fence_lanes(stored: StoredRows, lanes: Sequence[int], ownership: Ownership) -> dict[int, Mapping[int, Found]]:
+    """Fence lanes on every store shard; returns what was found, by shard and lane. Those that cannot be fenced are lost in stored.shards.
+
+    Raises Fenced, StoreError.
+    """
+    found = {}
     fenced_shards = inspect_shards(
         stored.store,
-        lambda shard: {lane: fence(stored.store, shard, stored.namespace, lane, ownership.term)},
+        lambda shard: fence_all(stored.store, shard, stored.namespace, lanes, ownership.term),
         lambda shard: ownership.has(stored.store, stored.namespace, shard),
     )
     for shard, fenced in fenced_shards:
         if fenced is None:
             lose(stored, shard)
             continue
-        there = fenced[lane]
-        stored.shards.of(lane).epochs[shard], marker = there.epoch, there.marker
+        found[shard] = fenced
+        for lane, there in fenced.items():
+            stored.shards.of(lane).epochs[shard] = there.epoch
+    return found
+
+
+def adopted_batch(log: BatchLog, lane: int, term: int) -> LoggedBatch:
+    """The batch that the log holds for a lane; an empty one, of number 0, where it holds none.
+
+    The log has it in this term before its first byte leaves: an owner before that still goes on may hold one more, which must not count, for then
+    a further owner would take what this one finishes for stale.
+    """
+    return log.adopt(lane, term) or LoggedBatch.empty(0, 0, None)
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """A batch of a lane that may not be everywhere. markers: of each shard that is trusted, as it is."""
+
+    lane: int
+    batch: LoggedBatch
+    markers: dict[int, Marker]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Which shards a batch in the log says can be trusted. refused: none of its states; doubtful: those with another number of rows (trusted too)."""
+
+    unfinished: Unfinished
+    refused: list[int]
+    doubtful: list[int]
+
+
+def judge(stored: StoredRows, lane: int, batch: LoggedBatch, found: Mapping[int, Found]) -> Judged:
+    """What a lane has on shards, by the batch in the log. found: by shard. Raises CacheError for a shard that is ahead of the log."""
+    judged = Judged(Unfinished(lane, batch, {}), [], [])
+    for shard, there in found.items():
+        marker = there.marker
         if max(marker.parity, marker.data) > batch.number:
             raise CacheError(
                 f"store {stored.shards.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}: the log is not "
                 "the run's; put that one back"
             )
-        if marker.rebuilding or marker.data < batch.number - 1:
-            lose(stored, shard)
+        known = (batch.before, batch.number)
+        if marker.rebuilding or marker.data not in known or marker.parity not in known:
+            judged.refused.append(shard)
             continue
-        markers[shard] = marker
+        judged.unfinished.markers[shard] = marker
         # 0: the shard has nothing of the batch, 1: its parity, 2: its data, too.
         stage = int(marker.parity == batch.number) + int(marker.data == batch.number)
         if batch.held is not None and there.rows != batch.held[shard, stage]:
-            doubtful.append(shard)
-    stored.shards.check_covered()
-    for shard in doubtful:
-        # One that is too many is kept: a scrub decodes what it lacks.
-        if stored.lose(shard, f"store {stored.shards.urls[shard]}: lacks rows of lane {lane}"):
-            del markers[shard]
-    if not len(batch.fields):
-        return batch.number
-    stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
-    table, ordinal = unpack(batch.fields)
-    everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
-    placed = stripes.arrange(table, ordinal, everywhere)
-    _finish_parity(stored, lane, batch, placed, {s: m for s, m in markers.items() if m.parity < batch.number})
-    inverse = np.argsort(placed.position)  # of rows by shard, the places in the log
-    whole = Marker(batch.number, batch.number).stored()
+            judged.doubtful.append(shard)
+    return judged
+
+
+def play(stored: StoredRows, all_unfinished: Sequence[Unfinished], exchange: Exchange) -> list[Write]:
+    """Bring batches, of a lane each, to every shard that is trusted and lacks them; returns what was written.
+
+    exchange: does reads and writes; it may take a shard that fails out of the markers, which is then left as it is.
+    """
+    batches = [one for one in all_unfinished if len(one.batch.fields)]
+    placed = {one.lane: _arranged(stored, one) for one in batches}
+    written = _finish_parity(stored, [(one, placed[one.lane]) for one in batches], exchange)
     writes = []
-    for shard in (shard for shard, before in markers.items() if before.data < batch.number):
-        own = inverse[placed.rows_of(shard)]
-        writes.append(Write(shard, stored.key(lane, shard), batch.fields[own], batch.new[own], whole))
-    stored.store.exchange([], writes)
-    return batch.number
+    for one in all_unfinished:
+        batch, whole = one.batch, Marker(one.batch.number, one.batch.number).stored()
+        behind = [shard for shard, before in one.markers.items() if before.data != batch.number]
+        # A batch of no rows is finished by its marker.
+        inverse = np.argsort(placed[one.lane].position) if one.lane in placed else np.zeros(0, np.int64)
+        for shard in behind:
+            own = inverse[placed[one.lane].rows_of(shard)] if one.lane in placed else inverse
+            writes.append(Write(shard, stored.key(one.lane, shard), batch.fields[own], batch.new[own], whole))
+    exchange([], writes)
+    return written + writes
 
 
-def _finish_parity(stored: StoredRows, lane: int, batch: LoggedBatch, placed: Arrangement, behind: dict[int, Marker]) -> None:
-    """Bring the parity rows of a batch to the shards that do not have them."""
+def _arranged(stored: StoredRows, unfinished: Unfinished) -> Arrangement:
+    """Where the rows and parity rows of a batch go, if every shard is to have its own."""
+    stripes = stored.placement.stripes(unfinished.lane, np.zeros(len(stored.layouts), np.int64))
+    table, ordinal = unpack(unfinished.batch.fields)
+    everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
+    return stripes.arrange(table, ordinal, everywhere)
+
+
+def _finish_parity(stored: StoredRows, work: Sequence[tuple[Unfinished, Arrangement]], exchange: Exchange) -> list[Write]:
+    """Bring the parity rows of batches to the shards that do not have them; returns the Writes."""
     code = stored.placement.code
     assert code is not None
-    parity = np.zeros((len(placed.entry_fields), batch.new.shape[1]), np.uint8)
-    reads = []
-    for shard in behind:
-        own = placed.entries_of(shard)
-        reads.append(Read(shard, stored.key(lane, shard), placed.entry_fields[own], parity[own]))
+    reads, parities = [], []
+    for one, placed in work:
+        parity = np.zeros((len(placed.entry_fields), one.batch.new.shape[1]), np.uint8)
+        parities.append(parity)
+        for shard in _without_parity(one):
+            own = placed.entries_of(shard)
+            reads.append(Read(shard, stored.key(one.lane, shard), placed.entry_fields[own], parity[own]))
     # A parity row that is not there under the right marker is one of a stripe that had no rows: it stays zeros.
-    stored.store.exchange(reads, [])
-    delta = batch.new ^ batch.old
-    for i in range(code.r):
-        factors = code.coefficients[i][placed.member]
-        accumulate(delta, np.arange(len(delta)), factors, parity, placed.entry_of[:, i][placed.stripe_of])
+    exchange(reads, [])
     writes = []
-    for shard, marker in behind.items():
-        own = placed.entries_of(shard)
-        stored_marker = Marker(batch.number, marker.data).stored()
-        writes.append(Write(shard, stored.key(lane, shard), placed.entry_fields[own], parity[own], stored_marker))
-    stored.store.exchange([], writes)
+    for (one, placed), parity in zip(work, parities, strict=True):
+        delta = one.batch.new ^ one.batch.old
+        for i in range(code.r):
+            factors = code.coefficients[i][placed.member]
+            accumulate(delta, np.arange(len(delta)), factors, parity, placed.entry_of[:, i][placed.stripe_of])
+        for shard in _without_parity(one):
+            own = placed.entries_of(shard)
+            stored_marker = Marker(one.batch.number, one.markers[shard].data).stored()
+            writes.append(Write(shard, stored.key(one.lane, shard), placed.entry_fields[own], parity[own], stored_marker))
+    exchange([], writes)
+    return writes
+
+
+def _without_parity(unfinished: Unfinished) -> list[int]:
+    """The shards that have nothing of a batch yet."""
+    return [shard for shard, marker in unfinished.markers.items() if marker.parity != unfinished.batch.number]

@@ -14,7 +14,7 @@ from typing import ClassVar
 from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import CacheError
 from foreload.cache.protocol.batches import WriteBackBatch
-from foreload.cache.protocol.lanes import Lanes, LaneWrites, PlannedFetch
+from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import (
     StoredRows,
@@ -29,7 +29,8 @@ from foreload.cache.protocol.reading import (
 class RoundStats:
     """What an exchange of a round did, for the counters.
 
-    fetched: what is at hand now; written: the batches whose rows are acknowledged by every live shard.
+    fetched: what is at hand now; written: the batches whose rows are acknowledged by every live shard; begun: lanes of whom the empty batch is
+    with which an owner's begin.
     """
 
     parity_rows_read: int = 0
@@ -39,6 +40,7 @@ class RoundStats:
     bytes_written: int = 0
     fetched: Sequence[PlannedFetch] = ()
     written: list[tuple[LaneWrites, WriteBackBatch]] = field(default_factory=list)
+    begun: Sequence[LaneTraffic] = ()
 
 
 class Rounds(ABC):
@@ -130,6 +132,9 @@ class PlainRounds(Rounds):
         """One exchange."""
         sent = []
         for state in self._lanes.all:
+            if state.writes.first is not None:
+                # All markers change with each batch, so that of the first is enough.
+                state.writes.staging.number, state.writes.first = state.writes.first, None
             state.writes.pending = state.writes.staging.cut(self._shards.of(state.lane).cursors)
             if state.writes.pending is not None:
                 sent.append(state.writes)

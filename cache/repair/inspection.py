@@ -90,7 +90,7 @@ class Inspection:
     def lag(self) -> Lag:
         """What the store still lacks."""
         with self._monitor:
-            batches = sum(state.writes.staging.number - state.last_batch for state in self._lanes.all)
+            batches = sum(state.batches_under_way for state in self._lanes.all)
             boundaries = sum(len(state.boundaries) for state in self._lanes.all)
             return Lag(batches, boundaries, sum(state.unwritten_rows for state in self._lanes.all))
 

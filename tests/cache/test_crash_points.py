@@ -424,7 +424,7 @@ def test_the_writer_dies_while_it_writes_to_the_log(stores: LocalStores, tmp_pat
         before = FileLog(tmp_path).held(lane)
         assert before is not None
         # What it leaves in the place of the next record: one that says that it is not whole, in the fifth word, with bytes of two records behind.
-        with open(tmp_path / f"lane-{lane}-{(before.number + 1) % 2}.log", "r+b") as file:
+        with open(tmp_path / f"lane-{lane}-term-0-{before.number % 2}.log", "r+b") as file:
             file.seek(4 * 8)
             file.write(bytes(300))
         after = FileLog(tmp_path).held(lane)
@@ -450,7 +450,7 @@ def test_a_log_older_than_the_store_is_refused(stores: LocalStores, tmp_path: Pa
     crash(stores, tmp_path, 2, 1, "data leaves")
     held = FileLog(tmp_path).held(0)
     assert held is not None
-    (tmp_path / f"lane-0-{held.number % 2}.log").unlink()
+    (tmp_path / f"lane-0-term-0-{(held.number - 1) % 2}.log").unlink()
     with Store(stores.urls, TIMEOUT) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
         with pytest.raises(CacheError, match="later than the log's"):

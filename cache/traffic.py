@@ -33,6 +33,7 @@ from foreload.cache.protocol.lanes import (
     LanePlan,
     Lanes,
     LaneTraffic,
+    Plan,
     PlannedFetch,
 )
 from foreload.cache.protocol.monitor import Answer, Monitor
@@ -236,6 +237,34 @@ class Traffic:
         """The number of the lane's last write-back batch that all shards acknowledged; RUN keeps it for a resume."""
         with self._monitor:
             return self._lanes[lane].last_batch
+
+    def released(self, lane: int) -> tuple[int, int]:
+        """The last boundary all of whose rows, and all of those before it, are acknowledged; and `last_batch`. What a copy of the lane is told."""
+        with self._monitor:
+            state = self._lanes[lane]
+            return state.released_boundary, state.last_batch
+
+    def replan(self, lane: int, plan: Plan) -> None:
+        """Begin anew with a lane's arrivals: what is staged, and was not taken, is gone. plan: as in `LanePlan`; its first event may be any.
+
+        What was handed over for its write-back stays so.
+        """
+
+        def begin_anew() -> None:
+            with self._monitor:
+                self._lanes[lane].replan(plan)
+                self._monitor.signal()
+
+        self._monitor.ask(begin_anew)
+
+    def raise_term(self, term: int) -> None:
+        """From now on the owner is one of this term: it adds lanes, and fences, as such. Lanes that it has it goes on to write as before."""
+
+        def use() -> None:
+            self._term = term
+            self._rounds.raise_term(term)
+
+        self._monitor.ask(use)
 
     def counters(self) -> Counters:
         """A copy of the counters."""

@@ -273,6 +273,24 @@ class Store:
             self._connections.perform({shard: requests})
         return [request.reply.value for request in requests if isinstance(request.reply, PlainReply)]
 
+    def ask(
+        self, commands: Mapping[int, Sequence[Sequence[bytes | str | int]]]
+    ) -> tuple[dict[int, list[object]], dict[int, StoreError]]:
+        """Occasional commands to several shards at once, as `commands_at_once` has them: the answers by shard, and of the others why there are none.
+
+        A shard that fails is treated as `attempt` does, and so is Fenced.
+        """
+        failures = {shard: error for shard, error in self.down.items() if shard in commands}
+        requests = {shard: [plain(*words) for words in of_shard] for shard, of_shard in commands.items() if shard not in failures}
+        # Performing them leaves out those that are answered.
+        self._connections.perform(dict(requests), failures)
+        answers = {
+            shard: [request.reply.value for request in of_shard if isinstance(request.reply, PlainReply)]
+            for shard, of_shard in requests.items()
+            if shard not in failures
+        }
+        return answers, failures
+
     def info(self, shard: int) -> dict[str, str]:
         """What INFO says, by name."""
         text = self.command(shard, "INFO")

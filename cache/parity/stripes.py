@@ -78,6 +78,10 @@ class Written:
         _most(table, ordinal, self.counts)
         _note(table, ordinal, self.flags, self.starts)
 
+    def forget(self, table: np.ndarray, ordinal: np.ndarray) -> None:
+        """These rows, of ordinals below the counts, were never written."""
+        self.flags[self.starts[table] + ordinal] = 0
+
     def has(self, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
         """Whether rows were ever written: bool [n]; any ordinal may be asked for."""
         written: np.ndarray = ordinal < self.counts[table]

@@ -62,6 +62,10 @@ class Failover:
         self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
         self._probe = ServerProbe(stored, ownership, monitor.wake, on_change)
 
+    def raise_term(self, term: int) -> None:
+        """Fence as an owner of this term from now on."""
+        self._ownership = replace(self._ownership, term=term)
+
     def lose_found(self) -> None:
         """Go on without the shards that were found lost by who took lanes over. Raises as `lose` does."""
         for shard in sorted(self._table.lost.keys() - self._seen_to):

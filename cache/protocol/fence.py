@@ -19,6 +19,7 @@ from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import EPOCH, lane_key
 
 _ATTEMPTS = 10
+_EPOCHS = 1 << 20  # of a term, more than its owners will ever need
 _FENCED = b"fenced"
 
 
@@ -62,32 +63,59 @@ def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known:
     known: an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it. Raises
     Fenced where an owner of a higher term was there first, StoreError and StoreUnavailable as `Store.command` does.
     """
+    found, failures = fence_everywhere(store, [shard], namespace, lane, term, {shard: known})
+    if failures:
+        raise failures[shard]
+    return found[shard]
+
+
+def fence_everywhere(
+    store: Store, shards: Sequence[int], namespace: str, lane: int, term: int, known: Mapping[int, int]
+) -> tuple[dict[int, Found], dict[int, StoreError]]:
+    """`fence` on several shards at once: what was found by shard, and why there is nothing of the others. known: by shard. Raises Fenced."""
     name = epoch_key(namespace, lane)
+    found: dict[int, Found] = {}
+    failures: dict[int, StoreError] = {}
+    left = list(shards)
     for _ in range(_ATTEMPTS):
-        store.command(shard, "WATCH", name)
-        epoch, owner = _parse(store.command(shard, "GET", name))
-        if owner > term:
-            store.command(shard, "UNWATCH")
-            raise Fenced(f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops")
-        last = max(epoch, known)
-        old, new = lane_key(namespace, lane, epoch), lane_key(namespace, lane, last + 1)
-        there = store.command(shard, "EXISTS", old)
-        store.command(shard, "MULTI")
-        if there:
-            store.command(shard, "RENAME", old, new)
-        # The string stands where the hash was, and where an owner that knew the later epoch may still write.
-        for passed in dict.fromkeys((old, lane_key(namespace, lane, last))):
-            store.command(shard, "SET", passed, _FENCED)
-        store.command(shard, "SET", name, b"%d %d" % (last + 1, term))
-        store.command(shard, "HGET", new, MARKER)
-        store.command(shard, "HLEN", new)
-        answers = store.command(shard, "EXEC")
-        if answers is not None:
-            assert isinstance(answers, list)
-            marker, fields = answers[-2:]
-            return Found(last + 1, Marker.parse(marker), marker is not None, fields - (marker is not None))
-        # EXEC answers nil where another fence came between: look again.
-    raise StoreError(f"store {store.urls[shard]}: lane {lane} is being fenced by others all the time; is the run trained twice?")
+        stored, failed = store.ask({shard: [("WATCH", name), ("GET", name)] for shard in left})
+        failures |= failed
+        epochs = {}
+        for shard, (_, value) in stored.items():
+            epochs[shard], owner = _parse(value)
+            if owner > term:
+                raise Fenced(
+                    f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops"
+                )
+        old = {shard: lane_key(namespace, lane, epoch) for shard, epoch in epochs.items()}
+        # Sent before the commands that it holds together: a server that is not ready for it would do them one by one.
+        begun, failed = store.ask({shard: [("EXISTS", old[shard]), ("MULTI",)] for shard in epochs})
+        failures |= failed
+        # No owner of an earlier term can have come to such an epoch, also where a server that was emptied does not remember any.
+        last = {shard: max(epochs[shard], known.get(shard, 0), term * _EPOCHS) for shard in begun}
+        queued: dict[int, list[tuple[bytes | str, ...]]] = {}
+        for shard, (there, _) in begun.items():
+            new = lane_key(namespace, lane, last[shard] + 1)
+            rename: list[tuple[bytes | str, ...]] = [("RENAME", old[shard], new)] if there else []
+            # The string stands where the hash was, and where an owner that knew the later epoch may still write.
+            passed = dict.fromkeys((old[shard], lane_key(namespace, lane, known.get(shard, epochs[shard]))))
+            closed: list[tuple[bytes | str, ...]] = [("SET", key, _FENCED) for key in passed]
+            looked: list[tuple[bytes | str, ...]] = [("HGET", new, MARKER), ("HLEN", new), ("EXEC",)]
+            queued[shard] = [*rename, *closed, ("SET", name, b"%d %d" % (last[shard] + 1, term)), *looked]
+        done, failed = store.ask(queued)
+        failures |= failed
+        for shard, answers in done.items():
+            if answers[-1] is None:
+                continue  # another fence came between: look again
+            assert isinstance(answers[-1], list)
+            marker, fields = answers[-1][-2:]
+            found[shard] = Found(last[shard] + 1, Marker.parse(marker), marker is not None, fields - (marker is not None))
+        left = [shard for shard in left if shard not in found and shard not in failures]
+        if not left:
+            return found, failures
+    raise StoreError(
+        f"store {store.urls[left[0]]}: lane {lane} is being fenced by others all the time; is the run trained twice?"
+    )
 
 
 def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:

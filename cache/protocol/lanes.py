@@ -10,7 +10,7 @@ import numpy as np
 
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.row_counts import count_rows
-from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.parity.stripes import LaneStripes, Written
 from foreload.cache.protocol.batches import WriteBackBatch, WriteBackStaging
 from foreload.cache.protocol.marker import first_number, term_of
 from foreload.cache.protocol.monitor import Monitor
@@ -27,15 +27,15 @@ class LanePlan:
 
     plan: (event index, arrivals) in order of the program; None where the next event is not known yet (it is asked for again, after a
     while). An exception that it raises is raised by the `take` of the event that it stands for. last_batch: the number of the lane's last
-    write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: int64 [tables], the lane's
-    ordinals that the store has, all below it (None: none).
+    write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: which rows the store has;
+    int64 [tables]: all ordinals below it; None: none.
     """
 
     lane: int
     plan: Plan
     last_batch: int = 0
     released_boundary: int = -1
-    written: np.ndarray | None = None
+    written: np.ndarray | Written | None = None
 
 
 @dataclass(slots=True)
@@ -97,7 +97,10 @@ class LaneTraffic:
         self.unknown = False  # the plan's next event is not known yet
         self.fetches: list[Fetch] = []
         written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
-        stripes = stored.placement.stripes(plan.lane, written)
+        if isinstance(written, Written):
+            stripes = LaneStripes(plan.lane, written.k, stored.placement.members, written)
+        else:
+            stripes = stored.placement.stripes(plan.lane, written)
         staging = WriteBackStaging(stored.shapes, stripes, with_base, plan.last_batch)
         held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
         first = first_number(term) if first_number(term) > plan.last_batch else None
@@ -164,6 +167,12 @@ class LaneTraffic:
         return PlannedFetch(self.writes, Expected(*event.arrivals.columns(places), self.lane), event, places)
 
     # Whoever holds the monitor.
+
+    def replan(self, plan: Plan) -> None:
+        """Begin anew with the arrivals; between two rounds, for a fetch under way would bring its rows to nobody."""
+        self.plan, self.next, self.unknown, self.ended, self.plan_error = plan, None, False, False, None
+        self.fetches, self.events, self.staged_rows = [], {}, 0
+        self.pulled = self.wanted = -1
 
     def opened(self) -> None:
         """The empty batch with which the owner's begin is acknowledged."""

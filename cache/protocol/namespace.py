@@ -36,7 +36,11 @@ def run_key(namespace: str) -> bytes:
 def owner(store: Store, namespace: str, shard: int) -> dict[str, Any] | None:
     """What `claim` noted on a store shard: {"format", "shard", "shards", "identity"}; None if the namespace is not there."""
     check_name(namespace)
-    text = store.command(shard, "GET", run_key(namespace))
+    return _note(store, namespace, shard, store.command(shard, "GET", run_key(namespace)))
+
+
+def _note(store: Store, namespace: str, shard: int, text: object) -> dict[str, Any] | None:
+    """What stands in the value of a run's key."""
     if text is None:
         return None
     try:
@@ -108,6 +112,13 @@ def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int,
     """Whether the store's shard (its number `at` of the Store, the same by default) is shard `shard` of the run with this identity."""
     note = owner(store, namespace, shard if at is None else at)
     return note is not None and is_run(note, identity) and note["shard"] == shard
+
+
+def are_of(store: Store, namespace: str, identity: Mapping[str, Any]) -> dict[int, bool]:
+    """`is_of`, asked of all store shards at once; those that do not answer are left out. Raises StoreError for a note that is none."""
+    answers, _ = store.ask({shard: [("GET", run_key(namespace))] for shard in range(store.shards)})
+    notes = {shard: _note(store, namespace, shard, text) for shard, (text,) in answers.items()}
+    return {shard: note is not None and is_run(note, identity) and note["shard"] == shard for shard, note in notes.items()}
 
 
 def is_run(note: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:

@@ -101,6 +101,10 @@ class ParityRounds(Rounds):
         """Use another server in place of a shard's from now on."""
         self._failover.replace(shard, url)
 
+    def raise_term(self, term: int) -> None:
+        """Fence as an owner of this term from now on."""
+        self._failover.raise_term(term)
+
     def close(self) -> None:
         """Look for lost shards no more."""
         self._failover.close()

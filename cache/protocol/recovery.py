@@ -93,15 +93,17 @@ class Judged:
 
 
 def judge(stored: StoredRows, lane: int, batch: LoggedBatch, found: Mapping[int, Found]) -> Judged:
-    """What a lane has on shards, by the batch in the log. found: by shard. Raises CacheError for a shard that is ahead of the log."""
+    """What a lane has on shards, by the batch in the log. found: by shard. Raises CacheError where all are ahead of the log."""
     judged = Judged(Unfinished(lane, batch, {}), [], [])
+    # Some may be: an owner before may have gone on with shards that a further one could not fence.
+    if found and all(there.marker.parity > batch.number for there in found.values()):
+        shard, there = next(iter(found.items()))
+        raise CacheError(
+            f"store {stored.shards.urls[shard]}: has batch {there.marker} of lane {lane}, later than the log's {batch.number}: the log is not "
+            "the run's; put that one back"
+        )
     for shard, there in found.items():
         marker = there.marker
-        if max(marker.parity, marker.data) > batch.number:
-            raise CacheError(
-                f"store {stored.shards.urls[shard]}: has batch {marker} of lane {lane}, later than the log's {batch.number}: the log is not "
-                "the run's; put that one back"
-            )
         known = (batch.before, batch.number)
         if marker.rebuilding or marker.data not in known or marker.parity not in known:
             judged.refused.append(shard)

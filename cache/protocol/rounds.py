@@ -92,6 +92,10 @@ class Rounds(ABC):
         """Use another server in place of a shard's from now on; any thread may say so. Raises CacheError where its rows are nowhere else."""
 
     @abstractmethod
+    def raise_term(self, term: int) -> None:
+        """Fence as an owner of this term from now on."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop whatever runs beside the rounds."""
 
@@ -195,6 +199,9 @@ class PlainRounds(Rounds):
     def replace(self, shard: int, url: str) -> None:
         """Refused."""
         raise CacheError(f"store shard {shard}: there is no parity, so its rows are nowhere else; restore them and --resume")
+
+    def raise_term(self, term: int) -> None:
+        """It fences nothing."""
 
     def close(self) -> None:
         """Nothing runs."""

@@ -123,19 +123,22 @@ class EndedRows(Occupants):
 
     weights: float32 [E, Wmax]; state: float32 [E, Smax].
     base_weights, base_state: the same rows as the store has them, undefined where the stored tag is 0; None where no base is kept.
+    base_known: bool [E], whether the base is known, as it is where the stored tag is 0; None where all are.
     """
 
     weights: np.ndarray
     state: np.ndarray
     base_weights: np.ndarray | None = None
     base_state: np.ndarray | None = None
+    base_known: np.ndarray | None = None
 
     def select(self, which: np.ndarray) -> EndedRows:
         """The rows of a mask or of places."""
         rows = EndedRows(*self.columns(which), self.stored_tag[which], self.weights[which], self.state[which])
         if self.base_weights is None or self.base_state is None:
             return rows
-        return replace(rows, base_weights=self.base_weights[which], base_state=self.base_state[which])
+        known = None if self.base_known is None else self.base_known[which]
+        return replace(rows, base_weights=self.base_weights[which], base_state=self.base_state[which], base_known=known)
 
 
 class EventStaging:

@@ -1,0 +1,353 @@
+"""Taking over lanes whose owner is gone in the middle of its work, by who has a copy of them (docs/protocol.md, Takeover)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read, Write
+from foreload.cache.errors import CacheError, RowError, StoreError
+from foreload.cache.parity.row_counts import count_rows
+from foreload.cache.parity.stripes import LaneStripes, Written
+from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
+from foreload.cache.protocol.fence import Found, fence_everywhere
+from foreload.cache.protocol.lanes import LanePlan, Plan
+from foreload.cache.protocol.marker import Marker, first_number
+from foreload.cache.protocol.namespace import are_of
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.recovery import Unfinished, adopted_batch, judge, play
+from foreload.cache.protocol.unsure_rows import REMEDY, Look, UnsureRows
+from foreload.cache.rows.fields import fields
+from foreload.cache.rows.layout import encode_rows
+from foreload.cache.rows.staging import EndedRows, Rows
+from foreload.pipelines.schedule.format import Occupants
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedLane:
+    """What a copy knows of a lane at the end of step c, the last that was committed; boundary c + 1 is not passed.
+
+    ordinals: int64 [tables], given up to c. occupants: who sits in the training slots, all of them, in any order. owed: the rows that ended at
+    boundaries up to c, each with its boundary, ascending: all boundaries that are not known to be released, also those without rows. ending: the
+    rows that end at boundary c + 1, and may have been handed over; where these are not known, and where training is to stop after c, all
+    that sit in slots. Both have no base. released: the last boundary that is known to be released, and the number of the lane's last batch then.
+    """
+
+    ordinals: np.ndarray
+    occupants: Occupants
+    owed: Sequence[tuple[int, EndedRows]]
+    ending: EndedRows
+    released: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenLane:
+    """A lane that was taken over. last_batch: the number at which its new owner begins; released_boundary: as it begins; written: what the store has.
+
+    to_write: the rows that were owed and are not stored, with their base, by boundary, ascending; every boundary that was owed is there, so that
+    each is released in time. ending: as in the copy, with the base of each row that is not stored; stored: bool [E], which of them are: the tag
+    of these is their stored tag from now on.
+    """
+
+    lane: int
+    last_batch: int
+    released_boundary: int
+    written: Written
+    to_write: Sequence[tuple[int, EndedRows]]
+    ending: EndedRows
+    stored: np.ndarray
+
+    def plan(self, arrivals: Plan) -> LanePlan:
+        """What its traffic begins with; `to_write` is to be handed over next. arrivals: from step c on."""
+        return LanePlan(self.lane, arrivals, self.last_batch, self.released_boundary, self.written)
+
+
+def take_over_lost(
+    stored: StoredRows, ownership: Ownership, log: BatchLog | None, copied: Mapping[int, CopiedLane], last_owner_dead: bool
+) -> dict[int, TakenLane]:
+    """Take over lanes, of each of which `copied` has what a copy knows, from owners that are gone or seem to be; all in one go.
+
+    Where a Traffic serves other lanes of these rows, between two of its rounds. log: where owners hold their batches, needed with parity.
+    last_owner_dead: whether the owners before are known to be dead. A shard that cannot be fenced is lost in stored.shards; one that cannot be
+    trusted with a lane is to be rebuilt for it. A takeover that fails, or dies, may be followed by another, of a later term.
+
+    Raises Fenced, StoreError, RowError for a row that is none of its versions, RowsLost where parity does not cover what is lost, and CacheError.
+    """
+    takings = [_Taking.of(stored, lane, one, ownership.term) for lane, one in copied.items()]
+    _fence(stored, ownership, takings)
+    if not stored.placement.r:
+        _write_again(stored, takings)
+        return {taking.lane: taking.taken(None) for taking in takings}
+    if log is None:
+        raise CacheError("takeover: needs the log of the batches where there is parity")
+    fenced = stored.placement.shard_count - len(stored.shards.lost)
+    if fenced <= stored.placement.r and not last_owner_dead:
+        raise CacheError(
+            f"lanes {', '.join(map(str, copied))}: {fenced} of {stored.placement.shard_count} store shards could be fenced, must be more than "
+            f"{stored.placement.r}, or the owner before may go on with the others; bring the servers back, or see that it is dead"
+        )
+    _finish_batches(stored, log, takings, ownership.term)
+    found = _look(stored, takings)
+    _begin(stored, log, takings)
+    return {taking.lane: taking.taken(found[taking.lane]) for taking in takings}
+
+
+@dataclass(slots=True)
+class _Taking:
+    """A lane that is being taken over.
+
+    number: of the empty batch with which the new owner's begin. found: what the fence found, by shard. unfinished: with the markers of the shards
+    that are trusted; fields: how many (the marker's among them) the lane's hash has there. unsure: rows of which the copy does not know
+    whether they are stored; written: as far as that is known.
+    """
+
+    lane: int
+    copied: CopiedLane
+    number: int
+    unsure: UnsureRows
+    written: Written
+    unfinished: Unfinished
+    found: dict[int, Found] = field(default_factory=dict)
+    fields: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stored: StoredRows, lane: int, copied: CopiedLane, term: int) -> _Taking:
+        written, occupants = Written(copied.ordinals, stored.placement.k), copied.occupants
+        # Who sits in a slot, was never stored, and does not leave it before boundary c + 1 has passed, is nowhere in the store.
+        never = (occupants.stored_tag == 0) & ~np.isin(_names(occupants), _names(copied.ending))
+        written.forget(occupants.table[never], occupants.ordinal[never])
+        unfinished = Unfinished(lane, LoggedBatch.empty(0, 0, None), {})
+        return cls(lane, copied, first_number(term), UnsureRows.of(lane, copied.owed, copied.ending), written, unfinished)
+
+    def stripes(self, stored: StoredRows) -> LaneStripes:
+        """The lane's stripes, of what is written as far as that is known."""
+        return LaneStripes(self.lane, stored.placement.k, stored.placement.members, self.written)
+
+    def expected(self, stored: StoredRows) -> np.ndarray:
+        """How many rows and parity rows a shard that lacks none has: int64 [shards]."""
+        return count_rows(self.stripes(stored), len(stored.layouts), stored.placement.shard_count).fields
+
+    def rows_on(self, shard: int) -> int:
+        """How many rows and parity rows a shard has that is trusted, once the batch in the log is there."""
+        return self.fields[shard] - (self.found[shard].marked or self.unfinished.batch.number > 0)
+
+    def distrust(self, stored: StoredRows, shard: int) -> None:
+        """Do without what a shard has of the lane. Raises RowsLost where parity does not cover that."""
+        self.unfinished.markers.pop(shard, None)
+        if shard not in stored.shards.lost:
+            stored.shards.advance(self.lane, shard, 0)
+        stored.shards.survivors(self.lane)
+
+    def may_distrust(self, stored: StoredRows, shard: int) -> bool:
+        """Whether parity covers that."""
+        return stored.shards.covered(stored.shards.of(self.lane).unreadable | stored.placement.mask([shard]))
+
+    def taken(self, found: Rows | None) -> TakenLane:
+        """It is taken over. found: as `UnsureRows.sorted_out` has it."""
+        to_write, ending, are_stored = self.unsure.sorted_out(found)
+        return TakenLane(self.lane, self.number, self.copied.released[0], self.written, to_write, ending, are_stored)
+
+
+def _names(rows: Occupants) -> np.ndarray:
+    return fields(rows.table, rows.ordinal)
+
+
+def _fence(stored: StoredRows, ownership: Ownership, takings: Sequence[_Taking]) -> None:
+    """Fence the lanes on every shard; one that cannot be is lost, without parity an error."""
+    shards = range(stored.placement.shard_count)
+    own = (
+        dict.fromkeys(shards, True) if ownership.identity is None else are_of(stored.store, stored.namespace, ownership.identity)
+    )
+    failures: dict[int, StoreError] = {
+        shard: StoreError(
+            f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
+        )
+        for shard in shards
+        if not own.get(shard, False)
+    }
+    failures |= stored.store.down
+    for taking in takings:
+        known = stored.shards.of(taking.lane).epochs
+        there = [shard for shard in shards if shard not in failures]
+        found, failed = fence_everywhere(
+            stored.store, there, stored.namespace, taking.lane, ownership.term, {shard: known[shard] for shard in there}
+        )
+        failures |= failed
+        taking.found = found
+        for shard, one in found.items():
+            known[shard] = one.epoch
+            taking.fields[shard] = one.rows + one.marked
+    for shard, error in failures.items():
+        if not stored.placement.r:
+            raise error
+        stored.shards.lose(shard, str(error))
+    for taking in takings:
+        taking.found = {shard: one for shard, one in taking.found.items() if shard not in failures}
+    stored.shards.check_covered()
+
+
+def _attempt(stored: StoredRows, takings: Sequence[_Taking], reads: Sequence[Read], writes: Sequence[Write]) -> bool:
+    """Do reads and writes; returns whether all is done, or what is left undone belongs to shards that are lost now. Raises RowsLost."""
+    failures = stored.store.attempt(reads, writes)
+    for shard, error in failures.items():
+        stored.shards.lose(shard, str(error))
+        for taking in takings:
+            taking.unfinished.markers.pop(shard, None)
+    for taking in takings:
+        stored.shards.survivors(taking.lane)
+    return not failures
+
+
+# With parity.
+
+
+def _finish_batches(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], term: int) -> None:
+    """Bring every lane to the batch in the log, on the shards that are trusted."""
+    for taking in takings:
+        batch, (_, released) = adopted_batch(log, taking.lane, term), taking.copied.released
+        if not released <= batch.number < taking.number:
+            raise CacheError(
+                f"lane {taking.lane}: the log's last batch is {batch.number}, must be from {released} on, and of a term before {term}: it is not the "
+                f"log of this run; {REMEDY}"
+            )
+        judged = judge(stored, taking.lane, batch, taking.found)
+        taking.unfinished = judged.unfinished
+        stale = [shard for shard, marker in taking.unfinished.markers.items() if marker.data < released]
+        for shard in [*judged.refused, *judged.doubtful, *stale]:
+            taking.distrust(stored, shard)
+    unfinished = [taking.unfinished for taking in takings]
+    written = play(stored, unfinished, lambda reads, writes: _attempt(stored, takings, reads, writes))
+    by_key = {(key, shard): taking for taking in takings for shard, key in enumerate(stored.keys(taking.lane))}
+    for write in written:
+        if write.added is not None:
+            by_key[write.key, write.shard].fields[write.shard] += write.added
+
+
+def _look(stored: StoredRows, takings: Sequence[_Taking]) -> dict[int, Rows]:
+    """Look at the unsure rows of each lane, and note what was never written; returns them as the store has them, by lane."""
+    found: dict[int, Rows] = {}
+    while len(found) < len(takings):
+        looks = {
+            taking.lane: Look(stored, taking.unsure, stored.placement.stripes(taking.lane, taking.copied.ordinals))
+            for taking in takings
+            if taking.lane not in found
+        }
+        if not _attempt(stored, takings, [read for one in looks.values() for read in one.reads], []):
+            continue
+        for taking in (taking for taking in takings if taking.lane in looks):
+            rows = _judge_rows(stored, taking, looks[taking.lane])
+            if rows is not None:
+                found[taking.lane] = rows
+    return found
+
+
+def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
+    """What a look found; None where a shard is not trusted any more, and another look is to be taken."""
+
+    def distrust(shard: int, error: RowError) -> None:
+        if not taking.may_distrust(stored, shard):
+            raise error
+        taking.distrust(stored, shard)
+
+    rows = look.finish(distrust)
+    if rows is None:
+        return None
+    latest = taking.unsure.latest
+    never = rows.tag == 0
+    taking.written.forget(latest.table[never], latest.ordinal[never])
+    expected = taking.expected(stored)
+    others = [shard for shard in taking.unfinished.markers if taking.rows_on(shard) != expected[shard]]
+    if not others:
+        return rows
+    taking.written.note(latest.table[never], latest.ordinal[never])
+    for shard in others:
+        if not taking.may_distrust(stored, shard):
+            raise CacheError(
+                f"store {stored.shards.urls[shard]}: has {taking.rows_on(shard)} rows and parity rows of lane {taking.lane}, must have "
+                f"{expected[shard]} by what was written: it lost rows; {REMEDY}"
+            )
+        taking.distrust(stored, shard)
+    return None
+
+
+def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking]) -> None:
+    """Write the empty batch with which the new owner's begin; what is not trusted with a lane is emptied of it, to be rebuilt."""
+    writes: list[tuple[_Taking, Write]] = []
+    emptied: dict[int, list[tuple[bytes | str, ...]]] = {}
+    for taking in takings:
+        own, marker = stored.shards.of(taking.lane), Marker(taking.number, taking.number)
+        log.hold(taking.lane, LoggedBatch.empty(taking.number, taking.unfinished.batch.number, taking.expected(stored)))
+        for shard in taking.found:
+            if shard in stored.shards.lost:
+                continue
+            trusted = shard in taking.unfinished.markers
+            if not trusted:
+                emptied.setdefault(shard, []).append(("UNLINK", stored.key(taking.lane, shard)))
+            marked = trusted and taking.fields[shard] > taking.rows_on(shard)
+            own.held[shard] = taking.rows_on(shard) if marked else None
+            marker = Marker(taking.number, taking.number, rebuilding=not trusted)
+            writes.append((taking, stored.write(taking.lane, shard, *NO_ROWS, marker, 0)))
+    if emptied:
+        stored.store.ask(emptied)  # one that fails here does so below
+    _attempt(stored, takings, [], [write for _, write in writes])
+    for taking, write in writes:
+        if write.shard in stored.shards.lost:
+            continue
+        if write.surprise is not None:
+            stored.shards.lose(
+                write.shard, f"store {stored.shards.urls[write.shard]}: lost rows of lane {taking.lane}: {write.surprise}"
+            )
+            stored.shards.check_covered()
+            continue
+        stored.note(taking.lane, write)
+
+
+# Without parity.
+
+
+def _write_again(stored: StoredRows, takings: Sequence[_Taking]) -> None:
+    """Write whatever may not be stored, whether it is or not; then the marker with which the new owner's batches begin."""
+    for taking in takings:
+        for shard, there in taking.found.items():
+            released = taking.copied.released[1]
+            if not released <= there.marker.data < taking.number:
+                what = f"its last write-back batch of lane {taking.lane} is {there.marker}, must be from {released} on, and before {taking.number}"
+                raise StoreError(f"store {stored.shards.urls[shard]}: {what}: it lost rows; {REMEDY}")
+    writes = [(taking, write) for taking in takings for write in _writes(stored, taking)]
+    stored.store.exchange([], [write for _, write in writes])
+    for taking, write in writes:
+        assert write.added is not None
+        taking.fields[write.shard] += write.added
+    markers: list[tuple[_Taking, Write]] = []
+    for taking in takings:
+        expected = taking.expected(stored)
+        for shard, there in taking.found.items():
+            rows = taking.fields[shard] - there.marked
+            if rows != expected[shard]:
+                what = f"lost rows of lane {taking.lane}: has {rows} of {expected[shard]}"
+                raise StoreError(f"store {stored.shards.urls[shard]}: {what}; {REMEDY}")
+            stored.shards.of(taking.lane).held[shard] = 0 if there.marked else None
+            marker = Marker(taking.number, taking.number)
+            markers.append((taking, stored.write(taking.lane, shard, *NO_ROWS, marker, 0)))
+    stored.store.exchange([], [write for _, write in markers])
+    for taking, write in markers:
+        stored.note(taking.lane, write)
+        stored.shards.of(taking.lane).held[write.shard] = int(taking.expected(stored)[write.shard])
+
+
+def _writes(stored: StoredRows, taking: _Taking) -> list[Write]:
+    """The last versions of a lane's unsure rows, with no marker."""
+    rows, writes = taking.unsure.latest, []
+    shard_of = stored.placement.shards(taking.lane, rows.table, rows.ordinal)
+    for shape, (width, state_width) in enumerate(stored.shapes.shapes):
+        for shard in range(stored.placement.shard_count):
+            of_both = np.flatnonzero((stored.shapes.of_table[rows.table] == shape) & (shard_of == shard))
+            for first in range(0, len(of_both), COMMAND_ROWS):
+                part = rows.select(of_both[first : first + COMMAND_ROWS])
+                encoded = np.empty((len(part), stored.shapes.row_bytes(shape)), np.uint8)
+                encode_rows(part.weights, part.state, part.id, part.tag, width, state_width, encoded)
+                writes.append(Write(shard, stored.key(taking.lane, shard), _names(part), encoded))
+    return writes

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, make_program
+from lane_runs import contents, plan, run_lane
 from serving import serving
-from test_parity import contents, plan, run_lane
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -22,7 +22,6 @@ from foreload.cache.protocol.ownership import Ownership, find_rows, take_over
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.recovery import recover
 
-SLOTS, EVALUATION_SLOTS = 12, 6
 _RANDOM = np.random.default_rng(2)
 
 
@@ -132,17 +131,15 @@ def test_an_owner_of_a_later_term_numbers_anew_once_it_writes(three: LocalStores
             with serving(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path), ownership=owner) as idle:
                 idle.flush()
                 assert idle.last_batch(0) == 0
-            assert [fields for fields in contents(store, stored.key(0, 0)) if fields] == [], (
-                "one that writes nothing leaves no mark"
-            )
-            program = make_program(term, 12, SLOTS, SLOTS, EVALUATION_SLOTS)
+            assert [fields for fields in contents(store, stored, 0) if fields] == [], "one that writes nothing leaves no mark"
+            program = make_program(term, 12)
             with serving(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path), ownership=owner) as traffic:
                 run_lane(traffic, 0, program)
                 last = traffic.last_batch(0)
                 assert traffic.inspection.lag().batches == 0
             assert term_of(last) == term
             assert first_number(term) < last < first_number(term) + 100
-            for fields in contents(store, stored.key(0, 0)):
+            for fields in contents(store, stored, 0):
                 assert Marker.parse(fields[b"m"]) == Marker(last, last)
             reader = StoredRows(store, stored.placement, LAYOUTS, f"run{term}")
             find_rows(reader, [last])
@@ -153,7 +150,7 @@ def test_an_owner_of_a_later_term_numbers_anew_once_it_writes(three: LocalStores
 def test_an_empty_batch_that_reached_some_shards_is_finished(
     three: LocalStores, tmp_path: Path, reached: tuple[int, ...]
 ) -> None:
-    program, log = make_program(9, 12, SLOTS, SLOTS, EVALUATION_SLOTS), FileLog(tmp_path)
+    program, log = make_program(9, 12), FileLog(tmp_path)
     with Store(three.urls, timedelta(seconds=10)) as store:
         for shard in range(3):
             store.command(shard, "FLUSHALL")
@@ -171,5 +168,5 @@ def test_an_empty_batch_that_reached_some_shards_is_finished(
         after = StoredRows(store, stored.placement, LAYOUTS, "t")
         assert recover(after, 0, FileLog(tmp_path), Ownership(2)) == number
         assert not after.shards.lost
-        for fields in contents(store, after.key(0, 0)):
+        for fields in contents(store, after, 0):
             assert Marker.parse(fields[b"m"]) == Marker(number, number)

@@ -6,6 +6,7 @@ Pure: no store, no thread.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy as np
 from foreload.cache.parity.erasure import Code, accumulate, difference
 from foreload.cache.parity.stripes import Arrangement, Fresh, LaneStripes
 from foreload.cache.rows.layout import encode_rows_at
-from foreload.cache.rows.staging import EndedRows, RowShapes
+from foreload.cache.rows.staging import EndedRows, Rows, RowShapes
+from foreload.pipelines.schedule.format import RowColumns
 
 BATCH_ROWS = 2048  # rows, and as many parity rows, at most of a write-back batch on one store shard: one atomic command each
 
@@ -28,6 +30,14 @@ class _Chunk:
     first: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Baseless:
+    """Rows of a batch whose base is not known, as the store must have them (the tag is the stored one); positions: int64 [n], in the batch."""
+
+    rows: RowColumns
+    positions: np.ndarray
+
+
 @dataclass(slots=True)
 class WriteBackBatch:
     """One numbered write-back batch: rows of one shape, at most 2,048 rows and 2,048 parity rows a store shard.
@@ -35,7 +45,7 @@ class WriteBackBatch:
     table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
     what it replaces (zeros where nothing was stored; None where no base is kept). parity: uint8 [entries, row_bytes], to be filled with the
     parity rows that are updated, and with all of them by `update`. rows_of: boundary -> how many of its rows are in this batch. fresh: what of it
-    the store has not yet.
+    the store has not yet. shape: of its rows, as in `RowShapes`. baseless: those of which `old` must be read first; None where there are none.
     """
 
     number: int
@@ -47,6 +57,8 @@ class WriteBackBatch:
     parity: np.ndarray
     rows_of: dict[int, int]
     fresh: Fresh
+    shape: int
+    baseless: Baseless | None = None
 
     @property
     def rows(self) -> int:
@@ -67,6 +79,15 @@ class WriteBackBatch:
         """A store shard's parity rows: fields, rows."""
         own = self.arrangement.entries_of(shard)
         return self.arrangement.entry_fields[own], self.parity[own]
+
+    def put_base(self, rows: Rows, shapes: RowShapes) -> None:
+        """The base of the rows that had none, in their order."""
+        assert self.baseless is not None
+        assert self.old is not None
+        who = self.baseless.rows
+        base = (rows.weights, rows.state, who.id, rows.tag)
+        encode_rows_at(base, np.arange(len(who)), self.baseless.positions, *shapes.shapes[self.shape], self.old)
+        self.baseless = None
 
     def update(self, code: Code) -> None:
         """Make the parity rows: parity_i ^= c_ij * (new ^ old) where they were read, parity_i = the sum of c_ij * new elsewhere."""
@@ -132,7 +153,7 @@ class WriteBackStaging:
         row_bytes = self.shapes.row_bytes(shape)
         new = np.empty((len(table), row_bytes), np.uint8)
         old = np.empty_like(new) if self.with_base else None
-        first = 0
+        first, baseless = 0, []
         for _, ended, places in pieces:
             at = placed.position[first : first + len(places)]
             encode_rows_at((ended.weights, ended.state, ended.id, ended.tag), places, at, *self.shapes.shapes[shape], new)
@@ -141,9 +162,12 @@ class WriteBackStaging:
                 assert ended.base_state is not None
                 base = (ended.base_weights, ended.base_state, ended.id, ended.stored_tag)
                 encode_rows_at(base, places, at, *self.shapes.shapes[shape], old)
+                if ended.base_known is not None:
+                    missing = ~ended.base_known[places] & (ended.stored_tag[places] != 0)
+                    baseless.append((ended, places[missing], at[missing]))
             first += len(places)
         parity = np.zeros((len(placed.entry_fields), row_bytes), np.uint8)
-        return WriteBackBatch(self.number, table, ordinal, placed, new, old, parity, rows_of, fresh)
+        return WriteBackBatch(self.number, table, ordinal, placed, new, old, parity, rows_of, fresh, shape, _baseless(baseless))
 
     def _take(self, queue: deque[_Chunk], shards: int) -> list[tuple[int, EndedRows, np.ndarray]]:
         """Rows from the front of a queue, as many as a batch may have: (boundary, ended rows, places)."""
@@ -160,3 +184,12 @@ class WriteBackStaging:
                 break
             queue.popleft()
         return pieces
+
+
+def _baseless(pieces: Sequence[tuple[EndedRows, np.ndarray, np.ndarray]]) -> Baseless | None:
+    """The rows at places (int64 [n]) of what ended, which go to positions (int64 [n]) of a batch."""
+    if not sum(len(places) for _, places, _ in pieces):
+        return None
+    columns = [(*ended.columns(places)[:3], ended.stored_tag[places]) for ended, places, _ in pieces]
+    table, ordinal, ids, tag = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return Baseless(RowColumns(table, ordinal, ids, tag), np.concatenate([positions for _, _, positions in pieces]))

@@ -19,6 +19,7 @@ from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import (
+    Expected,
     PlannedRead,
     StoredRows,
     WrongRows,
@@ -29,6 +30,8 @@ from foreload.cache.protocol.reading import (
 )
 from foreload.cache.protocol.rounds import Rounds, RoundStats
 from foreload.cache.rows.fields import unpack
+from foreload.cache.rows.staging import EventStaging
+from foreload.pipelines.schedule.format import Arrivals
 
 
 class ParityRounds(Rounds):
@@ -68,7 +71,12 @@ class ParityRounds(Rounds):
         sent = [state.writes for state in lanes if state.writes.pending is not None]
         if not sent and not fetches and not cut:
             return False
-        self._on_stats(self._read_phase(fetches, cut, sent))
+        bases = [(batch, self._base_fetch(writes, batch)) for writes, batch in cut if batch.baseless is not None]
+        stats = self._read_phase([*fetches, *(fetch for _, fetch in bases)], cut, sent)
+        stats.fetched = fetches
+        for batch, fetch in bases:
+            batch.put_base(fetch.event.rows, self._stored.shapes)
+        self._on_stats(stats)
         if fetches:
             self._on_action("rows staged")
         if cut:
@@ -112,6 +120,14 @@ class ParityRounds(Rounds):
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
         """Do what the live shards are asked; what is left undone belongs to shards that are lost afterwards."""
         self._failover.exchange(reads, writes, self._markers)
+
+    def _base_fetch(self, writes: LaneWrites, batch: WriteBackBatch) -> PlannedFetch:
+        """The fetch of what a batch replaces and is not at hand, as after a takeover; it is decoded where a shard is lost, as any row is."""
+        assert batch.baseless is not None
+        who = batch.baseless.rows
+        nowhere = Arrivals(*who.columns(), np.full(len(who), -1, np.int32), np.full(len(who), -1, np.int32))
+        expected = Expected(*who.columns(), writes.lane)
+        return PlannedFetch(writes, expected, EventStaging(nowhere, self._stored.shapes), np.arange(len(who)))
 
     def _begin(self, lanes: Sequence[LaneTraffic]) -> None:
         """Write the empty batch with which an owner's begin: from then on each number follows the one before.

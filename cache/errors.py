@@ -32,7 +32,7 @@ class RowsLost(CacheError):
     """More store shards are lost than parity covers: rows are gone.
 
     shards: the lost ones; why: as far as it is known. covered: how many losses a stripe survives. rows: how many of each table are gone, None
-    if they were not counted.
+    if they were not counted. This is of one owner's or reader's lanes; what all trainers of a run lost is ShardsLost (trainer/errors.py).
     """
 
     code = "rows-lost"

@@ -53,7 +53,12 @@ class PeerLost(TrainerError):
 
 
 class ShardsLost(TrainerError):
-    """More store shards are lost than parity covers, for some trainer: rows are gone. shards: the lost ones."""
+    """More store shards are lost than parity covers, for some trainer: rows are gone. shards: the lost ones.
+
+    The launcher makes it of the RowsLost (cache/errors.py) that trainers ended with, each for its own lanes. It is a class of its own since it says
+    one thing more: trainers lost them. RowsLost in the launcher itself is of rows that were not there when it looked, as before a resume. By that the
+    end of local stores differs (`Launcher._end_stores`), and programs tell the two apart by their codes.
+    """
 
     code = "shards-lost"
     exit_status = ROWS_LOST

@@ -125,6 +125,7 @@ class Launcher:
         self._observer = observer
         self._interrupts = interrupts
         self._rendezvous = rendezvous
+        self._group: TrainerGroup | None = None  # as soon as there is one
         # A scheduler has started the other trainers itself, each as a call of `train`.
         self._spawned = range(1) if rendezvous is not None else range(job.trainers)
 
@@ -205,10 +206,11 @@ class Launcher:
         return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=self._job.store_silence)
 
     def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
-        """Train. Local stores are started for that, and saved where the run came to rest, else discarded, so that what a call before saved stays."""
+        """Train, with local stores started for that, which then end as `_end_stores` says."""
         if local is not None:
             local.start()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.push(partial(self._end_stores, local, start))
             urls = list(local.urls if local is not None else self._job.store.urls)
             with self._claimed(run, manifest, start, urls):
                 if run.status is not None:
@@ -216,38 +218,41 @@ class Launcher:
                     run.raise_term(start.term)
                 keep_schedule(run, schedule)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, self._spare_check(manifest))
-                group = TrainerGroup(
+                self._group = group = TrainerGroup(
                     self._job, self._interrupts, run, manifest, start, schedule, shards, self._observer, self._start_process
                 )
                 ending = group.train(self._rendezvous, self._spawned)
-        except ShardsLost as error:
-            if local is not None:
-                if any(start.batches.values()):
-                    # --resume goes on from what an earlier call saved, which these rows must not replace.
-                    local.discard()
-                else:
-                    # No earlier call saved any rows: what the other shards hold can still be looked at.
-                    local.stop(save=True, lost=error.shards)
-            raise
-        except BaseException:
-            if local is not None:
-                local.discard()
-            raise
-        try:
-            # The digest may be interrupted. Until here nothing was, since the status told of rows that local servers had not saved.
+            # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
                 with Store.connect(shards.urls, self._job.store_silence, run.placement.r) as store:
                     ending.summary["digest"] = saved_run_at(run, store, group.status).digest()
                 write_json(run.path / SUMMARY, ending.summary)
-        finally:
-            # Nothing interrupts the saving, whatever became of the digest.
-            self._interrupts.defer_signals = True
-            if local is not None:
-                local.stop(save=True, lost=group.status.lost)
         if group.failure is not None:
             raise TrainerError(group.failure)
         return ending
+
+    def _end_stores(
+        self, local: LocalStores | None, start: Status, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        """End the local stores, if there are any, at whatever end of a call; nothing interrupts it. start: how the call began; error: its end.
+
+        - The run came to rest (at the schedule's end or before, since it was asked to or something failed): its status tells of the rows in the
+          servers, so they are saved, also where the digest, or what else came after, failed or was interrupted. Servers of lost shards that do
+          not answer are killed. Servers that cannot save run on with their rows, which is raised: the next command uses them as they are.
+        - More shards were lost while it trained than parity covers, and no earlier call saved rows: what the others hold is saved, to be looked at.
+        - Any other end (an error, an interrupt, lost rows where an earlier call saved some): discarded, so that --resume goes on from what was saved
+          before. Servers that an earlier call left running, since they could not save, run on.
+        """
+        self._interrupts.defer_signals = True
+        if local is None:
+            return
+        if self._group is not None and self._group.at_rest:
+            local.stop(save=True, lost=self._group.status.lost)
+        elif isinstance(error, ShardsLost) and not any(start.batches.values()):
+            local.stop(save=True, lost=error.shards)
+        else:
+            local.discard()
 
     @contextlib.contextmanager
     def _claimed(self, run: Run, manifest: Manifest, start: Status, urls: Sequence[str]) -> Iterator[None]:

@@ -84,7 +84,8 @@ class Ending:
 class TrainerGroup:
     """The trainers of one call, from the coordinator's side.
 
-    status, failure: when they have left, how far the run is, and what stopped it before its end though all is saved; None: nothing did.
+    at_rest: whether the run came to rest. Then status and failure are how far it is, and what stopped it before its end though all is saved; None:
+    nothing did.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class TrainerGroup:
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
+        self.at_rest = False
         self._term = Term.of(start.term, range(job.trainers), schedule.header.lanes)
         self._processes: dict[int, StartedProcess] = {}
         self._ready: dict[int, Ready] = {}
@@ -159,6 +161,7 @@ class TrainerGroup:
             # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
             stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
             self._run.come_to_rest(replace(self.manifest, stages=stages), self.status)
+            self.at_rest = True
             keep_schedule(self._run, self._schedule, self.status.step)
             board.publish(RunSaved())
             self._await_exit()

@@ -22,10 +22,11 @@ numerics.set_environment(cpu_capability())
 
 from foreload.cache.client.local import LocalStores  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
+from foreload.cache.protocol.shard_table import ShardSnapshot  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.cluster.control import AskStop, ask  # noqa: E402
 from foreload.trainer.cluster.faults import RunObserver  # noqa: E402
-from foreload.trainer.cluster.messages import ShardChanged, StepEnded, TrainerEvent  # noqa: E402
+from foreload.trainer.cluster.messages import ShardsTold, StepEnded, TrainerEvent  # noqa: E402
 from foreload.trainer.commands.train import train  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel  # noqa: E402
 from foreload.trainer.run.dense_file import save_dense  # noqa: E402
@@ -79,6 +80,7 @@ class ShardInjector(RunObserver):
         self._calm_seconds, self._budget_seconds = calm_seconds, budget_seconds
         self._steps = StepTimes()
         self._whole_at = 0.0
+        self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
         self._lost: set[int] = set()
         self._injected: tuple[Injection, int, float] | None = None
         self._seen: dict[str, float] = {}
@@ -96,8 +98,10 @@ class ShardInjector(RunObserver):
                 self._steps.note(report, at)
                 if not self.first_step_at:
                     self.first_step_at = self._whole_at = at
-            case ShardChanged(change, at):
-                self._note(change.shard, change.what, at)
+            case ShardsTold(shards, at):
+                for shard, status in shards.changes_since(self._told.get(trainer)).items():
+                    self._note(shard, status.state, at)
+                self._told[trainer] = shards
         if not isinstance(event, StepEnded) or self._injected is not None or self._lost:
             return
         now = time.monotonic()

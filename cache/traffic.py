@@ -41,7 +41,7 @@ from foreload.cache.protocol.ownership import UNFENCED, Ownership
 from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import PlainRounds, Rounds, RoundStats
-from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Inspection
 from foreload.cache.repair.rebuild import Rebuild
@@ -59,7 +59,7 @@ class Traffic:
     waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. check_tags=False leaves
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
-    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shard is
+    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shards is
     told what becomes of store shards, by the thread or one beside it.
 
     Whatever the thread fails with is raised by every later call.
@@ -76,7 +76,7 @@ class Traffic:
         log: BatchLog | None = None,
         ownership: Ownership = UNFENCED,
         on_action: Callable[[str], None] | None = None,
-        on_shard: Callable[[ShardChange], None] | None = None,
+        on_shards: Callable[[ShardNews], None] | None = None,
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
@@ -85,7 +85,7 @@ class Traffic:
         self._lead_events = lead_events
         self._staging_rows = staging_rows
         self._on_action = on_action or (lambda action: None)
-        self._on_shard = on_shard or (lambda change: None)
+        self._on_shards = on_shards or (lambda news: None)
         self._term = ownership.term
         self._counters = Counters()
         self._monitor = Monitor()
@@ -104,7 +104,7 @@ class Traffic:
             return PlainRounds(stored, lanes, check_tags, self._on_action, self._note)
         if log is None:
             raise CacheError("traffic: needs a log of its batches where there is parity")
-        failover = Failover(stored, ownership, self._monitor, self._changed)
+        failover = Failover(stored, ownership, self._monitor, self._tell_shards)
         rounds = ParityRounds(stored, lanes, check_tags, self._on_action, self._note, failover, log)
         self._rebuild = Rebuild(stored, failover, rounds, lanes, self._on_action, self._note_rebuilt)
         self._background.add(self._rebuild)
@@ -355,8 +355,8 @@ class Traffic:
             fetches += state.due(self._monitor)
         return self._rounds.run(fetches) or worked
 
-    def _changed(self, change: ShardChange) -> None:
-        self._on_shard(change)
+    def _tell_shards(self, news: ShardNews) -> None:
+        self._on_shards(news)
         self._monitor.wake()
 
     def _note_rebuilt(self, rows: int) -> None:

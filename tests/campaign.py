@@ -310,7 +310,7 @@ class Episode:
         told = None
         with contextlib.suppress(TrainerError):
             told = training_status(self._run)
-        return set() if told is None else {shard for shard, status in told.shards.items() if status.state != "ok"}
+        return set() if told is None else set(told.shards.not_whole)
 
     @contextlib.contextmanager
     def _connected(self, shard: int) -> Iterator[Store]:

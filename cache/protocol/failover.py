@@ -36,7 +36,7 @@ from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.server_probe import ServerProbe, ShardChange
+from foreload.cache.protocol.server_probe import ServerProbe, ShardNews
 
 RECONNECT = timedelta(milliseconds=200)
 REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
@@ -47,20 +47,18 @@ Markers = Callable[[int], Sequence[Marker]]
 class Failover:
     """What the owner of lanes does about store shards that fail. One thread uses it, the one that changes `stored.shards`.
 
-    monitor: of that thread, which is woken when a server is there again. on_change is told what becomes of a shard, by that thread or by the
-    server probe's.
+    monitor: of that thread, which is woken when a server is there again. on_news is told what becomes of shards, by that thread or by the server
+    probe's.
     """
 
-    def __init__(
-        self, stored: StoredRows, ownership: Ownership, monitor: Monitor, on_change: Callable[[ShardChange], None]
-    ) -> None:
-        self._stored, self._ownership, self._monitor, self._on_change = stored, ownership, monitor, on_change
+    def __init__(self, stored: StoredRows, ownership: Ownership, monitor: Monitor, on_news: Callable[[ShardNews], None]) -> None:
+        self._stored, self._ownership, self._monitor, self._on_news = stored, ownership, monitor, on_news
         self._table = stored.shards
         self._seen_to: set[int] = set()  # lost shards whose server is looked for
         self._replaced: list[tuple[int, str]] = []  # belongs to whoever holds the monitor
         self._kept: set[int] = set()  # lost since their servers refused, which still have all their rows
         self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
-        self._probe = ServerProbe(stored, ownership, monitor.wake, on_change)
+        self._probe = ServerProbe(stored, ownership, monitor.wake, on_news)
 
     def raise_term(self, term: int) -> None:
         """Fence as an owner of this term from now on."""
@@ -149,7 +147,7 @@ class Failover:
         self._seen_to.add(shard)
         times = self._refused[shard] = self._refused.get(shard, 0) + 1 if refused else 0
         self._probe.want(shard, table.urls[shard], min(REFUSED * 2**times, LONGEST_REFUSED) if refused else timedelta())
-        self._on_change(ShardChange(shard, "lost", table.urls[shard].plain, why))
+        self._on_news(table.snapshot)
         self._kept.discard(shard)
         if refused and whole:
             self._kept.add(shard)
@@ -277,14 +275,14 @@ class Failover:
                 continue
             self._table.bring_back(shard)
             self._seen_to.discard(shard)
-            self._on_change(ShardChange(shard, "rebuilding", self._table.urls[shard].plain))
+            self._on_news(self._table.snapshot)
 
     def rebuilt(self, lane: int, shard: int) -> None:
         """A shard has all rows of a lane again, and its marker says so."""
         self._table.advance(lane, shard, ALL_STRIPES)
         self._refused.pop(shard, None)
         if self._table.complete(shard):
-            self._on_change(ShardChange(shard, "ok", self._table.urls[shard].plain))
+            self._on_news(self._table.snapshot)
 
     def close(self) -> None:
         """Stop looking for lost shards."""

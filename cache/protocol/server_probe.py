@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl
@@ -15,22 +14,23 @@ from foreload.cache.errors import NamespaceInUse, StoreError
 from foreload.cache.protocol.namespace import join
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.shard_table import ShardSnapshot
 
 PROBE_PAUSE = timedelta(milliseconds=200)
 UNREACHABLE = timedelta(seconds=5)  # after which a server that is looked for is said not to be there
 
 
 @dataclass(frozen=True, slots=True)
-class ShardChange:
-    """What became of a store shard. url: of its server, without password; why: where something is wrong.
-
-    what: "lost"; "unreachable": its server, or the one to take its place, is not there for 5 s, or is of no use; "rebuilding"; "ok".
-    """
+class ServerUnreachable:
+    """The server of a lost store shard, or the one to take its place, is not there for 5 s, or is of no use. url: its own, without password."""
 
     shard: int
-    what: Literal["lost", "unreachable", "rebuilding", "ok"]
     url: str
-    why: str = ""
+    why: str
+
+
+ShardNews = ShardSnapshot | ServerUnreachable
+"""What the owner of lanes tells of store shards: how all are from now on, each time that the state of one changes; a server that is not there."""
 
 
 @dataclass(slots=True)
@@ -46,13 +46,17 @@ class Wanted:
 class ServerProbe:
     """Tries, in a thread of its own, to reach the servers of lost shards, so that nobody waits for one that does not answer.
 
-    found is called, by that thread, when there is one to be had from `ready`; on_change with those that are unreachable for 5 s.
+    found is called, by that thread, when there is one to be had from `ready`; on_unreachable with those that are not there for 5 s.
     """
 
     def __init__(
-        self, stored: StoredRows, ownership: Ownership, found: Callable[[], None], on_change: Callable[[ShardChange], None]
+        self,
+        stored: StoredRows,
+        ownership: Ownership,
+        found: Callable[[], None],
+        on_unreachable: Callable[[ServerUnreachable], None],
     ) -> None:
-        self._stored, self._ownership, self._found, self._on_change = stored, ownership, found, on_change
+        self._stored, self._ownership, self._found, self._on_unreachable = stored, ownership, found, on_unreachable
         self._condition = threading.Condition()
         self._wanted: dict[int, Wanted] = {}
         self._ready: dict[int, Store] = {}
@@ -108,7 +112,7 @@ class ServerProbe:
                     waited = isinstance(error, NamespaceInUse) or time.monotonic() - wanted.since >= UNREACHABLE.total_seconds()
                     if waited and not wanted.told:
                         wanted.told = True
-                        self._on_change(ShardChange(shard, "unreachable", wanted.url.plain, str(error)))
+                        self._on_unreachable(ServerUnreachable(shard, wanted.url.plain, str(error)))
                     continue
                 with self._condition:
                     current = self._wanted.get(shard) is wanted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -29,27 +30,41 @@ def cursor_place(cursor: int) -> tuple[int, int]:
     return cursor >> NUMBER_BITS, cursor & ((1 << NUMBER_BITS) - 1)
 
 
-OK, REBUILDING, LOST = "ok", "rebuilding", "lost"
+ShardState = Literal["ok", "rebuilding", "lost"]
+OK: Literal["ok"] = "ok"
+REBUILDING: Literal["rebuilding"] = "rebuilding"
+LOST: Literal["lost"] = "lost"
+_WORST_FIRST: tuple[ShardState, ...] = (LOST, REBUILDING, OK)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """How a store shard was at one moment. url: of its server, without password; state: "ok", "rebuilding" or "lost"; why: of a lost one.
+    """How a store shard was at one moment. url: of its server, without password; why: of a lost one.
 
     rebuilt: how much of it is live, as a share of the stripes of all lanes: 1 where it is ok, 0 where it is lost.
     """
 
     url: str
-    state: str = OK
+    state: ShardState = OK
     why: str = ""
     rebuilt: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSnapshot:
-    """How all store shards were at one moment, in order."""
+    """How all store shards were at one moment, in order; also what a trainer tells of them, and what all trainers' snapshots come to."""
 
     shards: tuple[ShardStatus, ...]
+
+    @classmethod
+    def together(cls, several: Iterable[ShardSnapshot]) -> ShardSnapshot:
+        """The shards as they are for several owners at once, of one or more: each as the owner has it that has it worst, and least of it rebuilt."""
+        return cls(tuple(min(of_all, key=_goodness) for of_all in zip(*(one.shards for one in several), strict=True)))
+
+    def changes_since(self, before: ShardSnapshot | None) -> dict[int, ShardStatus]:
+        """The shards whose state is another than before, as they are now; None before: all were ok."""
+        states = [OK] * len(self.shards) if before is None else [status.state for status in before.shards]
+        return {shard: status for shard, status in enumerate(self.shards) if status.state != states[shard]}
 
     @property
     def lost(self) -> list[int]:
@@ -65,6 +80,10 @@ class ShardSnapshot:
     def not_whole(self) -> dict[int, float]:
         """The shards that are lost or being rebuilt, and how much of each is rebuilt, from 0 to 1."""
         return {shard: status.rebuilt for shard, status in enumerate(self.shards) if status.state != OK}
+
+
+def _goodness(status: ShardStatus) -> tuple[int, float]:
+    return _WORST_FIRST.index(status.state), status.rebuilt
 
 
 @dataclass(slots=True)

@@ -49,7 +49,8 @@ from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
+from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
 from foreload.cache.traffic import Traffic
 
 LANES = (0, 3)
@@ -83,19 +84,23 @@ class Disturber:
     def __init__(self, events: dict[tuple[str, int], Callable[[], None]]) -> None:
         self._events = dict(events)
         self._counts: dict[str, int] = {}
-        self.states: list[tuple[int, str]] = []
+        self.states: list[tuple[int, str]] = []  # shards and what became of each, in order
         self.reasons: list[str] = []  # why shards were lost
+        self._shards: ShardSnapshot | None = None
 
     def __call__(self, action: str) -> None:
         count = self._counts[action] = self._counts.get(action, 0) + 1
         if do := self._events.pop((action, count), None):
             do()
 
-    def note(self, change: ShardChange) -> None:
-        """What became of a shard; but that no server is there for 5 s is told by a slow machine, too."""
-        if change.what != "unreachable":
-            self.states.append((change.shard, change.what))
-            self.reasons += [change.why] if change.what == "lost" else []
+    def hear(self, news: ShardNews) -> None:
+        """What became of shards; but that no server is there for 5 s is told by a slow machine, too."""
+        if isinstance(news, ServerUnreachable):
+            return
+        changed = news.changes_since(self._shards)
+        self.states += [(shard, status.state) for shard, status in changed.items()]
+        self.reasons += [status.why for status in changed.values() if status.state == LOST]
+        self._shards = news
 
     @property
     def done(self) -> bool:
@@ -135,7 +140,7 @@ def run(
             log=FileLog(logs),
             ownership=IDENTITY,
             on_action=disturber,
-            on_shard=disturber.note if disturber else lambda change: None,
+            on_shards=disturber.hear if disturber else None,
         ) as traffic:
             for lane, program in programs.items():
                 run_lane(traffic, lane, program)

@@ -13,7 +13,7 @@ from small_job import step_report
 from foreload.trainer.cluster.board import Board, StopAgreement, host_store, join_store
 from foreload.trainer.cluster.events import EventReceiver, EventSender
 from foreload.trainer.cluster.facts import StopAfter, StopWanted, Term, contiguous_lanes
-from foreload.trainer.cluster.messages import Ended, ShardRebuilding, StepEnded
+from foreload.trainer.cluster.messages import Ended, ScrubFailed, StepEnded
 from foreload.trainer.compute.transport import LocalHub, Transport
 from foreload.trainer.errors import MessageError, PeerLost
 
@@ -74,15 +74,15 @@ def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
 def test_events_arrive_once_and_in_order() -> None:
     coordinator, first, second = boards(3)
     senders, receiver = {0: EventSender(first, 0), 5: EventSender(second, 5)}, EventReceiver(coordinator, (0, 5))
-    for shard in range(50):
+    for number in range(50):
         for sender in senders.values():
-            sender.send(ShardRebuilding(shard, 0.5))
+            sender.send(ScrubFailed(number, "it cannot"))
     for sender in senders.values():
         sender.send(Ended())
     got = list(receiver.poll())
     for trainer in senders:
         assert [event for told_by, event in got if told_by == trainer] == [
-            *(ShardRebuilding(shard, 0.5) for shard in range(50)), Ended(),
+            *(ScrubFailed(number, "it cannot") for number in range(50)), Ended(),
         ]  # fmt: skip
     assert list(receiver.poll()) == []
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from small_job import step_report
 
-from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.server_probe import ServerUnreachable
+from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
 from foreload.cache.repair.inspection import Lag, Scrubbed
 from foreload.cache.repair.scrub import Finding, Findings
 from foreload.trainer.cluster.codec import decode, encode
@@ -29,7 +30,7 @@ from foreload.trainer.cluster.messages import (
     ReplaceServer,
     RowsCounted,
     ScrubTold,
-    ShardChanged,
+    ShardsTold,
     StepEnded,
     TrainerEnd,
 )
@@ -44,7 +45,8 @@ EVENTS = Events(
         Ready({"torch": "2.0"}),
         StepEnded(step_report(3), 1.25),
         EvaluationEnded(EvaluationReport(3, 0, 100, 0.5, 0.75, 0.125)),
-        ShardChanged(ShardChange(1, "unreachable", "redis://a:1", "it refuses"), 2.5),
+        ShardsTold(ShardSnapshot((ShardStatus("redis://a:1"), ShardStatus("redis://b:1", "rebuilding", "", 0.25))), 2.5),
+        ServerUnreachable(1, "redis://a:1", "it refuses"),
         ScrubTold(1, Scrubbed(9, FINDINGS, False)),
         RowsCounted(2, HeldRows((1, 2), (3, 4), (5, 6), Lag(0, 1, 2))),
         Failed("rows-lost", "gone", LostRows((0, 1), 1, {"item": 7})),
@@ -98,8 +100,8 @@ def test_what_is_none_by_default_is_left_out() -> None:
         ('{"kind": "SegmentVerdict", "begin": 1, "failure": null}', SegmentVerdict, "SegmentVerdict.begin: must be bool; got 1"),
         ('{"kind": "Events", "events": [{"kind": "Started"}]}', Events, "Events.events: must be Ready or .* or Ended; got 'Started'"),
         (
-            '{"kind": "Events", "events": [{"kind": "ShardChanged", "at": 1, "change": {"shard": 1, "what": "well", "url": "", "why": ""}}]}',
-            Events, "ShardChanged.change.what: must be 'lost' or .*; got 'well'",
+            '{"kind": "Events", "events": [{"kind": "ShardsTold", "at": 1, "shards": {"shards": [{"url": "", "state": "well"}]}}]}',
+            Events, "ShardsTold.shards.shards.state: must be 'ok' or .*; got 'well'",
         ),
     ],
 )  # fmt: skip

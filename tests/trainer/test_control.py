@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.control import (
     Answer,
     AskStatus,
@@ -19,14 +20,14 @@ from foreload.trainer.cluster.control import (
     ControlRequest,
     ControlSocket,
     RunStatus,
-    ShardStatus,
     Stopping,
     ask,
     training_status,
 )
 from foreload.trainer.errors import MessageError, RunError
 
-STATUS = RunStatus("training", 7, 0, (0, 0, 1), {0: 100, 1: 101}, {1: ShardStatus("rebuilding", 0.25), 2: ShardStatus("ok")})
+SHARDS = ShardSnapshot((ShardStatus("redis://a:1", "rebuilding", "", 0.25), ShardStatus("redis://b:1")))
+STATUS = RunStatus("training", 7, 0, (0, 0, 1), {0: 100, 1: 101}, SHARDS)
 
 
 def said(run: Path, line: bytes) -> dict[str, Any]:
@@ -54,7 +55,10 @@ def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
         assert training_status(run) == STATUS
         assert said(run, b'{"do": "status"}') == {
             "state": "training", "step": 7, "term": 0, "lanes": [0, 0, 1], "trainers": {"0": 100, "1": 101},
-            "shards": {"1": {"state": "rebuilding", "rebuilt": 0.25}, "2": {"state": "ok"}},
+            "shards": {"shards": [
+                {"url": "redis://a:1", "state": "rebuilding", "why": "", "rebuilt": 0.25},
+                {"url": "redis://b:1", "state": "ok", "why": "", "rebuilt": 1.0},
+            ]},
         }  # fmt: skip
         assert said(run, b'{"do": "fly"}') == {
             "error": "cannot do 'fly'; there are status, stop, replace, scrub, scrubbed, row_counts"

@@ -11,7 +11,6 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -22,12 +21,13 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import claim, lane_key, owner
-from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.server_probe import ServerUnreachable
+from foreload.cache.protocol.shard_table import ShardSnapshot, ShardState, ShardStatus
 from foreload.cache.rows.layout import decode_rows
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.control import AskReplace, Replacing, ShardStatus
+from foreload.trainer.cluster.control import AskReplace, Replacing
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.run.directory import STORES, Run
@@ -353,23 +353,27 @@ def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_k
         assert Run.open(run).manifest.store_urls == (servers.urls[0], servers.urls[3], servers.urls[2])
 
 
-What = Literal["lost", "unreachable", "rebuilding", "ok"]
-
-
 def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
     spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
     job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls), "spare": ",".join(spares)})
     shards = StoreShards(job, urls, None, True, RunObserver(), check=lambda url, in_use: None)
 
-    def tell(trainer: int, what: What, url: str, why: str = "") -> None:
-        shards.changed(trainer, ShardChange(1, what, url, why))
+    views = {trainer: [ShardStatus(url) for url in urls] for trainer in (0, 1)}
+
+    def tell(trainer: int, state: ShardState, url: str, why: str = "", rebuilt: float = 0.0, shard: int = 1) -> None:
+        views[trainer][shard] = ShardStatus(url, state, why, 1.0 if state == "ok" else rebuilt)
+        shards.told(trainer, ShardSnapshot(tuple(views[trainer])))
 
     def rebuilt(trainer: int, share: float) -> None:
-        shards.rebuilding(trainer, 1, share)
+        tell(trainer, "rebuilding", spares[0], rebuilt=share)
+
+    def is_now(state: ShardState, share: float) -> bool:
+        status = shards.together.shards[1]
+        return (status.state, status.rebuilt) == (state, share)
 
     tell(0, "lost", urls[1], "it was closed")
-    assert shards.states == {1: ShardStatus("lost")}
+    assert is_now("lost", 0.0)
     assert shards.take_replacement() == (1, spares[0])
     # One that finds the same server gone later asks for nothing more.
     tell(1, "lost", urls[1], "it was closed")
@@ -377,25 +381,25 @@ def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replace
     tell(0, "rebuilding", spares[0])
     tell(1, "rebuilding", spares[0])
     rebuilt(0, 0.6)
-    assert shards.states == {1: ShardStatus("rebuilding", 0.0)}
+    assert is_now("rebuilding", 0.0)
     rebuilt(1, 0.3)
     rebuilt(1, 0.35)
     rebuilt(1, 0.4)
-    assert shards.states == {1: ShardStatus("rebuilding", 0.4)}
+    assert is_now("rebuilding", 0.4)
     # The spare dies before it is whole, and the next is not there.
     tell(0, "lost", spares[0], "it was reset")
     assert shards.take_replacement() == (1, spares[1])
     tell(1, "lost", spares[0], "it was reset")
-    tell(0, "unreachable", spares[1], "it refuses")
+    shards.unreachable(ServerUnreachable(1, spares[1], "it refuses"))
     assert shards.take_replacement() == (1, spares[2])
-    tell(1, "unreachable", spares[1], "it refuses")
+    shards.unreachable(ServerUnreachable(1, spares[1], "it refuses"))
     assert shards.take_replacement() is None
     tell(0, "rebuilding", spares[2])
     tell(0, "ok", spares[2])
-    assert shards.states == {1: ShardStatus("lost")}
+    assert is_now("lost", 0.0)
     tell(1, "rebuilding", spares[2])
     tell(1, "ok", spares[2])
-    assert shards.states == {1: ShardStatus("ok")}
+    assert is_now("ok", 1.0)
     assert capsys.readouterr().err.splitlines() == [
         "store shard 1: is lost; training goes on, its rows come from parity (it was closed)",
         "store shard 1: 30% rebuilt",
@@ -407,7 +411,7 @@ def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replace
     # A live server that the user replaces is no loss that asks for a spare.
     assert shards.want_replacement(AskReplace("0", "redis://127.0.0.1:21")) == Replacing(0, "redis://127.0.0.1:21")
     assert shards.take_replacement() == (0, "redis://127.0.0.1:21")
-    tell(0, "lost", urls[0], "another takes the shard over")
+    tell(0, "lost", urls[0], "another takes the shard over", shard=0)
     assert shards.take_replacement() is None
 
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar
 
+from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Scrubbed
 from foreload.trainer.cluster.codec import of_json, to_json
 from foreload.trainer.cluster.messages import HeldRows
@@ -29,17 +30,9 @@ _MALFORMED = 'a request is a line such as {"do": "status"}'
 
 
 @dataclass(frozen=True, slots=True)
-class ShardStatus:
-    """How a store shard is for all trainers together; rebuilt: how much of it, from 0 to 1, while it is rebuilt."""
-
-    state: Literal["lost", "rebuilding", "ok"]
-    rebuilt: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RunStatus:
     """How a training is. lanes: of each, the trainer; trainers: process ids by number, of those that the launcher
-    started; shards: those that anything was told of.
+    started; shards: how they are for all trainers together, none while no trainer has told of any.
     """
 
     state: Literal["starting", "training"]
@@ -47,7 +40,7 @@ class RunStatus:
     term: int
     lanes: tuple[int, ...]
     trainers: dict[int, int]
-    shards: dict[int, ShardStatus]
+    shards: ShardSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.server_probe import ServerUnreachable
+from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Lag, Scrubbed
 from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
@@ -88,19 +89,11 @@ class FaultInjected:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardChanged:
-    """What became of a store shard for the trainer's lanes."""
+class ShardsTold:
+    """How the store shards are for the trainer's lanes from now on: told when the state of one changes, and now and then while one is rebuilt."""
 
-    change: ShardChange
+    shards: ShardSnapshot
     at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRebuilding:
-    """How much of a store shard is rebuilt for the trainer's lanes, from 0 to 1."""
-
-    shard: int
-    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +158,8 @@ TrainerEvent = (
     | StepEnded
     | EvaluationEnded
     | FaultInjected
-    | ShardChanged
-    | ShardRebuilding
+    | ShardsTold
+    | ServerUnreachable
     | ScrubTold
     | ScrubFailed
     | RowsCounted

@@ -7,30 +7,21 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
-from foreload.cache.protocol.server_probe import ShardChange
-from foreload.trainer.cluster.control import AskReplace, Refused, Replacing, ShardStatus
+from foreload.cache.protocol.server_probe import ServerUnreachable
+from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
+from foreload.trainer.cluster.control import AskReplace, Refused, Replacing
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.run.job import TrainJob
 
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
 
 
-@dataclass(frozen=True, slots=True)
-class ShardState:
-    """What a trainer told of a shard, and how much of it is rebuilt, from 0 to 1."""
-
-    what: Literal["lost", "rebuilding", "ok"]
-    rebuilt: float
-
-
 class StoreShards:
-    """The store shards of one call. Threads of the control socket call `want_replacement` and `states`, the launcher's own all else.
+    """The store shards of one call. Threads of the control socket call `want_replacement` and `together`, the launcher's own all else.
 
     urls: of their servers, in order, with passwords; those that trainers were told of. protected: whether there is parity. check: called with a
     server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises StoreError where it cannot.
@@ -50,7 +41,7 @@ class StoreShards:
         self._restarted = local if protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
-        self._states: dict[int, dict[int, ShardState]] = {}  # shard -> trainer -> what that one told last
+        self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
         self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
 
     @property
@@ -71,46 +62,46 @@ class StoreShards:
             if self._observer.may_start(shard) and self._restarted.restart(shard):
                 sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
 
-    def changed(self, trainer: int, change: ShardChange) -> None:
-        """Note what became of a shard for a trainer; a spare may take its place."""
-        shard = change.shard
-        # Whether it is of the server in use, and not of one that another takes the place of.
-        in_use = change.url == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
-        if change.what == "unreachable":
-            if in_use:
-                sys.stderr.write(f"store shard {shard}: no server for it yet ({change.why})\n")
-        else:
-            self._note(trainer, shard, ShardState(change.what, 0.0), change.why)
-        if change.what in ("lost", "unreachable") and in_use and self._spares and self._restarted is None:
+    @property
+    def together(self) -> ShardSnapshot:
+        """How the shards are for all trainers that told of them."""
+        return ShardSnapshot.together(self._told.values())
+
+    def told(self, trainer: int, shards: ShardSnapshot) -> None:
+        """Note how the shards are for a trainer, and tell the user where that changes how they are for all together; spares may take places."""
+        before = self.together if self._told else None
+        changes = shards.changes_since(self._told.get(trainer))
+        # Replaced by a new one, since threads of the control socket read it.
+        self._told = self._told | {trainer: shards}
+        after = self.together
+        for shard, status in after.changes_since(before).items():
+            if status.state == LOST:
+                sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({status.why})\n")
+                self._shown[shard] = 0.0
+            elif status.state == OK:
+                sys.stderr.write(f"store shard {shard}: is whole again\n")
+        for shard, status in enumerate(after.shards):
+            if status.state == REBUILDING and status.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
+                self._shown[shard] = status.rebuilt
+                sys.stderr.write(f"store shard {shard}: {status.rebuilt:.0%} rebuilt\n")
+        for shard, status in changes.items():
+            if status.state == LOST:
+                self._use_spare(shard, status.url)
+
+    def unreachable(self, event: ServerUnreachable) -> None:
+        """A trainer looks for the server of a lost shard in vain; a spare may take its place."""
+        if self._in_use(event.shard, event.url):
+            sys.stderr.write(f"store shard {event.shard}: no server for it yet ({event.why})\n")
+        self._use_spare(event.shard, event.url)
+
+    def _use_spare(self, shard: int, url: str) -> None:
+        """Have the next spare take the place of a shard's server, if that is the one at `url`, and none that comes back by itself."""
+        if self._spares and self._restarted is None and self._in_use(shard, url):
             self._wanted.append((shard, self._spares.pop(0)))
 
-    def rebuilding(self, trainer: int, shard: int, share: float) -> None:
-        """Note how much of a shard is rebuilt for a trainer."""
-        self._note(trainer, shard, ShardState("rebuilding", share))
-
-    def _note(self, trainer: int, shard: int, state: ShardState, why: str = "") -> None:
-        """Note what a trainer tells, and tell the user where that changes how the shard is for all trainers together."""
-        before = self._state(shard)
-        self._states.setdefault(shard, {})[trainer] = state
-        after = self._state(shard)
-        if after.what == "lost" != before.what:
-            sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({why})\n")
-            self._shown[shard] = 0.0
-        elif after.what == "ok" != before.what:
-            sys.stderr.write(f"store shard {shard}: is whole again\n")
-        elif after.what == "rebuilding" and after.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
-            self._shown[shard] = after.rebuilt
-            sys.stderr.write(f"store shard {shard}: {after.rebuilt:.0%} rebuilt\n")
-
-    def _state(self, shard: int) -> ShardState:
-        """How a shard is for all trainers together: the worst that any told, and the least that any has rebuilt."""
-        told = self._states.get(shard, {}).values()
-        worst_first: tuple[Literal["lost", "rebuilding"], ...] = ("lost", "rebuilding")
-        for what in worst_first:
-            of_these = [state.rebuilt for state in told if state.what == what]
-            if of_these:
-                return ShardState(what, min(of_these))
-        return ShardState("ok", 1.0)
+    def _in_use(self, shard: int, url: str) -> bool:
+        """Whether it is a shard's server, and not one that another takes the place of."""
+        return url == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
 
     def want_replacement(self, request: AskReplace) -> Replacing | Refused:
         """Have a server take the place of a shard's, if it can. request.old: the shard's number, or its server's URL without password."""
@@ -138,12 +129,3 @@ class StoreShards:
         self.urls[shard] = url
         self._spares = [spare for spare in self._spares if spare != url]
         return shard, self.plain_urls[shard]
-
-    @property
-    def states(self) -> dict[int, ShardStatus]:
-        """How each shard is of which trainers told anything, by its number."""
-        states = {shard: self._state(shard) for shard in list(self._states)}
-        return {
-            shard: ShardStatus(state.what, state.rebuilt if state.what == "rebuilding" else None)
-            for shard, state in states.items()
-        }

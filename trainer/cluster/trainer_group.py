@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from foreload.cache.errors import RowsLost
+from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.pipelines.schedule.reader import Schedule
@@ -50,8 +51,7 @@ from foreload.trainer.cluster.messages import (
     RowsCounted,
     ScrubFailed,
     ScrubTold,
-    ShardChanged,
-    ShardRebuilding,
+    ShardsTold,
     StepEnded,
     TrainerCommand,
     TrainerEnd,
@@ -234,10 +234,10 @@ class TrainerGroup:
                     self._begin(board)
             case Ended():
                 self._ended[trainer] = board.read(TrainerEnd, trainer)
-            case ShardChanged():
-                self._shards.changed(trainer, event.change)
-            case ShardRebuilding():
-                self._shards.rebuilding(trainer, event.shard, event.share)
+            case ShardsTold():
+                self._shards.told(trainer, event.shards)
+            case ServerUnreachable():
+                self._shards.unreachable(event)
             case ScrubTold() | ScrubFailed() | RowsCounted():
                 self._run_requests.receive(trainer, event)
             case Failed():
@@ -328,7 +328,7 @@ class TrainerGroup:
                     term=self._term.number,
                     lanes=self._term.hosts,
                     trainers={trainer: process.pid for trainer, process in list(self._processes.items())},
-                    shards=self._shards.states,
+                    shards=self._shards.together,
                 )
             case AskStop():
                 self._stop_wanted = True

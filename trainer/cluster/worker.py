@@ -26,7 +26,8 @@ from foreload.cache.errors import RowsLost
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
+from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
@@ -49,8 +50,7 @@ from foreload.trainer.cluster.messages import (
     Ready,
     ReplaceServer,
     Scrub,
-    ShardChanged,
-    ShardRebuilding,
+    ShardsTold,
     StepEnded,
     TrainerEnd,
 )
@@ -155,7 +155,8 @@ class TrainerProcess:
         self._run = Path(self._job.run)
         self._last_step = spec.start_step
         self._totals = Totals()  # of this call's steps
-        self._shard_changes: deque[tuple[ShardChange, float]] = deque()  # filled by the traffic's threads
+        self._shard_news: deque[tuple[ShardNews, float]] = deque()  # filled by the traffic's threads
+        self._shards_told: ShardSnapshot | None = None  # what the coordinator was told last
         self._faults: list[Fault] = []  # of the trainer that hosts lane 0
         self._commands = 0  # how many were taken from the board
         self._shards_lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
@@ -183,7 +184,7 @@ class TrainerProcess:
             access = StoreAccess(
                 store, placement, job.run_namespace, FileLog(self._run / LOG),
                 ownership=Ownership(self._term.number, Run.open(self._run).manifest.identity),
-                on_shard=lambda change: self._shard_changes.append((change, time.monotonic())),
+                on_shards=lambda news: self._shard_news.append((news, time.monotonic())),
             )  # fmt: skip
             trainer, events = begin_term(parts, access, session, start)
             lanes = trainer.lanes
@@ -281,19 +282,22 @@ class TrainerProcess:
 
         Changes are told at every call, the rest every SHARDS_PAUSE.
         """
-        while self._shard_changes:
-            change, at = self._shard_changes.popleft()
-            self._shards_lost += change.what == "lost"
-            self._events.send(ShardChanged(change, at))
+        while self._shard_news:
+            news, at = self._shard_news.popleft()
+            if isinstance(news, ServerUnreachable):
+                self._events.send(news)
+            else:
+                self._tell_shards(news, at)
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
         if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
             self._stop_asked = True
             self._board.publish(StopWanted())
-        for shard, done in traffic.shards.not_whole.items():
-            if done:
-                self._events.send(ShardRebuilding(shard, done))
+        shards = traffic.shards
+        # A change of state comes by the queue, in its order; here it is how much is rebuilt.
+        if self._shards_told is not None and shards != self._shards_told and not shards.changes_since(self._shards_told):
+            self._tell_shards(shards, time.monotonic())
         self._run_requests.tell()
         while (commanded := self._board.poll(Commanded, self._commands)) is not None:
             self._commands += 1
@@ -303,6 +307,12 @@ class TrainerProcess:
                     self._shards_lost += 1  # of the server that had the shard
                 case Scrub() | CountRows() as request:
                     self._run_requests.begin(request)
+
+    def _tell_shards(self, shards: ShardSnapshot, at: float) -> None:
+        """Tell the coordinator how the store shards are for this trainer. at: since when, time.monotonic()."""
+        self._shards_lost += sum(status.state == LOST for status in shards.changes_since(self._shards_told).values())
+        self._shards_told = shards
+        self._events.send(ShardsTold(shards, at))
 
     def _repair_shards(self, traffic: Traffic) -> list[int]:
         """Wait until all shards are whole again, for every trainer, as long as there is hope; returns those that are not.

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from foreload.cache.client.local import LocalStores
+from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import Fault, RunObserver
-from foreload.trainer.cluster.messages import FaultInjected, ShardChanged, StepEnded, TrainerEvent
+from foreload.trainer.cluster.messages import FaultInjected, ShardsTold, StepEnded, TrainerEvent
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
@@ -61,6 +62,7 @@ class LostShard(RunObserver):
         self._stores = stores
         self._steps = StepTimes()
         self._injected_at: float | None = None
+        self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
         self._lost: dict[int, float] = {}
         self._back: dict[int, float] = {}
         self._whole: dict[int, float] = {}
@@ -75,10 +77,11 @@ class LostShard(RunObserver):
             case FaultInjected(at=at):
                 self._injected_at = at
                 self._return.start()
-            case ShardChanged(change, at) if change.shard == self._shard:
-                moments = {"lost": self._lost, "rebuilding": self._back, "ok": self._whole}.get(change.what)
-                if moments is not None:
-                    moments[trainer] = at
+            case ShardsTold(shards, at):
+                changed = shards.changes_since(self._told.get(trainer)).get(self._shard)
+                self._told[trainer] = shards
+                if changed is not None:
+                    {LOST: self._lost, REBUILDING: self._back, OK: self._whole}[changed.state][trainer] = at
 
     def may_start(self, shard: int) -> bool:
         """Not before the server was down for long enough."""

@@ -114,7 +114,7 @@ def _beside_training(scrubbed_run: Run, training: RunStatus) -> dict[str, Any]:
     total = Findings()
     for part in progress.trainers:
         total.add(part.findings)
-    lost = [shard for shard, status in training.shards.items() if status.state != "ok"]
+    lost = list(training.shards.not_whole)
     return told(total, [table.name for table in schedule.header.features.tables], lost)
 
 

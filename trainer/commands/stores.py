@@ -19,12 +19,12 @@ from foreload.cache.parity.row_counts import RowCounts, count_rows
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.shard_table import REBUILDING, ShardStatus
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES, servers_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.codec import to_json
-from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ShardStatus, ask, training_status
+from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.expected_rows import given_ordinals
@@ -46,7 +46,9 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     manifest, status, placement = asked_run.manifest, asked_run.status, asked_run.placement
     training = training_status(asked_run.path)
     # What the status says is of the beginning while a run trains.
-    shards = _shards(asked_run, store, status if training is None else None, {} if training is None else training.shards)
+    shards = _shards(
+        asked_run, store, status if training is None else None, {} if training is None else training.shards.changes_since(None)
+    )
     plan = _plan(asked_run)
     lag = forecast = None
     if training is not None:
@@ -136,7 +138,7 @@ def _forecast(at_end: RowCounts, rows: list[RowLayout], shards: list[dict[str, A
 
 
 def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[dict[str, Any]]:
-    """What each server says of itself, and trainers say of it. status: of a run that does not train; seen: what trainers say, by shard."""
+    """What each server says of itself, and trainers say of it. status: of a run that does not train; seen: shards that are not ok for trainers."""
     manifest = asked_run.manifest
     lost = status.lost if status else []
     expected = None
@@ -164,9 +166,10 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
             told["state"] = "degraded"
         if told["state"] == "up" and expected is not None and told["markers"] != expected:
             told |= {"state": "degraded" if asked_run.placement.r else "lost", "why": f"{told['url']} lacks rows of the run"}
-        state = seen.get(told["shard"])
-        if told["state"] == "up" and state is not None and state.state != "ok":
-            told |= to_json(state)
+        if told["state"] == "up" and (of_trainers := seen.get(told["shard"])) is not None:
+            told["state"] = of_trainers.state
+            if of_trainers.state == REBUILDING:
+                told["rebuilt"] = of_trainers.rebuilt
     return shards
 
 

@@ -25,7 +25,7 @@ from foreload.cache.protocol.ownership import (
     take_over,
 )
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
-from foreload.cache.protocol.server_probe import ShardChange
+from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
@@ -156,7 +156,7 @@ def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
 class StoreAccess:
     """The store that has a run's rows, as an owner of lanes comes to it.
 
-    log, check_tags, on_shard: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
+    log, check_tags, on_shards: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
     """
 
     store: Store
@@ -165,7 +165,7 @@ class StoreAccess:
     log: BatchLog | None = None
     check_tags: bool = True
     ownership: Ownership = UNFENCED
-    on_shard: Callable[[ShardChange], None] | None = None
+    on_shards: Callable[[ShardNews], None] | None = None
 
 
 def _free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:
@@ -218,7 +218,7 @@ def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], s
         check_tags=access.check_tags,
         log=access.log,
         ownership=access.ownership,
-        on_shard=access.on_shard,
+        on_shards=access.on_shards,
     )
     hosted = HostedLanes(stored, traffic)
     _host(parts, hosted, partitions, start, position)

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import combinations
 
 NEVER = 1 << 60
+"""The next use of a row that has none: after any step."""
 
 
 def belady_arrivals(steps: Sequence[Sequence[Hashable]], slots: int) -> int:
@@ -20,7 +21,7 @@ def belady_arrivals(steps: Sequence[Sequence[Hashable]], slots: int) -> int:
     for number, rows in enumerate(steps):
         for row in set(rows):
             uses.setdefault(row, []).append(number)
-    place = dict.fromkeys(uses, 0)
+    passed = dict.fromkeys(uses, 0)  # of every row, how many of its uses
     next_use: dict[Hashable, int] = {}  # of every resident row
     # (-next use, tie, row) of resident rows; an entry counts only while next_use still says the same.
     furthest: list[tuple[int, int, Hashable]] = []
@@ -32,8 +33,8 @@ def belady_arrivals(steps: Sequence[Sequence[Hashable]], slots: int) -> int:
             raise ValueError(f"slots: step {number} needs {len(needed)}, not {slots}")
         missing = [row for row in needed if row not in next_use]
         for row in needed:
-            place[row] += 1
-            next_use[row] = uses[row][place[row]] if place[row] < len(uses[row]) else NEVER
+            passed[row] += 1
+            next_use[row] = uses[row][passed[row]] if passed[row] < len(uses[row]) else NEVER
         arrivals += len(missing)
         while len(next_use) > slots:
             when, _, row = heapq.heappop(furthest)

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,11 @@ from foreload.trainer.errors import TrainerError  # noqa: E402
 
 LANES = 2
 MOST_CALLS = 16
+"""Of `foreload train` in an episode; each but the first goes on with the run."""
 DISK_BYTES = 128 << 20
+"""Size of the disk that the fault `disk` fills."""
 DEADLINE_SECONDS = 240
+"""How long a command may take, disturbed."""
 PREPARE = f"--format synthetic --rows {STEPS * 64} --values 3000 --batch-size 64 --lanes {LANES} --slots 700"
 MODEL = "--dim 4 --lr 0.05 --model-options bottom=8-4 top=8-1"
 
@@ -56,8 +60,8 @@ class Violation(Exception):
 
 
 @dataclass(slots=True)
-class Call:
-    """One call of `foreload train`, and what it said."""
+class Started:
+    """A `foreload` command in a process of its own. out, err: the files to which it prints; began: by time.monotonic()."""
 
     process: subprocess.Popen[bytes]
     out: Path
@@ -66,10 +70,12 @@ class Call:
 
     @property
     def said(self) -> str:
+        """All that it has printed to stderr so far."""
         return self.err.read_text(errors="replace")
 
     @property
     def last_line(self) -> str:
+        """The error that it ended with; "" for none."""
         lines = [line for line in self.said.splitlines() if line.startswith("foreload: error: ")]
         return lines[-1] if lines else ""
 
@@ -123,7 +129,7 @@ class Episode:
         self._run = folder / "run"
         self._remains = Remains()
         self._environment = os.environ | {"PYTHONPATH": str(ROOT)} | self._remains.environment
-        # What may be refused, and why, by what happened so far.
+        # Why a refusal may be, by what happened so far.
         self.excuses: list[str] = []
         self.done: list[str] = []
         self._undo: list[threading.Timer] = []
@@ -164,7 +170,7 @@ class Episode:
             call = self._start("--resume") if begun else self._start()
             pending = self._disturb(call, pending)
             code = self._await(call)
-            self._settle()
+            self._undo_all()
             self._look_at_what_is_left(call)
             self._note(f"call {number}: {'resume' if begun else 'new'}, exit {code}: {call.last_line}")
             if "Traceback" in call.said:
@@ -187,7 +193,7 @@ class Episode:
 
     # -- calls -------------------------------------------------------------------------------------------------------------------
 
-    def _start(self, *further: str) -> Call:
+    def _start(self, *further: str) -> Started:
         store = f"local:{self.plan.shards}" if self._servers is None else ",".join(self._servers.urls)
         words = [
             *f"train {self._schedule} --run {self._run} --store {store} --trainers {self.plan.trainers} {MODEL}".split(),
@@ -197,16 +203,16 @@ class Episode:
             words += ["--parity", self.plan.parity]
         return self._command(*words)
 
-    def _command(self, *words: object) -> Call:
+    def _command(self, *words: object) -> Started:
         place = Path(tempfile.mkdtemp(dir=self._folder, prefix="call-"))
         out, err = place / "out", place / "err"
         process = subprocess.Popen(
             [sys.executable, "-m", "foreload.trainer.cli", *map(str, words)],
             env=self._environment, stdin=subprocess.DEVNULL, stdout=out.open("wb"), stderr=err.open("wb"), start_new_session=True,
         )  # fmt: skip
-        return Call(process, out, err, time.monotonic())
+        return Started(process, out, err, time.monotonic())
 
-    def _await(self, call: Call) -> int:
+    def _await(self, call: Started) -> int:
         try:
             return call.process.wait(DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -220,7 +226,7 @@ class Episode:
                 return told.step
         return None
 
-    def _disturb(self, call: Call, pending: list[Fault]) -> list[Fault]:
+    def _disturb(self, call: Started, pending: list[Fault]) -> list[Fault]:
         """Inflict what is due while the call runs; returns what is left for the next one."""
         left = list(pending)
         while left and call.process.poll() is None and time.monotonic() - call.began < DEADLINE_SECONDS:
@@ -246,7 +252,7 @@ class Episode:
             return False
         return len(self._not_whole() - {fault.target % self.plan.shards}) >= self.plan.losses_covered
 
-    def _inflict(self, fault: Fault, call: Call, step: int | None) -> None:
+    def _inflict(self, fault: Fault, call: Started, step: int | None) -> None:
         shard = fault.target % self.plan.shards
         if fault.kind in SERVER_FAULTS:
             pid = self._server_pid(shard)
@@ -277,7 +283,7 @@ class Episode:
         if subprocess.run(mount, check=False, capture_output=True).returncode == 0:
             self._run = disk / "run"
 
-    def _disk(self, fault: Fault, call: Call, shard: int) -> str:
+    def _disk(self, fault: Fault, call: Started, shard: int) -> str:
         disk = self._run.parent
         if disk == self._folder:
             raise OSError("no small disk")
@@ -314,8 +320,6 @@ class Episode:
 
     @contextlib.contextmanager
     def _connected(self, shard: int) -> Iterator[Store]:
-        from datetime import timedelta
-
         with Store([self._server_url(shard)], timedelta(seconds=5), timedelta(seconds=1)) as store:
             yield store
 
@@ -329,13 +333,13 @@ class Episode:
         timer.start()
         self._undo.append(timer)
 
-    def _settle(self) -> None:
-        """What was to be undone later is undone before the run is gone on with."""
+    def _undo_all(self) -> None:
+        """Wait until every fault that lasts a while is over, before the run is gone on with."""
         for timer in self._undo:
             timer.join()
         self._undo.clear()
 
-    def _kill(self, fault: Fault, call: Call, shard: int) -> None:
+    def _kill(self, fault: Fault, call: Started, shard: int) -> None:
         pid = self._server_pid(shard)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -343,31 +347,31 @@ class Episode:
             servers = self._servers
             self._later(fault.lasts, lambda: servers.restart(shard))
 
-    def _stop(self, fault: Fault, call: Call, shard: int) -> None:
+    def _stop(self, fault: Fault, call: Started, shard: int) -> None:
         pid = self._server_pid(shard)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         self._later(fault.lasts, lambda: os.kill(pid, signal.SIGCONT))
 
-    def _flush(self, fault: Fault, call: Call, shard: int) -> None:
+    def _flush(self, fault: Fault, call: Started, shard: int) -> None:
         with self._connected(shard) as store:
             store.command(0, "FLUSHALL")
 
-    def _cut(self, fault: Fault, call: Call, shard: int) -> None:
+    def _cut(self, fault: Fault, call: Started, shard: int) -> None:
         with self._connected(shard) as store:
             store.command(0, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    def _readonly(self, fault: Fault, call: Call, shard: int) -> None:
+    def _readonly(self, fault: Fault, call: Started, shard: int) -> None:
         with self._connected(shard) as store:
             store.command(0, "REPLICAOF", "127.0.0.1", free_port())
         self._later(fault.lasts, lambda: self._tell(shard, "REPLICAOF", "NO", "ONE"))
 
-    def _oom(self, fault: Fault, call: Call, shard: int) -> None:
+    def _oom(self, fault: Fault, call: Started, shard: int) -> None:
         with self._connected(shard) as store:
             store.command(0, "CONFIG", "SET", "maxmemory", 1)
         self._later(fault.lasts, lambda: self._tell(shard, "CONFIG", "SET", "maxmemory", 0))
 
-    def _busy(self, fault: Fault, call: Call, shard: int) -> None:
+    def _busy(self, fault: Fault, call: Started, shard: int) -> None:
         with self._connected(shard) as store:
             store.command(0, "CONFIG", "SET", "lua-time-limit", 50)
 
@@ -385,7 +389,7 @@ class Episode:
         with contextlib.suppress(redis.RedisError, OSError):
             redis.Redis(unix_socket_path=path, socket_timeout=5).execute_command("SCRIPT", "KILL")
 
-    def _sleep(self, fault: Fault, call: Call, shard: int) -> None:
+    def _sleep(self, fault: Fault, call: Started, shard: int) -> None:
         def sleep() -> None:
             with contextlib.suppress(CacheError, OSError):
                 self._tell(shard, "DEBUG", "SLEEP", str(fault.lasts))
@@ -401,38 +405,38 @@ class Episode:
             process for process in self._remains.processes() if "foreload.trainer.cluster.worker" in " ".join(_words(process))
         ]
 
-    def _kill_trainer(self, fault: Fault, call: Call, shard: int) -> None:
-        found = self._workers()
-        if found:
+    def _kill_trainer(self, fault: Fault, call: Started, shard: int) -> None:
+        workers = self._workers()
+        if workers:
             self.excuses.append("a trainer was killed")
-            found[fault.target % len(found)].kill()
+            workers[fault.target % len(workers)].kill()
 
-    def _stop_trainer(self, fault: Fault, call: Call, shard: int) -> None:
-        found = self._workers()
-        if found:
-            process = found[fault.target % len(found)]
+    def _stop_trainer(self, fault: Fault, call: Started, shard: int) -> None:
+        workers = self._workers()
+        if workers:
+            process = workers[fault.target % len(workers)]
             process.suspend()
             self._later(fault.lasts, process.resume)
 
-    def _kill_launcher(self, fault: Fault, call: Call, shard: int) -> None:
+    def _kill_launcher(self, fault: Fault, call: Started, shard: int) -> None:
         call.process.kill()
 
-    def _int(self, fault: Fault, call: Call, shard: int) -> None:
+    def _int(self, fault: Fault, call: Started, shard: int) -> None:
         os.killpg(call.process.pid, signal.SIGINT)
 
-    def _term(self, fault: Fault, call: Call, shard: int) -> None:
+    def _term(self, fault: Fault, call: Started, shard: int) -> None:
         call.process.send_signal(signal.SIGTERM)
 
-    def _hup(self, fault: Fault, call: Call, shard: int) -> None:
+    def _hup(self, fault: Fault, call: Started, shard: int) -> None:
         os.killpg(call.process.pid, signal.SIGHUP)
 
-    def _status(self, fault: Fault, call: Call, shard: int) -> str:
+    def _status(self, fault: Fault, call: Started, shard: int) -> str:
         return self._beside("stores", "status", self._run)
 
-    def _scrub(self, fault: Fault, call: Call, shard: int) -> str:
+    def _scrub(self, fault: Fault, call: Started, shard: int) -> str:
         return self._beside("scrub", self._run) if self.plan.losses_covered else ""
 
-    def _second(self, fault: Fault, call: Call, shard: int) -> str:
+    def _second(self, fault: Fault, call: Started, shard: int) -> str:
         """Another training of the same run, at once: it is refused, and touches nothing."""
         other = self._start(*(("--resume",), ("--overwrite",), ())[fault.target % 3])
         code = self._await(other)
@@ -451,7 +455,7 @@ class Episode:
 
     # -- what must hold ------------------------------------------------------------------------------------------------------------
 
-    def _look_at_what_is_left(self, call: Call) -> None:
+    def _look_at_what_is_left(self, call: Started) -> None:
         """No trainer is left; a server only where it alone holds rows."""
         deadline = time.monotonic() + 60
         while (left := self._strangers()) and time.monotonic() < deadline:
@@ -460,7 +464,7 @@ class Episode:
             raise Violation(f"left behind: {left}; the call said {call.said[-1000:]!r}")
         status = _json(self._run / "status.json")
         if self._servers is None and status and status["state"] != "training" and self._local_pids() and not self._unsaved():
-            raise Violation(f"servers are left, though the run rests and its rows are saved: {self._local_pids()}")
+            raise Violation(f"servers are left, though the run does not train and its rows are saved: {self._local_pids()}")
 
     def _local_pids(self) -> list[int]:
         """The servers of the run's own that are alive. (Their environment cannot be seen, so no mark.)"""
@@ -489,11 +493,11 @@ class Episode:
     def _check_the_end(self) -> str:
         call = self._command("digest", self._run)
         code = self._await(call)
-        found = call.out.read_text().strip()
+        digest = call.out.read_text().strip()
         if code != 0:
             raise Violation(f"digest of a run that ended: exit {code}: {call.said[-1000:]}")
-        if not found.startswith(self._digest):
-            raise Violation(f"another model: {found}, undisturbed {self._digest}")
+        if not digest.startswith(self._digest):
+            raise Violation(f"another model: {digest}, undisturbed {self._digest}")
         return "digest"
 
     def _note(self, text: str) -> None:
@@ -510,10 +514,10 @@ def _words(process: psutil.Process) -> list[str]:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return content
 
 
 @dataclass(slots=True)
@@ -591,14 +595,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(argv)
     result = campaign(given.seed, given.minutes, given.episode, lambda text: print(text, flush=True))
-    found = {
+    figures = {
         "episodes": result.episodes, "faults": dict(result.faults),
         "faults_in_all": sum(count for kind, count in result.faults.items() if kind not in LOOKS),
         "endings": dict(result.endings), "violations": result.violations,
     }  # fmt: skip
-    print(json.dumps(found, indent=1))
+    print(json.dumps(figures, indent=1))
     if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if result.violations else 0
 
 

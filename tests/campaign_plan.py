@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 STEPS = 3000
+"""Training steps of an episode's schedule."""
 LOST = {"kill", "flush", "stop", "readonly", "oom", "busy", "sleep"}
 """Faults after which a store shard may count as lost. (A connection that is cut is made again.)"""
 SERVER_FAULTS = (*sorted(LOST), "cut")
@@ -18,7 +19,10 @@ LOOKS = ("status", "scrub", "second")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens: after `step` (counted over the run), or `seconds` after the start of a call where that is given."""
+    """What happens: after `step` (counted over the run), or `seconds` after the start of a call where that is given.
+
+    kind: one of the above; target: a number from which the shard or trainer that it meets follows; lasts: seconds until it is undone, if it can be.
+    """
 
     kind: str
     step: int
@@ -29,7 +33,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An episode."""
+    """An episode. store: local, tcp or tls; shards: of the store; parity: as --parity has it; faults: in the order of their steps."""
 
     number: int
     store: str

@@ -27,6 +27,7 @@ from foreload.trainer.cluster.control import training_status
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 180
+"""How long is waited for what a command must bring about, its end included."""
 MARK = "FORELOAD_TEST_COMMAND"
 
 # What commands say on stderr besides errors.
@@ -113,8 +114,8 @@ class Command:
     @property
     def workers(self) -> list[psutil.Process]:
         """The trainers' processes, in order."""
-        found = [process for process in self.remains.processes() if "foreload.trainer.cluster.worker" in process.cmdline()]
-        return sorted(found, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
+        workers = [process for process in self.remains.processes() if "foreload.trainer.cluster.worker" in process.cmdline()]
+        return sorted(workers, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
 
     def clear(self) -> None:
         """Let nothing be left, whatever became of it."""
@@ -157,7 +158,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def done(*arguments: object, **environment: str) -> str:
-    """Run a command that must succeed; returns what it printed."""
+    """Run a command that must succeed, in this process; returns what it printed."""
     status, out, err = run_here(*arguments, **environment)
     assert status == 0, err
     return out
@@ -174,7 +175,7 @@ def error_of(status: int, err: str) -> str:
 
 
 def refused(*arguments: object, **environment: str) -> str:
-    """Run a command that must be refused; returns the line that says why."""
+    """Run a command that must be refused, in this process; returns the line that says why."""
     status, _, err = run_here(*arguments, **environment)
     return error_of(status, err)
 
@@ -221,10 +222,12 @@ name = "site"
 rows = 40
 """
 COLUMNS = ("clicked", "price", "ad", "user", "site")
+CLICKS_ROWS, CLICKS_HELD_OUT = 1200, 120
+"""Rows of the log of `Clicks`, and how many of them, the last ones, are for evaluation."""
 
 
 def write_features(path: Path, ad_dimension: int | None = None) -> Path:
-    """The feature file of the logs that write_log writes."""
+    """The feature file of the logs that write_log writes. ad_dimension: that of the table `ad`, where it is not the job's."""
     path.write_text(FEATURES.format(ad_dimension="" if ad_dimension is None else f"dimension = {ad_dimension}"))
     return path
 
@@ -265,17 +268,18 @@ class Clicks:
     @classmethod
     def prepare(cls, folder: Path, **further: object) -> Clicks:
         """Write the log, and prepare the schedule. further: see `options`."""
-        clicks = cls(write_log(folder / "log.csv", 1200), write_features(folder / "features.toml"), folder / "schedule")
+        clicks = cls(write_log(folder / "log.csv", CLICKS_ROWS), write_features(folder / "features.toml"), folder / "schedule")
         done("prepare", clicks.log, *clicks.options(clicks.schedule, **further))
         return clicks
 
     def options(self, out: Path, **further: object) -> list[object]:
-        """What `foreload prepare` is given, the source aside; further: other values, by flag."""
+        """What `foreload prepare` is given, the source aside; further: other values, by flag, None for a flag that is left out."""
         values: dict[str, object] = {
             "format": "csv", "features": self.features, "batch_size": 10, "lanes": 2, "slots": 40, "epochs": 2,
-            "eval_fraction": 0.1, "segment_bytes": 16000, "out": out,
+            "eval_fraction": CLICKS_HELD_OUT / CLICKS_ROWS, "segment_bytes": 16000, "out": out,
         }  # fmt: skip
-        return [word for name, value in (values | further).items() for word in ("--" + name.replace("_", "-"), value)]
+        given = {name: value for name, value in (values | further).items() if value is not None}
+        return [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), value)]
 
     def copy(self, to: Path) -> Path:
         """A copy of the schedule, to be damaged."""

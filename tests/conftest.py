@@ -41,9 +41,15 @@ def data() -> Path:
     return Path(root)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> None:
+    """The settings of exact arithmetic in this process, with one thread: for modules that train in it."""
+    numerics.set_up(1)
+
+
 @pytest.fixture(scope="session")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
-    """A small log and its schedule, prepared through the command line."""
+    """A small log and its schedule, prepared through the command line; tests damage copies of it only."""
     from command_line import Clicks
 
     return Clicks.prepare(tmp_path_factory.mktemp("clicks"))
@@ -71,7 +77,7 @@ def tls_server(request: pytest.FixtureRequest, tmp_path: Path, certificates: Pat
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Three local servers, for the session."""
+    """Three local servers, for the session; what a test leaves there is the next one's, unless it asks for `store`."""
     from foreload.cache.client.local import LocalStores
 
     with LocalStores(3, Path(tmp_path_factory.mktemp("stores"))) as stores:
@@ -80,7 +86,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
 
 @pytest.fixture
 def store(servers: LocalStores) -> Iterator[Store]:
-    """A client of the three servers, which are empty."""
+    """A client of the three servers, from which everything was deleted before."""
     from foreload.cache.client.store import Store
 
     with Store(servers.urls, timedelta(seconds=10)) as store:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"(?P<kind>test|file)(?P<full> full)?(?:: (?P<rest>.*))?")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-# A digest, a number, or the dash of one that there is not.
+# A digest, a number, or the dash that stands where there is no number.
 _NUMBER = re.compile(r"\b[0-9a-f]{64}\b|[0-9][0-9,.]*%?|(?<=\s)-(?=\s)")
 _SIZE = re.compile(r"# (?:B|KiB|MiB|GiB|KB|MB|GB)\b")
 
@@ -42,13 +42,13 @@ class Block:
         """Of a console block: each command, its continued lines joined, and the lines of its output. A sh block has no output."""
         if self.language == "sh":
             return [(self._small(line), []) for line in self.text.replace("\\\n", " ").splitlines() if line]
-        found: list[tuple[str, list[str]]] = []
+        commands: list[tuple[str, list[str]]] = []
         for line in self.text.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
-                found.append((self._small(line[2:]), []))
+                commands.append((self._small(line[2:]), []))
             else:
-                found[-1][1].append(line)
-        return found
+                commands[-1][1].append(line)
+        return commands
 
     def _small(self, command: str) -> str:
         for was, now in self.replaced:
@@ -64,7 +64,7 @@ def pages() -> list[Path]:
 def blocks(page: Path) -> list[Block]:
     """The marked blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    marked = []
     for match in _BLOCK.finditer(text):
         if match["mark"] is None:
             continue
@@ -73,13 +73,13 @@ def blocks(page: Path) -> list[Block]:
         assert mark is not None, f"{page}:{line}: unknown mark {match['mark']!r}"
         is_file = mark["kind"] == "file"
         replaced = [] if is_file or not mark["rest"] else [pair.partition(" => ") for pair in mark["rest"].split("; ")]
-        found.append(
+        marked.append(
             Block(
                 match["language"], match["text"], line, bool(mark["full"]), mark["rest"] if is_file else None,
                 tuple((was, now) for was, _, now in replaced),
             )
         )  # fmt: skip
-    return found
+    return marked
 
 
 def links(page: Path) -> list[str]:
@@ -106,11 +106,11 @@ def is_module(page: Path, name: str) -> bool:
 def anchors(page: Path) -> set[str]:
     """The anchors of a page: of its headings, as GitHub makes them, and those it names itself."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    found = set(re.findall(r'<a name="([^"]+)">', text))
+    names = set(re.findall(r'<a name="([^"]+)">', text))
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<[^>]*>", "", heading))
-        found.add(re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-"))
-    return found
+        names.add(re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-"))
+    return names
 
 
 def table_fields(page: Path, heading: str) -> set[str]:

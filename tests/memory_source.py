@@ -13,7 +13,7 @@ from foreload.pipelines.samples.pieces import Samples
 
 @dataclass(frozen=True)
 class MemorySource:
-    """An OrderedSource of samples in memory, given out in chunks of `chunk` samples."""
+    """An OrderedSource (pipelines/samples/piece_order) of samples in memory, in chunks of `chunk` samples. shuffle_seed: None: no shuffle."""
 
     train: Samples
     held_out: Samples

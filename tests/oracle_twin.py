@@ -27,10 +27,6 @@ class Step:
     lookups: tuple[tuple[Row, ...], ...]
     order: tuple[Row, ...]
 
-    def first_lookups(self) -> list[Row]:
-        """The distinct rows, by first lookup."""
-        return list(self.order)
-
     def users(self, row: Row) -> int:
         """Bit v: the slice of lane v uses the row."""
         return sum(1 << lane for lane, rows in enumerate(self.lookups) if row in rows)
@@ -87,7 +83,7 @@ def steps_of(kind: str, samples: Sequence[Sequence[Row]], batch_size: int, place
 
 def own_rows(program: Sequence[Step], lane: int, rows: dict[Row, Trained]) -> list[list[Row]]:
     """Per training step, the rows that a lane owns; `rows` as check_program's outcome has it."""
-    return [[row for row in step.first_lookups() if rows[row].lane == lane] for step in program if step.kind == "train"]
+    return [[row for row in step.order if rows[row].lane == lane] for step in program if step.kind == "train"]
 
 
 def check_program(
@@ -130,20 +126,21 @@ def check_program(
 
 
 class _Run:
-    """The state of a run through a schedule."""
+    """The state of a run through a schedule: what every partition holds, and what is known of every row."""
 
     def __init__(self, lanes: int, rows: dict[Row, Trained], slots: Sequence[int], evaluation_slots: Sequence[int]) -> None:
         self.lanes, self.slots, self.evaluation_slots = lanes, slots, evaluation_slots
         self.outcome = Outcome(rows)
         self.rows = rows
+        # (lane, table) -> how many ordinals are given.
         self.given: dict[tuple[int, int], int] = {}
-        for trained in [(t.lane, row[0]) for row, t in rows.items()]:
-            self.given[trained] = self.given.get(trained, 0) + 1
+        for place in [(known.lane, row[0]) for row, known in rows.items()]:
+            self.given[place] = self.given.get(place, 0) + 1
         self.partitions: list[dict[int, Occupant]] = [{} for _ in range(lanes)]
 
     def train(self, number: int, step: Step, following: Step | None, parts: Sequence[Any]) -> None:
         """One training step, with the boundary before it."""
-        order = step.first_lookups()
+        order = step.order
         known = {row: self.rows.get(row) for row in order}
         for row in order:
             if row not in self.rows:
@@ -177,12 +174,12 @@ class _Run:
 
     def _left_at(self, row: Row, boundary: int, part: Any) -> bool:
         """Whether a row arrives now after it left a slot at that boundary."""
-        found = [
+        left = [
             int(a)
             for t, i, a in zip(part.arrivals.table, part.arrivals.id, part.arrivals.after, strict=True)
             if (int(t), int(i)) == row
         ]
-        return self.rows[row].tag > 0 and boundary >= 0 and found == [boundary]
+        return self.rows[row].tag > 0 and boundary >= 0 and left == [boundary]
 
     def _boundary(self, number: int, lane: int, part: Any, known: dict[Row, Trained | None]) -> None:
         """The residencies that end, and then the rows that arrive, before a training step."""
@@ -212,7 +209,7 @@ class _Run:
 
     def evaluate(self, boundary: int, step: Step, parts: Sequence[Any]) -> None:
         """One evaluation step; `boundary`: number of the next training step, whose boundary has not been passed."""
-        order = step.first_lookups()
+        order = step.order
         lane_of: dict[Row, int] = {}
         for lane, part in enumerate(parts):
             assert not len(part.ends), "evaluation ends no residency"
@@ -224,19 +221,19 @@ class _Run:
                 assert slot not in view, "no slot holds two rows"
                 assert row in order
                 assert row not in [occupant.row for occupant in view.values()]
-                trained = self.rows.get(row)
-                if trained is None:
+                known = self.rows.get(row)
+                if known is None:
                     assert (ordinal, tag, after) == (-1, 0, -1), "a row that was never trained is initial, and has no ordinal"
                 else:
-                    assert (ordinal, tag, after) == (trained.ordinal, trained.tag, trained.last_end)
+                    assert (ordinal, tag, after) == (known.ordinal, known.tag, known.last_end)
                     assert after < boundary
                 view[slot] = Occupant(row, ordinal, tag, tag)
             used = [view[int(slot)] for slot in part.slots]
             for place, occupant in enumerate(used):
-                trained = self.rows.get(occupant.row)
-                assert occupant.tag == (trained.tag if trained else 0), "evaluation sees the newest version"
+                known = self.rows.get(occupant.row)
+                assert occupant.tag == (known.tag if known else 0), "evaluation sees the newest version"
                 assert occupant.row not in lane_of, "a row has one lane"
-                assert trained is None or trained.lane == lane
+                assert known is None or known.lane == lane
                 assert int(part.users[place]) == step.users(occupant.row)
                 lane_of[occupant.row] = lane
             assert [o.row for o in used] == [row for row in order if lane_of.get(row) == lane], (
@@ -248,8 +245,8 @@ class _Run:
     def _check_index(self, step: Step, parts: Sequence[Any], order: Sequence[Row], lane_of: dict[Row, int]) -> None:
         """Every lookup's place among its lane's local rows: by owner lane, then by first lookup in the step."""
         for lane, part in enumerate(parts):
-            mine = set(step.lookups[lane])
-            local = [row for owner_lane in range(self.lanes) for row in order if lane_of[row] == owner_lane and row in mine]
+            used = set(step.lookups[lane])
+            local = [row for owner_lane in range(self.lanes) for row in order if lane_of[row] == owner_lane and row in used]
             assert [local[int(place)] for place in part.index] == list(step.lookups[lane])
 
 

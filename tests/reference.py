@@ -37,7 +37,8 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.models import load_model
 from foreload.trainer.models.spec import Embeddings, ModelSpec
 
-EPS = np.float32(1e-8)
+EPSILON = np.float32(1e-8)
+"""Of the row optimizers, under the fraction line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """digest: hex; losses: per training step; evaluations: per epoch; logits: float32, of the last evaluation, by sample number."""
+    """digest: hex; log_losses: per training step; evaluations: per epoch; logits: float32, of the last evaluation, by sample number."""
 
     digest: str
-    losses: list[float]
+    log_losses: list[float]
     evaluations: list[Evaluation]
     logits: np.ndarray
 
@@ -121,14 +122,14 @@ class Table:
         elif self.optimizer == "adagrad":
             state = self.state[ids] + gradients * gradients
             self.state[ids] = state
-            self.weights[ids] = self.weights[ids] - (self.lr * gradients) / (np.sqrt(state) + EPS)
+            self.weights[ids] = self.weights[ids] - (self.lr * gradients) / (np.sqrt(state) + EPSILON)
         else:
             start = 0
             for number, columns in enumerate(self.parts):
                 g = gradients[:, start : start + columns]
                 sums = self.state[ids, number] + sum_of_squares(g) / np.float32(columns)
                 self.state[ids, number] = sums
-                step = (self.lr * g) / (np.sqrt(sums) + EPS)[:, None]
+                step = (self.lr * g) / (np.sqrt(sums) + EPSILON)[:, None]
                 self.weights[ids, start : start + columns] = self.weights[ids, start : start + columns] - step
                 start += columns
 
@@ -199,6 +200,7 @@ class Trainer:
         self.table_of = np.array([feature.table for feature in log.features])
         self.pooling = np.array([feature.pooling for feature in log.features])
         self.width = max(table.width for table in self.tables)
+        # What the model sees by name: a feature's columns of the block, and the further ones that the model declares.
         self.views: list[tuple[str, int, slice]] = []
         for f, feature in enumerate(log.features):
             start = 0
@@ -213,9 +215,9 @@ class Trainer:
         self.module = config.model(spec, **config.model_options)
         torch.set_num_threads(threads)
         self.parameters = dict(self.module.named_parameters())
-        self.trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
+        self.with_gradients = {name: value for name, value in self.parameters.items() if value.requires_grad}
         optimizers = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
-        self.optimizer = optimizers[config.dense_optimizer.lower()](self.trained.values(), **config.dense_options)
+        self.optimizer = optimizers[config.dense_optimizer.lower()](self.with_gradients.values(), **config.dense_options)
 
     def block(self, lookups: Lookups, samples: int) -> torch.Tensor:
         """The embedding block of a slice, float32 [samples, F, Wmax]."""
@@ -228,9 +230,10 @@ class Trainer:
                 at = (lookups.sample[chosen], lookups.feature[chosen], slice(0, table.width))
                 rows = table.weights[lookups.id[chosen]]
                 out[at] = rows if place == 0 else out[at] + rows
-        ends = (self.pooling[lookups.feature] == "mean") & (lookups.place == 0)
-        at_mean = (lookups.sample[ends], lookups.feature[ends])
-        out[at_mean] = out[at_mean] / lookups.count[ends].astype(np.float32)[:, None]
+        # One lookup of each bag with a mean.
+        of_mean = (self.pooling[lookups.feature] == "mean") & (lookups.place == 0)
+        bags = (lookups.sample[of_mean], lookups.feature[of_mean])
+        out[bags] = out[bags] / lookups.count[of_mean].astype(np.float32)[:, None]
         return block
 
     def logits(self, block: torch.Tensor, dense: np.ndarray) -> torch.Tensor:
@@ -253,11 +256,12 @@ class Trainer:
     def step(self, number: int, samples: Samples, slices: Sequence[Sequence[int]]) -> float:
         """Train on one step's samples; slices: per lane, their places. Returns the step's loss."""
         total_loss = 0.0
-        dense_sum = {name: torch.zeros_like(value) for name, value in self.trained.items()}
+        dense_sum = {name: torch.zeros_like(value) for name, value in self.with_gradients.items()}
+        # Of each slice that has samples, per table its rows and their gradients.
         lanes: list[list[tuple[np.ndarray, np.ndarray]]] = []
         for lane, places in enumerate(slices):
             # What an empty slice contributes.
-            gradients = {name: torch.zeros_like(value) for name, value in self.trained.items()}
+            gradients = {name: torch.zeros_like(value) for name, value in self.with_gradients.items()}
             if places:
                 part = samples.take(places)
                 lookups = Lookups.of(part)
@@ -270,14 +274,16 @@ class Trainer:
                 )
                 loss.backward()
                 total_loss += float(loss.detach())
-                gradients.update({name: value.grad.clone() for name, value in self.trained.items() if value.grad is not None})
+                gradients.update(
+                    {name: value.grad.clone() for name, value in self.with_gradients.items() if value.grad is not None}
+                )
                 assert block.grad is not None
                 lanes.append(self.row_gradients(lookups, block.grad.numpy()))
             for name, value in gradients.items():
                 dense_sum[name] = value if lane == 0 else dense_sum[name] + value
         for number_of_table, table in enumerate(self.tables):
             table.update(*add_lanes([lane[number_of_table] for lane in lanes]))
-        for name, value in self.trained.items():
+        for name, value in self.with_gradients.items():
             value.grad = dense_sum[name]
         self.optimizer.step()
         return total_loss
@@ -352,7 +358,7 @@ def train(config: Config) -> ReferenceResult:
     """Read, train and evaluate. The caller has applied the numerics settings (foreload.trainer.compute.numerics) to the process."""
     data = load(config.log, config.sources, config.evaluation_sources, config.evaluation_fraction)
     trainer = Trainer(config, data)
-    losses: list[float] = []
+    log_losses: list[float] = []
     evaluations: list[Evaluation] = []
     logits = np.zeros(0, np.float32)
     count = len(data.training)
@@ -364,11 +370,11 @@ def train(config: Config) -> ReferenceResult:
             batch = data.training.take(order[first : first + config.batch_size])
             if epoch == 0 or config.shuffle_seed is not None:
                 slices[first] = placement.slices(rows_of(config.log, batch))
-            losses.append(trainer.step(len(losses), batch, slices[first]))
+            log_losses.append(trainer.step(len(log_losses), batch, slices[first]))
         if len(data.evaluation):
             logits = trainer.evaluate(data.evaluation)
             evaluations.append(metrics(logits, data.evaluation.labels))
-    return ReferenceResult(trainer.digest(), losses, evaluations, logits)
+    return ReferenceResult(trainer.digest(), log_losses, evaluations, logits)
 
 
 def config_of(arguments: Sequence[str] | None) -> tuple[Config, int]:
@@ -433,9 +439,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, threads = config_of(arguments)
     numerics.set_up(threads)
     result = train(config)
-    for epoch, found in enumerate(result.evaluations):
+    for epoch, evaluation in enumerate(result.evaluations):
         print(
-            f"epoch {epoch}: log loss {found.log_loss:.6f}, AUC {found.auc:.6f}, normalized entropy {found.normalized_entropy:.6f}"
+            f"epoch {epoch}: log loss {evaluation.log_loss:.6f}, AUC {evaluation.auc:.6f}, normalized entropy {evaluation.normalized_entropy:.6f}"
         )
     print(f"digest {result.digest}")
 

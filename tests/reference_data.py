@@ -286,8 +286,8 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
     """Read, order, split and encode a log. Evaluation is a second source or the tail of the first one's order."""
     columns = read_columns(sources, log)
 
-    def in_order(found: dict[str, list[str]], files: Sequence[Path]) -> list[int]:
-        return sort_order(found[log.order_by], order_type_of(files, log)) if log.order_by else list(range(len(found[log.label])))
+    def in_order(read: dict[str, list[str]], files: Sequence[Path]) -> list[int]:
+        return sort_order(read[log.order_by], order_type_of(files, log)) if log.order_by else list(range(len(read[log.label])))
 
     order = in_order(columns, sources)
     held_out = math.floor(evaluation_fraction * len(order))
@@ -309,8 +309,8 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
         assert np.isin(labels, (0, 1)).all(), "a label must be 0 or 1"
         dense = np.zeros((len(places), len(log.dense)), np.float32)
         for at, column in enumerate(log.dense):
-            fit = [columns[column.column][i] for i in training]
-            dense[:, at] = dense_column([source[column.column][i] for i in places], column.transform, fit)
+            of_training = [columns[column.column][i] for i in training]
+            dense[:, at] = dense_column([source[column.column][i] for i in places], column.transform, of_training)
         bags: list[list[np.ndarray]] = [[] for _ in places]
         for feature in log.features:
             known: dict[str, np.ndarray] = {}
@@ -360,31 +360,38 @@ class Placement:
     def slices(self, batch: Sequence[Sequence[Row]]) -> list[list[int]]:
         """Per lane, ascending, the places in the batch of its samples. batch: the rows that each sample looks up, in order."""
         if self.kind == "order":
-            found = [list(range(first, last)) for first, last in slice_bounds(len(batch), self.lanes)]
+            slices = [list(range(first, last)) for first, last in slice_bounds(len(batch), self.lanes)]
         else:
-            found = by_locality(batch, self.lane_of, self.lanes)
+            slices = by_locality(batch, self.lane_of, self.lanes)
         users: dict[Row, list[int]] = {}
-        for lane, places in enumerate(found):
+        for lane, places in enumerate(slices):
             for row in {row for place in places for row in batch[place]}:
                 users.setdefault(row, []).append(lane)
         for row, lanes in users.items():
             self.lane_of.setdefault(row, owner(row, lanes))
-        return found
+        return slices
+
+
+MOST_LOOKUPS = 16
+"""Of a row in a batch, for it to count in placement by locality."""
 
 
 def by_locality(batch: Sequence[Sequence[Row]], lane_of: Mapping[Row, int], lanes: int) -> list[list[int]]:
     """Placement by locality, from its definition. lane_of: the rows that belong to a lane."""
     lookups = Counter(row for rows in batch for row in rows)
-    counting = [[row for row in rows if lookups[row] <= 16] for rows in batch]
+    # The rows that count.
+    counting = [[row for row in rows if lookups[row] <= MOST_LOOKUPS] for rows in batch]
     slices = _dealt(counting, lookups, lane_of, lanes)
     in_slice = [Counter(row for place in places for row in counting[place]) for places in slices]
 
     def gain(place: int, source: int, target: int) -> int:
+        """How many rows fewer are exchanged when a sample moves alone."""
         rows = counting[place]
         saved = sum(lane_of.get(row) != source and in_slice[source][row] == 1 for row in rows)
         return saved - sum(lane_of.get(row) != target and in_slice[target][row] == 0 for row in rows)
 
     def exchanged(rows: set[Row]) -> int:
+        """How often these rows go to a lane that is not their owner."""
         users = {row: {lane for lane in range(lanes) if in_slice[lane][row]} for row in rows}
         return sum(len(used - {lane_of[row]}) if row in lane_of else len(used) - 1 for row, used in users.items())
 

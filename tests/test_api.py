@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from command_line import ROOT, reached, write_features, write_log
+from command_line import DEADLINE_SECONDS, ROOT, done, reached, write_features, write_log
 
 import foreload
 from foreload.api import client
@@ -66,12 +66,38 @@ def run(folder: Path, schedule: foreload.Schedule) -> foreload.Run:
 
 def processes() -> list[psutil.Process]:
     """The fork servers of this process and all that they have started."""
-    found = []
+    forked = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # one that has just ended
             if "foreload.api.fork_server" in child.cmdline():
-                found.append(child)
-    return found
+                forked.append(child)
+    return forked
+
+
+@contextlib.contextmanager
+def interrupted_when(reached: Callable[[], object], before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ctrl-C for this process once something is reached, and `before` was called; asserts that the block ends with KeyboardInterrupt."""
+    over = threading.Event()
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not reached() and time.monotonic() < deadline and not over.is_set():
+            time.sleep(0.01)
+        if not over.is_set():
+            before()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    # Python leaves a signal alone that its caller ignores, as a shell does for what it starts with &.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_importing_it_changes_nothing() -> None:
@@ -131,40 +157,32 @@ def test_a_run_tells_what_its_files_do(run: foreload.Run) -> None:
     metrics = run.metrics()
     assert [line.kind for line in metrics].count("evaluation") == 2
     assert len(metrics) == summary["steps"] + 2
-    found = run.evaluate()
-    assert (found.auc, found.samples) == (run.auc, HELD_OUT)
+    evaluated = run.evaluate()
+    assert (evaluated.auc, evaluated.samples) == (run.auc, HELD_OUT)
     assert len(run.digest()) == 64
     again = foreload.open_run(run)
     assert again.summary == run.summary
 
 
 def test_a_run_that_trains_is_not_read(long_schedule: foreload.Schedule, tmp_path: Path) -> None:
-    asked, found = reached(tmp_path / "busy", 3), []
+    refusals: list[str] = []
 
     def ask() -> None:
-        while not asked():
-            time.sleep(0.01)
         busy = foreload.open_run(tmp_path / "busy")
         for call in (lambda: busy.rows("ad", ids=[1]), lambda: busy.predict(tmp_path / "none.csv"), busy.evaluate):
             try:
                 call()
             except RunError as error:
-                found.append(str(error))
-        os.kill(os.getpid(), signal.SIGINT)
+                refusals.append(str(error))
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_when(reached(tmp_path / "busy", 3), before=ask):
         foreload.train(long_schedule, run=tmp_path / "busy", store="local:1", dim=2)
-    thread.join()
-    assert len(found) == 3
-    assert all("is being trained or read right now" in line for line in found)
+    assert len(refusals) == 3
+    assert all("is being trained or read right now" in line for line in refusals)
 
 
 @pytest.mark.full
 def test_what_is_trained_is_what_the_command_line_trains(run: foreload.Run, schedule: foreload.Schedule, folder: Path) -> None:
-    from command_line import done
-
     there = folder / "runs" / "command-line"
     done("train", schedule.path, "--run", there, "--store", "local:3", "--dim", 4, "--lr", 0.05, "--digest")
     assert foreload.open_run(there).summary.digest == run.digest()
@@ -192,11 +210,11 @@ def test_a_class_of_ones_own_is_trained_by_its_file(
     monkeypatch.syspath_prepend(tmp_path)
     from net_of_the_door import Net  # type: ignore[import-not-found]
 
-    mine = foreload.train(schedule, run=tmp_path / "mine", store="local:1", dim=4, model=Net)
-    named = foreload.train(
-        schedule, run=tmp_path / "named", store="local:1", dim=4, model="net_of_the_door.py:Net", model_folder=tmp_path
+    by_class = foreload.train(schedule, run=tmp_path / "by-class", store="local:1", dim=4, model=Net)
+    by_name = foreload.train(
+        schedule, run=tmp_path / "by-name", store="local:1", dim=4, model="net_of_the_door.py:Net", model_folder=tmp_path
     )
-    assert mine.digest() == named.digest()
+    assert by_class.digest() == by_name.digest()
 
     class Local(Net):
         pass
@@ -213,53 +231,34 @@ def long_schedule(folder: Path) -> foreload.Schedule:
     )
 
 
-def test_ctrl_c_stops_cleanly_and_the_run_goes_on(long_schedule: foreload.Schedule, tmp_path: Path) -> None:
-    there, asked = tmp_path / "stopped", reached(tmp_path / "stopped", 3)
-
-    def interrupt() -> None:
-        while not asked():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        foreload.train(long_schedule, run=there, store="local:1", dim=2)
-    thread.join()
-    stopped = foreload.open_run(there)
+def test_ctrl_c_stops_cleanly_and_the_run_can_be_read(long_schedule: foreload.Schedule, tmp_path: Path) -> None:
+    with interrupted_when(reached(tmp_path / "stopped", 3)):
+        foreload.train(long_schedule, run=tmp_path / "stopped", store="local:1", dim=2)
+    stopped = foreload.open_run(tmp_path / "stopped")
     assert stopped.state == "stopped"
     assert stopped.summary.last_step >= 3
     assert len(stopped.digest()) == 64
 
 
 @pytest.mark.full
-def test_ctrl_c_before_anything_has_begun(schedule: foreload.Schedule, tmp_path: Path) -> None:
+def test_ctrl_c_before_anything_has_begun_leaves_no_status(schedule: foreload.Schedule, tmp_path: Path) -> None:
     client.close_all()  # so that importing takes a while
-
-    def interrupt() -> None:
-        while not processes():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_when(processes):
         foreload.train(schedule, run=tmp_path / "never", store="local:1", dim=2)
-    thread.join()
     assert not (tmp_path / "never" / "status.json").exists()
 
 
 @pytest.mark.full
 def test_a_process_forked_from_the_caller_has_a_fork_server_of_its_own(run: foreload.Run) -> None:
     run.evaluate()
-    mine = processes()
+    before = processes()
     pid = os.fork()
     if not pid:
         samples = run.evaluate().samples
         client.close_all()
         os._exit(0 if samples == HELD_OUT else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert processes() == mine
+    assert processes() == before
 
 
 @pytest.fixture
@@ -312,12 +311,12 @@ def test_a_fork_server_that_was_killed_is_replaced(run: foreload.Run) -> None:
     assert run.evaluate().samples == HELD_OUT
 
 
-def test_a_call_in_a_thread(run: foreload.Run) -> None:
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(run.evaluate().samples))
+def test_a_call_may_be_made_in_a_thread(run: foreload.Run) -> None:
+    samples: list[int] = []
+    thread = threading.Thread(target=lambda: samples.append(run.evaluate().samples))
     thread.start()
     thread.join()
-    assert found == [HELD_OUT]
+    assert samples == [HELD_OUT]
 
 
 def test_no_fork_server_is_left_at_the_end(run: foreload.Run) -> None:

@@ -21,10 +21,11 @@ from foreload.trainer.run import reach
 
 PASSWORD = "s3cret,not@shown"
 IN_URL = "s3cret%2Cnot%40shown"
+"""The same as it is written in a URL."""
 
 
 class Server:
-    """A redis-server of the test's own, on a TCP port."""
+    """A redis-server of the test's own, on a TCP port. settings: redis-server's, with _ for -; stores: the same, by its Unix socket."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
         self.port = free_port()
@@ -40,9 +41,9 @@ class Server:
 
     @property
     def keys(self) -> list[object]:
-        found = self.command("KEYS", "*")
-        assert isinstance(found, list)
-        return found
+        names = self.command("KEYS", "*")
+        assert isinstance(names, list)
+        return names
 
 
 @pytest.fixture
@@ -53,10 +54,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def train(clicks: Clicks, run: Path, store: object, *further: object) -> tuple[object, ...]:
+    """The words of a command that trains a small model on a store."""
     return ("train", clicks.schedule, "--run", run, "--store", store, *further, *SMALL)
 
 
-def test_a_store_that_is_down(clicks: Clicks, tmp_path: Path) -> None:
+def test_a_store_that_is_down_or_no_store_is_refused_without_its_password(clicks: Clicks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     line = refused_apart(*train(clicks, run, f"redis://:{IN_URL}@127.0.0.1:1"))
     assert "store redis://:***@127.0.0.1:1: cannot be reached" in line
@@ -89,7 +91,9 @@ def test_a_store_that_does_not_answer_is_said_to_be_waited_for(
     assert not run.exists()
 
 
-def test_a_store_that_dies_while_training(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_store_that_dies_while_training_ends_the_run_as_one_that_never_stopped_cleanly(
+    clicks: Clicks, tmp_path: Path, server: Server
+) -> None:
     run = tmp_path / "run"
     command = Command(*train(clicks, run, server.url, "--trainers", 2))
     command.until(reached(run, 3))
@@ -103,7 +107,9 @@ def test_a_store_that_dies_while_training(clicks: Clicks, tmp_path: Path, server
     assert not (tmp_path / "export").exists()
 
 
-def test_a_store_that_gets_full_while_training(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_store_that_gets_full_while_training_is_told_and_nothing_is_deleted(
+    clicks: Clicks, tmp_path: Path, server: Server
+) -> None:
     with Store(server.stores.urls) as store:
         used = int(store.info(0)["used_memory"])
     # Room to begin, and for some write-backs of rows of 128 columns, but not for all.
@@ -136,14 +142,14 @@ def test_a_store_that_gets_full_while_training(clicks: Clicks, tmp_path: Path, s
     done(*wide, "--overwrite")
 
 
-def test_a_store_that_would_evict_rows(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_store_that_would_evict_rows_is_refused(clicks: Clicks, tmp_path: Path, server: Server) -> None:
     server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     line = refused(*train(clicks, tmp_path / "run", server.url))
     assert "maxmemory-policy must be noeviction or volatile-*, or rows would vanish; got allkeys-lru" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_wrong_password_and_that_none_is_shown(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_wrong_password_is_refused_and_no_password_is_shown_or_kept(clicks: Clicks, tmp_path: Path, server: Server) -> None:
     server.command("ACL", "SETUSER", "ann", "on", f">{PASSWORD}", "~*", "+@all")
     server.command("CONFIG", "SET", "requirepass", PASSWORD)
     try:
@@ -193,7 +199,7 @@ def test_a_wrong_password_and_that_none_is_shown(clicks: Clicks, tmp_path: Path,
             client.command(0, "CONFIG", "SET", "requirepass", "")
 
 
-def test_a_certificate_that_is_not_trusted_and_one_that_is(
+def test_only_a_store_with_a_trusted_certificate_is_trained_on(
     clicks: Clicks, tmp_path: Path, tls_server: TlsServer, certificates: Path
 ) -> None:
     run, url = tmp_path / "run", f"rediss://localhost:{tls_server.port}"
@@ -209,7 +215,9 @@ def test_a_certificate_that_is_not_trusted_and_one_that_is(
     assert trusted.strip().endswith(done("digest", run).strip())
 
 
-def test_a_namespace_that_is_another_runs(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_namespace_that_is_another_runs_is_refused_and_given_up_by_overwrite_only(
+    clicks: Clicks, tmp_path: Path, server: Server
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     named = ("--namespace", "clicks")
     done(*train(clicks, first, server.url, "--digest", *named))
@@ -227,13 +235,13 @@ def test_a_namespace_that_is_another_runs(clicks: Clicks, tmp_path: Path, server
     for command in (("digest", first), ("evaluate", first)):
         assert "namespace clicks" in refused(*command)
     done("digest", second)
-    # A run that was deleted by hand leaves its namespace.
+    # A run that was deleted by hand leaves its namespace; its folder is still there, empty.
     for path in sorted(second.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     assert "namespace clicks belongs to a run already" in refused(*train(clicks, second, server.url, *named))
 
 
-def test_another_store_than_the_runs(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_run_goes_on_with_its_own_store_shards_in_their_order_only(clicks: Clicks, tmp_path: Path, server: Server) -> None:
     run = tmp_path / "run"
     other = Server(tmp_path / "other")
     with other.stores:

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from command_line import Clicks, done, refused
 
 from foreload.pipelines.schedule.reader import Schedule
@@ -14,16 +13,9 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.memory_check import check_fit
 
 
-@pytest.fixture(scope="module")
-def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
-    return Clicks.prepare(tmp_path_factory.mktemp("clicks"))
-
-
 def prepare(clicks: Clicks, out: Path, *further: object) -> Path:
-    """Prepare the clicks again, in fewer steps and without --slots."""
-    words = clicks.options(out, batch_size=100, epochs=1)
-    place = words.index("--slots")
-    done("prepare", clicks.log, *words[:place], *words[place + 2 :], *further)
+    """Prepare the clicks again, in fewer steps and without --slots, but for what further says."""
+    done("prepare", clicks.log, *clicks.options(out, batch_size=100, epochs=1, slots=None), *further)
     return out
 
 
@@ -33,13 +25,14 @@ def test_slots_by_default_are_the_rows_that_there_are(clicks: Clicks, tmp_path: 
     schedule = Schedule(out)
     assert json.loads(summary.read_text())["slots"] == list(schedule.slots)
     assert sum(schedule.slots) == sum(len(batch["id"]) for batch in schedule.rows())
-    assert max(schedule.header.slots) <= 300 + 1000 + 40, "known before anything is planned: no more than the tables have"
+    tables = sum(table.rows or 0 for table in schedule.header.features.tables)
+    assert max(schedule.header.slots) <= tables, "known before anything is planned: no more than the tables have rows"
     # Slots do not show in the model, nor where those of evaluation begin.
-    trained = [
+    printed = [
         done("train", schedule, "--run", tmp_path / f"run-of-{schedule.name}", "--store", "local:3", "--dim", 48, "--digest")
         for schedule in (out, few)
     ]
-    models = [re.findall(r"digest \w+|log loss .*", text) for text in trained]
+    models = [re.findall(r"digest \w+|log loss .*", text) for text in printed]
     assert models[0] == models[1]
     evaluated = done("evaluate", tmp_path / "run-of-out").split("   (")[0]
     assert evaluated == models[0][0]
@@ -64,11 +57,9 @@ def test_memory_is_what_a_lane_takes_when_it_is_trained(clicks: Clicks, tmp_path
 
 
 def test_memory_that_holds_no_slot_is_refused_with_what_would(clicks: Clicks, tmp_path: Path) -> None:
-    words = clicks.options(tmp_path / "out", memory="500KB")
-    place = words.index("--slots")
-    line = refused("prepare", clicks.log, *words[:place], *words[place + 2 :])
+    line = refused("prepare", clicks.log, *clicks.options(tmp_path / "out", slots=None, memory="500KB"))
     least = re.fullmatch(r"--memory: must be at least (\d+) bytes, .*, is 500000; give more, or --slots N", line)
     assert least is not None
     assert not (tmp_path / "out").exists()
-    line = refused("prepare", clicks.log, *words[:place], *words[place + 2 :], "--memory", least[1])
+    line = refused("prepare", clicks.log, *clicks.options(tmp_path / "out", slots=None, memory=least[1]))
     assert line.startswith("--slots: must hold every row of a step")

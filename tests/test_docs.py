@@ -33,12 +33,13 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_modules_named_are_there(page: Path) -> None:
+def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     if page.name != "CHANGELOG.md":
         assert [name for name in modules(page) if not is_module(page, name)] == []
 
 
 def test_pages_named_in_the_code_have_the_section() -> None:
+    # As docstrings name them: a page; or a page, Section and Another section.
     for folder in ("foreload/api", "pipelines", "cache", "trainer", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             for name, sections in re.findall(r"\b(docs/[\w/]+\.md)(?:, ([A-Z][^);]*))?[);]", path.read_text(encoding="utf-8")):
@@ -48,7 +49,7 @@ def test_pages_named_in_the_code_have_the_section() -> None:
                     assert re.search(rf"^(#+ |[-* ]*\**){re.escape(section)}\b", text, re.MULTILINE), f"{path}: {name}, {section}"
 
 
-def test_store_urls_shown_are_such() -> None:
+def test_store_urls_that_pages_show_can_be_parsed() -> None:
     for page in pages():
         for url in re.findall(r"\b(?:rediss?|unix)://[^\s`,)]*[^\s`,):.]", page.read_text(encoding="utf-8")):
             if "..." not in url:
@@ -56,14 +57,14 @@ def test_store_urls_shown_are_such() -> None:
 
 
 def test_every_page_is_reached_from_the_index() -> None:
-    reached, found = {ROOT / "README.md"}, [ROOT / "docs" / "README.md"]
-    while found:
-        page = found.pop()
+    reached, to_read = {ROOT / "README.md"}, [ROOT / "docs" / "README.md"]
+    while to_read:
+        page = to_read.pop()
         reached.add(page)
         targets = {
             (page.parent / link.partition("#")[0]).resolve() for link in links(page) if link.partition("#")[0].endswith(".md")
         }
-        found += sorted(targets - reached)
+        to_read += sorted(targets - reached)
     assert set(pages()) == reached
 
 

@@ -13,6 +13,7 @@ from docs_pages import ROOT, blocks
 
 pytestmark = pytest.mark.full
 
+# Its imports are the user's own modules, which have the names of foreload's folders: see `home`.
 OWN_MODEL = """
 import torch
 import cache, pipelines.own, trainer
@@ -64,7 +65,7 @@ def run(home: Path, installed: Path, *command: str) -> str:
     return ended.stdout
 
 
-def test_a_page_of_documentation_from_top_to_bottom(installed: Path, home: Path) -> None:
+def test_a_page_of_documentation_runs_from_top_to_bottom(installed: Path, home: Path) -> None:
     program = []
     for block in blocks(ROOT / "docs" / "api.md"):
         if block.file is not None:
@@ -76,7 +77,7 @@ def test_a_page_of_documentation_from_top_to_bottom(installed: Path, home: Path)
     assert run(home, installed, sys.executable, "page.py").splitlines()[-1] == str(installed / "foreload" / "__init__.py")
 
 
-def test_a_model_of_ones_own_that_imports_its_own_trainer(installed: Path, home: Path) -> None:
+def test_a_model_of_ones_own_imports_its_own_trainer_also_under_torchrun(installed: Path, home: Path) -> None:
     prepared = ["--format", "synthetic", "--rows", "3000", "--batch-size", "256", "--lanes", "2", "--eval-fraction", "0.1"]
     run(home, installed, "foreload", "prepare", *prepared, "--out", "clicks")
     training = ["train", "clicks", "--store", "local:3", "--dim", "4", "--model", "own.py:Net", "--digest"]

@@ -31,7 +31,7 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
 
 
 def models(run: Path, out: Path) -> list[object]:
-    """What every command that reads a run's model tells of it."""
+    """What every command that reads a run's model tells of it; out: a folder for the export."""
     told: list[object] = [done(command, run) for command in ("digest", "evaluate")]
     done("export", run, "--out", out)
     told += [(path.name, pq.read_table(path)) for path in sorted(out.glob("*.parquet"))]
@@ -42,14 +42,15 @@ def test_a_model_is_read_though_its_schedule_is_gone_or_another_one(clicks: Clic
     schedule, run = clicks.copy(tmp_path / "schedule"), tmp_path / "run"
     done("train", schedule, "--run", run, "--store", "local:3", *SMALL)
     before = models(run, tmp_path / "before")
-    moved = schedule.rename(tmp_path / "moved")
+    elsewhere = schedule.rename(tmp_path / "elsewhere")
     assert models(run, tmp_path / "gone") == before
-    assert done("evaluate", run, moved) == before[1]
+    assert done("evaluate", run, elsewhere) == before[1]
     done("scrub", run)
     line = refused("train", "--run", run, "--resume")
     assert line.startswith(f"run {run}: to go on it needs its whole schedule")
     assert line.endswith(f"or name the folder that has it now: foreload train SCHEDULE --run {run} --resume")
-    assert "is at the end of" in refused("train", moved, "--run", run, "--resume")
+    assert "is at the end of" in refused("train", elsewhere, "--run", run, "--resume")
+    # Prepared over twice: what stands there is another schedule, and then yet another.
     for seed in (1, 2):
         done("prepare", clicks.log, *clicks.options(schedule, batch_size=50, slots=60, shuffle_seed=seed), "--overwrite")
         assert models(run, tmp_path / f"over-{seed}") == before
@@ -62,11 +63,12 @@ def test_a_model_is_read_though_its_schedule_is_gone_or_another_one(clicks: Clic
     )
 
 
-def _links(source: Path, target: Path) -> None:
+def link_across_file_systems(source: Path, target: Path) -> None:
+    """What os.link does where the run's folder is on another file system than the schedule."""
     raise OSError(errno.EXDEV, "another file system")
 
 
-@pytest.mark.parametrize("link", [os.link, _links])
+@pytest.mark.parametrize("link", [os.link, link_across_file_systems])
 def test_what_is_kept_tells_of_every_step_what_the_schedule_tells(
     clicks: Clicks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: Callable[[Path, Path], None]
 ) -> None:
@@ -81,9 +83,9 @@ def test_what_is_kept_tells_of_every_step_what_the_schedule_tells(
         expected = np.array([lane.ordinals for lane in state_after(whole, step).lanes])
         np.testing.assert_array_equal(ordinals_after(whole, step), expected)
         np.testing.assert_array_equal(ordinals_after(kept, step), expected)
-    for lane, found in zip(state_after(whole, step).lanes, last_occupants(kept), strict=True):
-        np.testing.assert_array_equal(lane.occupants.table, found[0])
-        np.testing.assert_array_equal(lane.occupants.id, found[1])
+    for lane, (tables, ids) in zip(state_after(whole, step).lanes, last_occupants(kept), strict=True):
+        np.testing.assert_array_equal(lane.occupants.table, tables)
+        np.testing.assert_array_equal(lane.occupants.id, ids)
     assert [path.name for path in folder.iterdir() if path.name.startswith("samples")] == [], "training samples are not kept"
 
 

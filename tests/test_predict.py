@@ -20,7 +20,8 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.saved_run import open_saved
 
 ROWS, HELD_OUT = 2400, 400
-FEATURES = """
+USERS = 500
+FEATURES = f"""
 label = "clicked"
 [text]
 missing = ["none"]
@@ -33,7 +34,7 @@ rows = 300
 encoding = "id"
 [[feature]]
 name = "user"
-rows = 500
+rows = {USERS}
 [[feature]]
 name = "item"
 encoding = "vocabulary"
@@ -91,24 +92,26 @@ def run(folder: Path, schedule: foreload.Schedule) -> foreload.Run:
 
 @pytest.fixture(scope="module")
 def logits(run: foreload.Run) -> np.ndarray:
-    """Those of the evaluation, in the order of the samples."""
-    found = np.full(HELD_OUT, np.nan, np.float32)
+    """Those of the evaluation, float32 [HELD_OUT], in the order of the samples."""
+    by_number = np.full(HELD_OUT, np.nan, np.float32)
     with open_saved(os.fspath(run), None) as saved:
         for part in evaluated(saved, saved.schedule):
-            found[part.numbers] = part.logits
-    assert not np.isnan(found).any()
-    return found
+            by_number[part.numbers] = part.logits
+    assert not np.isnan(by_number).any()
+    return by_number
 
 
 @pytest.mark.parametrize("log", ["held-out.csv", "new.csv"])
 def test_in_the_evaluations_steps_and_slices_logits_are_its_bit_for_bit(
     run: foreload.Run, schedule: foreload.Schedule, folder: Path, logits: np.ndarray, log: str
 ) -> None:
-    found = run.predict(folder / log, steps_of=schedule, logits=True)
-    assert found.tobytes() == logits.tobytes()
+    predicted = run.predict(folder / log, steps_of=schedule, logits=True)
+    assert predicted.tobytes() == logits.tobytes()
 
 
-def test_otherwise_they_are_within_a_millionth(run: foreload.Run, folder: Path, logits: np.ndarray) -> None:
+def test_in_other_steps_logits_and_scores_are_within_a_millionth_of_the_evaluations(
+    run: foreload.Run, folder: Path, logits: np.ndarray
+) -> None:
     np.testing.assert_allclose(run.predict(folder / "new.csv", logits=True), logits, rtol=0, atol=1e-6)
     scores = run.predict(folder / "new.csv")
     np.testing.assert_allclose(scores, 1 / (1 + np.exp(-logits.astype(np.float64))), rtol=0, atol=1e-6)
@@ -192,9 +195,9 @@ def test_rows_are_those_of_the_export(run: foreload.Run, tmp_path: Path) -> None
     for table in about.tables:
         exported = pq.read_table(tmp_path / "out" / table["file"])
         ids, weights = exported["id"].to_pylist(), np.array(exported["weight"].to_pylist(), np.float32)
-        found = run.rows(table["name"], ids=ids)
-        assert found.vectors.tobytes() == weights.tobytes()
-        assert found.trained.all()
+        rows = run.rows(table["name"], ids=ids)
+        assert rows.vectors.tobytes() == weights.tobytes()
+        assert rows.trained.all()
         assert ("value" in exported.column_names) == (table["name"] == "item")
     items = pq.read_table(tmp_path / "out" / "item.parquet")
     known = [
@@ -206,13 +209,14 @@ def test_rows_are_those_of_the_export(run: foreload.Run, tmp_path: Path) -> None
 
 
 def test_rows_never_trained_have_their_initial_value_and_say_so(run: foreload.Run) -> None:
-    found = run.rows("user", ids=range(500))
-    again = run.rows("user", ids=[499, 0, 0])
-    assert not found.trained.all()
-    assert found.trained.any()
-    assert again.vectors[1].tobytes() == again.vectors[2].tobytes() == found.vectors[0].tobytes()
-    bound = 1 / np.sqrt(np.float32(500))
-    assert (np.abs(found.vectors[~found.trained]) <= bound).all()
+    every = run.rows("user", ids=range(USERS))
+    some = run.rows("user", ids=[USERS - 1, 0, 0])
+    assert not every.trained.all()
+    assert every.trained.any()
+    assert some.vectors[1].tobytes() == some.vectors[2].tobytes() == every.vectors[0].tobytes()
+    # Initial weights lie within 1 / sqrt(rows of the table).
+    bound = 1 / np.sqrt(np.float32(USERS))
+    assert (np.abs(every.vectors[~every.trained]) <= bound).all()
     # Missing, any other value, and the same value twice.
     items = run.rows("item", values=[None, "none", "never seen", "B07X", "B07X"])
     assert items.ids[:3].tolist() == [0, 0, 1]
@@ -228,11 +232,11 @@ def test_rows_never_trained_have_their_initial_value_and_say_so(run: foreload.Ru
 
 def test_lookup_prints_what_rows_gives(run: foreload.Run, tmp_path: Path) -> None:
     out = done("lookup", run.path, "item", "B07X", "never seen", "--json", tmp_path / "rows.json")
-    found = run.rows("item", values=["B07X", "never seen"])
+    rows = run.rows("item", values=["B07X", "never seen"])
     told = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["id"] for row in told] == found.ids.tolist()
-    assert np.array([row["vector"] for row in told], np.float32).tobytes() == found.vectors.tobytes()
+    assert [row["id"] for row in told] == rows.ids.tolist()
+    assert np.array([row["vector"] for row in told], np.float32).tobytes() == rows.vectors.tobytes()
     first = out.splitlines()[0].split("  ")
-    assert first[:3] == ["'B07X'", f"id {found.ids[0]}", "trained"]
-    assert np.array(first[3].split(), np.float32).tobytes() == found.vectors[0].tobytes()
+    assert first[:3] == ["'B07X'", f"id {rows.ids[0]}", "trained"]
+    assert np.array(first[3].split(), np.float32).tobytes() == rows.vectors[0].tobytes()
     assert done("lookup", run.path, "item", "0", "--ids").startswith("'0'  id 0  trained")

@@ -26,6 +26,7 @@ from foreload.cache.errors import StoreUnavailable
 KINDS = ("its own", "a front's")
 """Whose TLS it is: that of a server, or of a front before one."""
 _unable: set[str] = set()
+"""Servers found not to speak TLS, by name, so that each is tried once."""
 
 
 def write_certificates(folder: Path) -> None:
@@ -57,7 +58,7 @@ def _named(name: str) -> x509.Name:
 
 
 class TlsServer:
-    """A server of the test's own, reached over TLS. stores: the same, by its Unix socket; url: with the authority's file."""
+    """A server of the test's own, reached over TLS. kind: of KINDS; stores: the same server by its Unix socket; url: with the authority's file."""
 
     def __init__(self, folder: Path, certificates: Path, kind: str) -> None:
         """Raises StoreUnavailable where no server that can be had speaks TLS by itself."""
@@ -160,6 +161,7 @@ class _Front:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # One turn of the loop, in which the writers that were closed are.
         await asyncio.sleep(0)
 
 

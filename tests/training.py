@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.facts import contiguous_lanes
 from foreload.trainer.compute.dense_optimizers import load_optimizer_state, optimizer_state
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
@@ -32,7 +34,7 @@ from foreload.trainer.run.model_rows import model_rows
 class Trained:
     """What a training left: the digest, the reports of the trainer that leads, where it stopped (None: at the end), and what a resume starts from.
 
-    failure: the loss that was not finite, if that is why it stopped.
+    failure: the loss that was not finite, if that is why it stopped; dense: the dense part of the trainer that led at the end, None before.
     """
 
     digest: str
@@ -41,7 +43,7 @@ class Trained:
     stopped_at: int | None
     start: Start
     failure: str | None = None
-    dense: list[DenseModel] = field(default_factory=list)
+    dense: DenseModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,13 @@ class Term:
         return sorted(set(self.hosts), reverse=True)
 
 
-def spread(lanes: int, trainers: int) -> tuple[int, ...]:
-    """Lane -> trainer, in blocks."""
-    return tuple(lane * trainers // lanes for lane in range(lanes))
+_namespaces = itertools.count()
+
+
+def job_in_memory(**settings: object) -> TrainJob:
+    """A job for `train`, which is given the schedule and the store, and has no folder. Its namespace is no other job's of this process."""
+    nowhere = {"schedule": "-", "run": "-", "store": "-"}
+    return TrainJob.of(nowhere | {"namespace": f"test-{next(_namespaces)}"} | settings)
 
 
 def train(
@@ -83,27 +89,32 @@ def train(
     and opened by the one that will; a trainer lives on with its other lanes, its connections and its dense part, which one that was not in the
     term before gets from its leader.
     """
-    together = _Together(job, schedule, urls, tuple(terms) or (Term(spread(schedule.header.lanes, trainers)),), resume)
-    together.check_tags, together.placement, together.timeout = check_tags, Placement.spread(len(urls), *parity), timeout
-    together.stop_after, together.break_it, together.on_step = stop_after, break_it, on_step
-    threads = [threading.Thread(target=together.run, args=(number,)) for number in together.denses]
+    shared = _Shared(
+        job, schedule, urls, tuple(terms) or (Term(tuple(contiguous_lanes(schedule.header.lanes, trainers))),), resume
+    )
+    shared.check_tags, shared.placement, shared.timeout = check_tags, Placement.spread(len(urls), *parity), timeout
+    shared.stop_after, shared.break_it, shared.on_step = stop_after, break_it, on_step
+    threads = [threading.Thread(target=shared.run, args=(number,)) for number in shared.denses]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    shutil.rmtree(together.logs)
-    if together.failures:
-        raise together.failures[0]
-    outcome = together.outcome
-    outcome.start = Start(together.step, tuple(together.last_batches))
-    leader = together.terms[-1].hosts[0]
-    outcome.dense = [together.denses[leader]]
-    outcome.digest = digest(job, schedule, together.denses[leader], urls, outcome.start, together.placement)
+    shutil.rmtree(shared.logs)
+    if shared.failures:
+        raise shared.failures[0]
+    outcome = shared.outcome
+    outcome.start = Start(shared.step, tuple(shared.last_batches))
+    outcome.dense = shared.denses[shared.terms[-1].hosts[0]]
+    outcome.digest = digest(job, schedule, outcome.dense, urls, outcome.start, shared.placement)
     return outcome
 
 
-class _Together:
-    """What the trainers of one training share: the terms, and what each leaves for the next. last_batches: of each lane, the number."""
+class _Shared:
+    """What the trainers of one training share: the terms, and what each leaves for the next.
+
+    denses: the dense part of each trainer, by its number; last_batches: of each lane the number of its last write-back batch; logs: the folder of
+    the lanes' batch logs; failures: what threads ended with, the first one first.
+    """
 
     check_tags: bool
     placement: Placement
@@ -123,9 +134,10 @@ class _Together:
         self.logs = Path(tempfile.mkdtemp())
         numbers = sorted({host for term in terms for host in term.hosts})
         self.denses = {number: DenseModel.build(job, schedule) for number in numbers}
-        for number in numbers if resume is not None else ():
-            assert resume is not None
-            _copy_dense(resume.dense[0], self.denses[number])
+        if resume is not None:
+            assert resume.dense is not None
+            for dense in self.denses.values():
+                _copy_dense(resume.dense, dense)
         self._groups = [dict(zip(term.members, LocalHub(term.members).transports(), strict=True)) for term in terms]
         self._between = threading.Barrier(len(numbers))
 
@@ -182,18 +194,18 @@ class _Together:
 
     def _run_to_the_end(self, trainer: Trainer, events: Iterator[Event], before: int) -> None:
         """The last term: to the end of the schedule, or to a stop."""
-        lanes, failure, trained = trainer.lanes, None, before
+        lanes, failure, last_trained = trainer.lanes, None, before
         on_step, on_evaluation = self._told(trainer)
 
         def note(report: StepReport) -> None:
-            nonlocal trained
-            trained = report.step
+            nonlocal last_trained
+            last_trained = report.step
             on_step(report)
 
         try:
             stopped = trainer.run(events, self.stop_after, note, on_evaluation)
         except LossNotFinite as error:
-            stopped, failure = trained, str(error)
+            stopped, failure = last_trained, str(error)
         last = self.schedule.header.end_step - 1 if stopped is None else stopped
         lanes.write_everything_back(last + 1, at_stop=stopped is not None)
         # What the leader does after the last step has happened before anyone looks for shards that are lost.
@@ -222,15 +234,15 @@ def _copy_dense(source: DenseModel, target: DenseModel) -> None:
 
 def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[str], at: Start, placement: Placement) -> str:
     """The digest of the model as the store and a trainer hold it."""
-    found = Digest()
-    found.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
+    whole = Digest()
+    whole.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
     with Store(urls, timedelta(seconds=10)) as store:
         stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
         rows = model_rows(schedule, at.step, stored, at.last_batches)
         pending = next(rows, None)
         for number, table in enumerate(schedule.header.features.tables):
-            found.table(table.name)
+            whole.table(table.name)
             while pending is not None and pending.table == number:
-                found.rows(pending.ids, pending.weights, pending.state)
+                whole.rows(pending.ids, pending.weights, pending.state)
                 pending = next(rows, None)
-    return found.hexdigest()
+    return whole.hexdigest()

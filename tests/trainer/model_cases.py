@@ -1,4 +1,4 @@
-"""Models that must be refused, and one that must not, found by import path in test_models.py."""
+"""Models of a user's own, found by import path: most of them must be refused, for what their docstring says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.models.spec import ModelSpec
+
+POISON_ABOVE = 60
+"""A sample whose first dense value is above it is poison to `Poisoned`. (log(1 + 1e30) is 69.)"""
 
 
 class Sum(nn.Module):
@@ -24,6 +27,8 @@ class Sum(nn.Module):
 
 
 class Counting(Sum):
+    """It changes a buffer in forward."""
+
     calls: Tensor
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -36,6 +41,8 @@ class Counting(Sum):
 
 
 class Normed(Sum):
+    """It has a batch norm, whose buffers change in forward; it works on one sample, too."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.norm = nn.BatchNorm1d(spec.dense_width)
@@ -45,39 +52,53 @@ class Normed(Sum):
 
 
 class Remembering(Sum):
+    """It changes an attribute in forward, which no state_dict tells."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         self.shift = getattr(self, "shift", 0) + 1
         return super().forward(dense, embeddings) + self.shift
 
 
 class Wide(Sum):
+    """Its logits are a column."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return super().forward(dense, embeddings)[:, None]
 
 
 class Squeezing(Sum):
+    """Its logits have no axis where there is one sample."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return super().forward(dense, embeddings).squeeze()
 
 
 class Tupled(Sum):
+    """Its logits are in a tuple."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return (super().forward(dense, embeddings),)
 
 
 class Double(Sum):
+    """It has a parameter that is not float32."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
 
 class Lazy(Sum):
+    """It has parameters that have no shape yet."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.lazy = nn.LazyLinear(1)
 
 
 class Sparse(Sum):
+    """A parameter's gradient is sparse."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.table = nn.Embedding(3, 1, sparse=True)
@@ -87,25 +108,35 @@ class Sparse(Sum):
 
 
 class Bare(nn.Module):
+    """It has no parameters."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
 
 
 class Failing(Sum):
+    """Its forward raises."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return embeddings["nothing of this name"]
 
 
 class Unbuildable(Sum):
+    """Its constructor raises."""
+
     def __init__(self, spec: ModelSpec) -> None:
         raise RuntimeError("no such luck")
 
 
 class BadColumns(Sum):
+    """Its further columns have the name of those that every row has."""
+
     further_columns: ClassVar[dict[str, int]] = {"weights": 1}
 
 
 class Demanding(Sum):
+    """It has an option without a default."""
+
     def __init__(self, spec: ModelSpec, *, size: int) -> None:
         super().__init__(spec)
 
@@ -115,37 +146,44 @@ def not_a_class() -> None:
 
 
 class Poisoned(Sum):
-    """Its logit is NaN, or another value, for every sample whose first dense value is above 60."""
+    """It is sound but where the data are not: the logit of poison is `value`."""
 
-    def __init__(self, spec: ModelSpec, *, value: float = float("nan"), gradient: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, *, value: float = float("nan")) -> None:
         super().__init__(spec)
         self.value = value
+        # A second parameter, with an optimizer state that a step that is undone must leave alone.
         self.weight = nn.Parameter(torch.linspace(-1, 1, 40))
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
-        poisoned = dense[:, 0] > 60
+        poisoned = dense[:, 0] > POISON_ABOVE
         logits = super().forward(torch.where(poisoned[:, None], 0, dense), embeddings) + self.weight.sum()
         return torch.where(poisoned, self.value, logits)
 
 
 class AlwaysNormed(Normed):
+    """Its batch norm fails on one sample, too."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return Sum.forward(self, self.norm(dense), embeddings)
 
 
 class Paired(Sum):
+    """It needs two samples."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         assert len(dense) > 1
         return super().forward(dense, embeddings)
 
 
 class Rooted(Sum):
+    """Its logits are NaN: the root of what is below 0."""
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return super().forward(dense, embeddings) + torch.sqrt(-1 - dense.sum(1).abs())
 
 
 class Zero(Sum):
-    """Its gradients are zero at first."""
+    """Its gradients are zero at first, though it ignores nothing: not to be refused."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -156,7 +194,10 @@ class Zero(Sum):
 
 
 class Deaf(Sum):
-    """It reads the first features only, and the dense values only if it sees."""
+    """It ignores features, and may ignore the dense values: warned of, not refused.
+
+    hears: how many features it uses; sees: whether it uses dense values.
+    """
 
     def __init__(self, spec: ModelSpec, *, hears: int = 1, sees: bool = True) -> None:
         super().__init__(spec)

@@ -1,4 +1,4 @@
-"""A small `foreload train`, what it leaves, and what its trainers tell."""
+"""A small `foreload train` on made-up clicks: its schedule, its command line, what it leaves, and what its trainers tell."""
 
 from __future__ import annotations
 
@@ -7,31 +7,54 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from command_line import SMALL, free_port
+
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.rows.fields import PARITY_BIT
+from foreload.pipelines import prepare
 from foreload.trainer.compute.reports import StepReport
+from foreload.trainer.run.directory import Run
+
+BATCH = 128
+
+
+def synthetic_schedule(folder: Path, rows: int, lanes: int = 2, slots: int = 900, further: str = "") -> Path:
+    """Prepare so many made-up clicks in batches of BATCH, with so few slots that rows come back from the store; returns the schedule's folder.
+
+    further: options of `foreload prepare`.
+    """
+    out = folder / "clicks"
+    options = f"--format synthetic --rows {rows} --batch-size {BATCH} --lanes {lanes} --slots {slots} --out {out}"
+    prepare.run([*options.split(), *further.split()])
+    return out
 
 
 def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
     """The command line, without the program's name, that trains a small model."""
-    return [
-        "train",
-        str(schedule),
-        "--run",
-        str(run),
-        "--dim",
-        "4",
-        "--lr",
-        "0.02",
-        "--model-options",
-        "top=8-1",
-        "bottom=8-4",
-        *further,
-    ]
+    return ["train", str(schedule), "--run", str(run), *SMALL, *further]
 
 
-def summary(run: Path) -> dict[str, object]:
+def scheduler_environment(trainers: int = 2) -> dict[str, str]:
+    """What a scheduler sets for each of its trainers, but for RANK: how many they are, and where they meet."""
+    return {"WORLD_SIZE": str(trainers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def summary(run: Path) -> dict[str, Any]:
     """What the run's summary.json says."""
-    found: dict[str, object] = json.loads((run / "summary.json").read_text())
-    return found
+    told: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return told
+
+
+def rows_of(store: Store, run: Path, lane: int, shard: int) -> tuple[bytes, list[bytes]]:
+    """The key of a lane's hash on a shard of the store, and the fields of its rows in order; neither parity rows nor markers."""
+    manifest = Run.open(run).manifest
+    epochs = read_epochs(store, shard, manifest.namespace, manifest.lanes)
+    key = lane_key(manifest.namespace, lane, int(epochs[lane]))
+    names = store.command(shard, "HKEYS", key)
+    assert isinstance(names, list)
+    return key, sorted(name for name in names if len(name) == 8 and not int.from_bytes(name, "big") & int(PARITY_BIT))
 
 
 def step_report(step: int, **changed: Any) -> StepReport:

@@ -1,4 +1,4 @@
-"""What stands on the board: facts of a term, the agreement to stop, events."""
+"""What stands on the board, by which launcher and trainers talk: facts of a term, the agreement to stop, events."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def boards(count: int) -> list[Board]:
+    """So many boards of one rendezvous store; the first is that of the process that hosts it."""
     server = host_store("127.0.0.1", TIMEOUT)
     return [Board(server), *(Board(join_store("127.0.0.1", server.port, TIMEOUT)) for _ in range(count - 1))]
 
@@ -35,9 +36,9 @@ def test_lanes_are_spread_evenly_over_any_number_of_trainers(lanes: int) -> None
 
 
 def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
-    coordinator, first, second = boards(3)
-    coordinator.publish(Term.of(0, (4, 7), lanes=3), 0)
-    coordinator.publish(Term.of(1, (4,), lanes=3), 1)
+    launcher, first, second = boards(3)
+    launcher.publish(Term.of(0, (4, 7), lanes=3), 0)
+    launcher.publish(Term.of(1, (4,), lanes=3), 1)
     term = first.read(Term, 0)
     assert (term.members, term.hosts, term.lane_map, term.leader) == ((4, 7), (4, 4, 7), [0, 0, 1], 4)
     assert [term.lanes_of(trainer) for trainer in (4, 7)] == [[0, 1], [2]]
@@ -47,16 +48,17 @@ def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
 @pytest.mark.parametrize("asked_before", [0, 1, 7])
 def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
     """Trainers run as far apart as a step's messages allow; the stop is asked for at any moment."""
-    world = 3
-    coordinator, *rest = boards(world + 1)
+    trainers = 3
+    launcher, *rest = boards(trainers + 1)
     asked = threading.Event()
 
     def train(transport: Transport, board: Board) -> int:
         agreement = StopAgreement(board, leads=transport.rank == 0)
-        peers = [peer for peer in range(world) if peer != transport.rank]
+        peers = [peer for peer in range(trainers) if peer != transport.rank]
+        # Far more than it takes.
         for step in range(10_000):
             if transport.rank == 2 and step == asked_before:
-                coordinator.publish(StopWanted())
+                launcher.publish(StopWanted())
                 asked.set()
             received = {peer: torch.zeros(1) for peer in peers}
             transport.post({peer: torch.ones(1) for peer in peers}, received, 0).wait()
@@ -64,16 +66,16 @@ def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
                 return step
         return -1
 
-    with ThreadPoolExecutor(world) as pool:
-        ends = list(pool.map(train, LocalHub(range(world)).transports(TIMEOUT), rest))
+    with ThreadPoolExecutor(trainers) as pool:
+        ends = list(pool.map(train, LocalHub(range(trainers)).transports(TIMEOUT), rest))
     assert asked.is_set()
     assert len(set(ends)) == 1
     assert ends[0] >= asked_before
 
 
 def test_events_arrive_once_and_in_order() -> None:
-    coordinator, first, second = boards(3)
-    senders, receiver = {0: EventSender(first, 0), 5: EventSender(second, 5)}, EventReceiver(coordinator, (0, 5))
+    launcher, first, second = boards(3)
+    senders, receiver = {0: EventSender(first, 0), 5: EventSender(second, 5)}, EventReceiver(launcher, (0, 5))
     for number in range(50):
         for sender in senders.values():
             sender.send(ScrubFailed(number, "it cannot"))
@@ -88,8 +90,8 @@ def test_events_arrive_once_and_in_order() -> None:
 
 
 def test_steps_are_held_back_for_a_moment_and_go_with_what_is_told_next() -> None:
-    coordinator, first = boards(2)
-    sender, receiver = EventSender(first, 0), EventReceiver(coordinator, (0,))
+    launcher, first = boards(2)
+    sender, receiver = EventSender(first, 0), EventReceiver(launcher, (0,))
     steps = [StepEnded(step_report(step), at=float(step)) for step in range(10)]
     for step in steps:
         sender.send(step)
@@ -104,7 +106,7 @@ def test_a_fact_is_refused_where_another_stands() -> None:
         board.poll(StopAfter)
 
 
-def test_a_trainer_notices_that_the_coordinator_is_gone() -> None:
+def test_a_trainer_notices_that_the_launcher_is_gone() -> None:
     server = host_store("127.0.0.1", TIMEOUT)
     port = server.port
     board = Board(join_store("127.0.0.1", port, TIMEOUT))

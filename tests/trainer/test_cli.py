@@ -20,6 +20,7 @@ from foreload.trainer.run.manifest import Manifest, Stage
 
 
 def parsed_job(*arguments: str) -> TrainJob:
+    """The job that `foreload train` makes of its command line."""
     return job_of(parser().parse_args(["train", *arguments]))
 
 
@@ -187,7 +188,9 @@ def test_a_flag_that_does_not_exist_is_refused_with_the_way_to_help(
     assert "--help" in err
 
 
-def test_a_run_that_rests_with_lost_stores_tells_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_of_a_saved_run_whose_stores_are_gone_is_told_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = TrainJob.of({"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2"})
     Run.create(tmp_path / "r", Manifest("id", job.to_dict(), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
     assert main(["stores", "status", str(tmp_path / "r"), "--json", str(tmp_path / "told.json")]) == 2

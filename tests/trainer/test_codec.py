@@ -38,6 +38,7 @@ from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.errors import MessageError
 from foreload.trainer.run.report import Totals
 
+# Messages with fields of every kind: numbers, None, tuples, mappings with keys of numbers, nested ones, unions.
 JOB = {"schedule": "clicks", "model_options": {"top": [64, 1]}, "tables": {"item": {"lr": 0.5}}, "spare": None}
 FINDINGS = Findings(3, 5, 2, 1, 0, repaired=[Finding(0, 1, 4, 5, (0, 2), "is missing")])
 EVENTS = Events(

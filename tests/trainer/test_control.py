@@ -36,12 +36,12 @@ def said(run: Path, line: bytes) -> dict[str, Any]:
         asking.connect(os.path.realpath(run / "control.sock"))
         stream.write(line + b"\n")
         stream.flush()
-        found: dict[str, Any] = json.loads(stream.readline())
-        return found
+        answer: dict[str, Any] = json.loads(stream.readline())
+        return answer
 
 
 @pytest.mark.parametrize("depth", [1, 12], ids=["short path", "path longer than a socket's may be"])
-def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
+def test_the_control_socket_answers_requests_and_refuses_others(tmp_path: Path, depth: int) -> None:
     run = tmp_path.joinpath(*["a folder"] * depth)
     run.mkdir(parents=True)
     asked: list[ControlRequest] = []
@@ -76,7 +76,7 @@ def test_the_control_socket_answers(tmp_path: Path, depth: int) -> None:
     assert not list(run.iterdir())
 
 
-def test_the_control_socket_survives_rubbish(tmp_path: Path) -> None:
+def test_what_is_no_request_is_answered_with_an_error_and_the_next_one_heeded(tmp_path: Path) -> None:
     control = ControlSocket(tmp_path, lambda _: STATUS)
     try:
         with socket.socket(socket.AF_UNIX) as rude, rude.makefile("rwb") as stream:
@@ -90,7 +90,7 @@ def test_the_control_socket_survives_rubbish(tmp_path: Path) -> None:
         control.close()
 
 
-def test_a_launcher_that_ends_while_it_is_asked_trains_no_more(tmp_path: Path) -> None:
+def test_a_launcher_that_ends_while_it_is_asked_counts_as_one_that_trains_no_more(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "control.sock"))
         listening.listen()

@@ -29,6 +29,7 @@ def steps(
     last: int,
     update: Callable[[torch.optim.Optimizer], object] = step_of,
 ) -> None:
+    """Steps first .. last - 1 with gradients that are a function of the step's number."""
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         for parameter in module.parameters():
@@ -37,16 +38,17 @@ def steps(
 
 
 def network() -> nn.Module:
+    """The same parameters at every call."""
     torch.manual_seed(0)
     return nn.Linear(5, 3)
 
 
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
 def test_a_step_has_the_bits_of_torchs_own(name: str) -> None:
-    mine, theirs = network(), network()
-    steps(mine, build_dense_optimizer(name, 0.01, {}, mine), 0, 5)
+    ours, theirs = network(), network()
+    steps(ours, build_dense_optimizer(name, 0.01, {}, ours), 0, 5)
     steps(theirs, build_dense_optimizer(name, 0.01, {}, theirs), 0, 5, lambda optimizer: optimizer.step())
-    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def test_torchs_compiler_is_not_imported() -> None:
@@ -86,12 +88,12 @@ def test_saved_state_goes_on_with_the_same_bits(name: str) -> None:
 
 def test_options_are_torchs() -> None:
     module, reference = network(), network()
-    mine = build_dense_optimizer("adamw", 0.1, {"betas": "0.8,0.9", "weight_decay": "0.5", "amsgrad": "true"}, module)
-    other = torch.optim.AdamW(reference.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, amsgrad=True)
-    steps(module, mine, 0, 3)
-    steps(reference, other, 0, 3, lambda optimizer: optimizer.step())
+    optimizer = build_dense_optimizer("adamw", 0.1, {"betas": "0.8,0.9", "weight_decay": "0.5", "amsgrad": "true"}, module)
+    torchs = torch.optim.AdamW(reference.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, amsgrad=True)
+    steps(module, optimizer, 0, 3)
+    steps(reference, torchs, 0, 3, lambda optimizer: optimizer.step())
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True))
-    assert sorted(optimizer_state(module, mine)) == [
+    assert sorted(optimizer_state(module, optimizer)) == [
         f"{name}/{key}" for name in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
     ]
 

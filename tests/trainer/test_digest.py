@@ -1,4 +1,4 @@
-"""The digest is what docs/definitions.md says, whatever the pieces."""
+"""The digest is what docs/definitions.md says, whatever the pieces in which it gets the rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ SUMS = np.array([[0.25], [0.5], [0.75]], np.float32)
 
 
 def digest(pieces: list[slice], weights: np.ndarray = WEIGHTS) -> str:
-    found = Digest()
-    found.dense(PARAMETERS, STATE)
-    found.table("t")
+    """Of PARAMETERS and STATE, a table whose rows come in these pieces, and a table without rows."""
+    whole = Digest()
+    whole.dense(PARAMETERS, STATE)
+    whole.table("t")
     for piece in pieces:
-        found.rows(IDS[piece], weights[piece], SUMS[piece])
-    found.table("empty")
-    return found.hexdigest()
+        whole.rows(IDS[piece], weights[piece], SUMS[piece])
+    whole.table("empty")
+    return whole.hexdigest()
 
 
 def test_the_digest_follows_its_definition() -> None:
@@ -47,19 +48,21 @@ def test_pieces_do_not_matter_and_every_bit_does() -> None:
     assert digest([slice(0, 3)], changed) != whole
 
 
-def test_rows_without_state_are_hashed() -> None:
-    found, again = Digest(), Digest()
-    for one in (found, again):
-        one.table("t")
-        one.rows(IDS, np.hstack([WEIGHTS, SUMS])[:, :2], np.empty((3, 0), np.float32))
-    assert found.hexdigest() == again.hexdigest()
+def test_rows_without_state_are_hashed_by_id_and_weights_also_where_these_are_not_contiguous() -> None:
+    rows = Digest()
+    rows.table("t")
+    rows.rows(IDS, np.hstack([WEIGHTS, SUMS])[:, :2], np.empty((3, 0), np.float32))
+    expected = b"foreload digest 1\ntable t\n"
+    for number, weights in zip(IDS.tolist(), WEIGHTS.tolist(), strict=True):
+        expected += struct.pack("<q2f", number, *weights)
+    assert rows.hexdigest() == hashlib.sha256(expected).hexdigest()
 
 
 def test_rows_must_ascend() -> None:
     for pieces in ([slice(1, 3), slice(0, 1)], [slice(0, 2), slice(1, 3)]):
         with pytest.raises(ValueError, match="ascending id"):
             digest(pieces)
-    found = Digest()
-    found.table("t")
+    rows = Digest()
+    rows.table("t")
     with pytest.raises(ValueError, match="ascending id"):
-        found.rows(IDS[::-1], WEIGHTS, SUMS)
+        rows.rows(IDS[::-1], WEIGHTS, SUMS)

@@ -12,22 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 from test_exact import FEATURES, LANES
-from training import Trained, train
+from training import job_in_memory, train
 
 from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.traffic import Traffic
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute import numerics
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import StepReport
-from foreload.trainer.run.job import TrainJob
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Contents = list[list[dict[bytes, bytes]]]
+"""Per store shard, per lane: field -> row or parity row, as it is stored."""
 CODES = [(2, 1), (4, 1), (4, 2)]
+"""(k, r)"""
 NAMESPACE = "losses"
 DEADLINE_SECONDS = 30
 
@@ -44,29 +47,16 @@ def schedule(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Schedule:
     return Schedule(folder / "schedule")
 
 
-@pytest.fixture(autouse=True)
-def _arithmetic() -> None:
-    numerics.set_up(1)
-
-
-def job() -> TrainJob:
-    return TrainJob.of(
-        {
-            "schedule": "-", "run": "-", "store": "-", "model": "dlrm", "dim": 8, "model_options": {"bottom": "16-8", "top": "16-1"},
-            "row_optimizer": "rowwise_adagrad", "dense_optimizer": "Adam", "namespace": NAMESPACE,
-        }
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a training left: its digest, and what every shard holds of each lane, but for markers."""
+    """What a training left: its digest, and what the store holds, but for markers, which tell how often there was a write-back batch."""
 
-    trained: Trained
+    digest: str
     contents: Contents
 
 
 Disturbance = Callable[[LocalStores, list[Traffic]], None]
+"""What happens to a training's servers; it is told the traffic of every trainer, too."""
 
 
 def run(
@@ -74,22 +64,27 @@ def run(
     folder: Path,
     code: tuple[int, int],
     trainers: int,
-    losses: dict[int, Disturbance],
-    rebuilding: Disturbance | None = None,
+    after_step: dict[int, Disturbance],
+    in_rebuild: Disturbance | None = None,
 ) -> Outcome:
-    """Train on stores of one's own; losses: what happens after which step; rebuilding: what does once rank 0 has rebuilt a third of a shard."""
-    left, later = dict(losses), [rebuilding] if rebuilding else []
+    """Train on servers of one's own. after_step: what happens after which step; in_rebuild: what does once trainer 0 has a third rebuilt."""
+    left, later = dict(after_step), [in_rebuild] if in_rebuild else []
+    job = job_in_memory(
+        model="dlrm", dim=8, model_options={"bottom": "16-8", "top": "16-1"}, row_optimizer="rowwise_adagrad", dense_optimizer="Adam",
+        namespace=NAMESPACE,
+    )  # fmt: skip
     traffics: list[Traffic] = []
 
     def on_step(report: StepReport) -> None:
         if report.step in left:
             left.pop(report.step)(stores, traffics)
 
-    def break_it(rank: int, trainer: Trainer) -> None:
+    def break_it(number: int, trainer: Trainer) -> None:
         traffics.append(trainer.lanes.traffic)
-        if rank == 0 and later:
+        if number == 0 and later:
             rebuild = trainer.lanes.traffic._rebuild
             assert rebuild is not None
+            # What it calls after each of its actions, by name.
             rebuild._on_action = lambda action: on_action(trainer.lanes.traffic, action)
 
     def on_action(traffic: Traffic, action: str) -> None:
@@ -99,7 +94,7 @@ def run(
             later.pop()(stores, traffics)
 
     with LocalStores(sum(code), folder / "stores") as stores:
-        trained = train(job(), schedule, stores.urls, trainers, parity=code, on_step=on_step, break_it=break_it)
+        outcome = train(job, schedule, stores.urls, trainers, parity=code, on_step=on_step, break_it=break_it)
         assert not left
         assert not later
         with Store(stores.urls) as store:
@@ -110,9 +105,9 @@ def run(
                 for lane, epoch in enumerate(epochs):
                     pairs = store.command(shard, "HGETALL", lane_key(NAMESPACE, lane, int(epoch)))
                     assert isinstance(pairs, list)
-                    of_lanes.append({name: value for name, value in zip(pairs[::2], pairs[1::2], strict=True) if name != b"m"})
+                    of_lanes.append({name: value for name, value in zip(pairs[::2], pairs[1::2], strict=True) if name != MARKER})
                 contents.append(of_lanes)
-    return Outcome(trained, contents)
+    return Outcome(outcome.digest, contents)
 
 
 @pytest.fixture(scope="module")
@@ -160,22 +155,22 @@ def seeded_step(schedule: Schedule, *seed: int) -> int:
     return int(np.random.default_rng(seed).integers(5, schedule.header.end_step - 5))
 
 
-def check(found: Outcome, expected: Outcome) -> None:
+def check(disturbed: Outcome, undisturbed: Outcome) -> None:
     """The same model, and every row and parity row of every shard the same bytes."""
-    assert found.trained.digest == expected.trained.digest
-    assert found.contents == expected.contents
-    assert all(rows for of_lanes in found.contents for rows in of_lanes)
+    assert disturbed.digest == undisturbed.digest
+    assert disturbed.contents == undisturbed.contents
+    assert all(rows for of_lanes in disturbed.contents for rows in of_lanes)
 
 
 # Each shard in turn, or, where parity covers two, each pair of them at once.
-LOSSES = [
+SHARD_LOSSES = [
     (code, trainers, lost) for code in CODES for trainers in (1, 2) for lost in itertools.combinations(range(sum(code)), code[1])
 ]
 SOME_PAIRS = ((1, 2), (4, 5))
 
 
-# When they are killed, and the codes of which some cases of that run in every test run.
-MOMENTS = {"at a seeded step": CODES, "and again in their rebuild": [(2, 1), (4, 2)], "in the last step": [(2, 1), (4, 2)]}
+# When they are killed, and the codes of which some cases of that run in every test run. (One loss in the last step has a test of its own.)
+MOMENTS = {"at a seeded step": CODES, "and again in their rebuild": [(2, 1), (4, 2)], "in the last step": [(4, 2)]}
 
 
 def always(trainers: int, lost: tuple[int, ...]) -> bool:
@@ -184,16 +179,16 @@ def always(trainers: int, lost: tuple[int, ...]) -> bool:
 
 
 def grid() -> list[Any]:
-    """All of LOSSES at all MOMENTS."""
+    """All of SHARD_LOSSES at all MOMENTS; those that are not `always` run in the full suite only."""
     return [
         pytest.param(moment, code, trainers, lost, marks=() if code in codes and always(trainers, lost) else pytest.mark.full)
         for moment, codes in MOMENTS.items()
-        for code, trainers, lost in LOSSES
+        for code, trainers, lost in SHARD_LOSSES
     ]
 
 
 @pytest.mark.parametrize(("moment", "code", "trainers", "lost"), grid())
-def test_shards_killed(
+def test_shards_that_are_killed_change_neither_the_model_nor_what_is_stored(
     schedule: Schedule,
     tmp_path: Path,
     undisturbed: Callable[[tuple[int, int]], Outcome],
@@ -202,17 +197,16 @@ def test_shards_killed(
     trainers: int,
     lost: tuple[int, ...],
 ) -> None:
-    """The digest, and every row and parity row of every shard, are those of an undisturbed run."""
     seed = (*code, trainers, *lost, list(MOMENTS).index(moment))
     step = schedule.header.end_step - 1 if moment == "in the last step" else seeded_step(schedule, *seed)
-    rebuilding = restart(*lost) if moment == "and again in their rebuild" else None
-    check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}, rebuilding), undisturbed(code))
+    in_rebuild = restart(*lost) if moment == "and again in their rebuild" else None
+    check(run(schedule, tmp_path, code, trainers, {step: restart(*lost)}, in_rebuild), undisturbed(code))
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.parametrize("trainers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_one_shard_killed_again_and_again_and_another_in_the_last_step(
     schedule: Schedule, tmp_path: Path, undisturbed: Callable[[tuple[int, int]], Outcome], trainers: int
 ) -> None:
     last = schedule.header.end_step - 1
-    losses = {10: restart(1), 11: restart(1), 12: restart(1), last: once_whole(restart(2))}
-    check(run(schedule, tmp_path, (2, 1), trainers, losses), undisturbed((2, 1)))
+    after_step = {10: restart(1), 11: restart(1), 12: restart(1), last: once_whole(restart(2))}
+    check(run(schedule, tmp_path, (2, 1), trainers, after_step), undisturbed((2, 1)))

@@ -25,6 +25,7 @@ from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import training_status
 from foreload.trainer.run.directory import Run
 
+LAST_STEP = 59
 OPTIONS = (
     "--format synthetic --rows 4224 --eval-fraction 0.1 --batch-size 128 --lanes 2 --slots 900 --epochs 2 --segment-bytes 300KB"
 )
@@ -75,8 +76,8 @@ def put_back(schedule: Path, path: Path) -> None:
     shutil.copytree(schedule, path)
 
 
-def going_on(path: Path, run: Path, undisturbed: object) -> None:
-    """--resume ends with the same model."""
+def check_going_on(path: Path, run: Path, undisturbed: object) -> None:
+    """Assert that --resume ends with the same model."""
     assert main(arguments(path, run, "--resume", "--digest")) == 0
     assert summary(run)["digest"] == undisturbed
 
@@ -108,15 +109,15 @@ def test_a_follower_that_waits_heeds_ctrl_c_and_goes_on_later(
     assert f"stopped after step {last}; go on with: " in err
     assert Run.open(run).saved_status().step == last
     put_back(schedule, followed)
-    going_on(followed, run, undisturbed)
+    check_going_on(followed, run, undisturbed)
 
 
 def last_step(schedule: Path, segments: int) -> int:
     """The last training step of the first segments, which are of the first epoch."""
-    found = Schedule(schedule).segment(segments - 1)
-    assert found is not None
-    assert found.kind == "train"
-    return found.first + len(found.samples) - 1
+    last = Schedule(schedule).segment(segments - 1)
+    assert last is not None
+    assert last.kind == "train"
+    return last.first + len(last.samples) - 1
 
 
 @pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.full) for how in ("failed", "removed"))])
@@ -137,12 +138,12 @@ def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_
     assert why in error_of(status, err)
     assert f"training stopped after step {last}" in err
     assert Run.open(run).saved_status().step == last
-    # Now nothing is there to wait for, from the beginning on.
+    # A call that begins now finds nobody at work either, and ends at once.
     if how == "killed":
         assert main(arguments(followed, run, "--resume", "--follow")) == 2
         assert Run.open(run).saved_status().step == last
     put_back(schedule, followed)
-    going_on(followed, run, undisturbed)
+    check_going_on(followed, run, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,7 @@ def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more
     shutil.copytree(schedule, used)
     job = launched(*arguments(used, run, "--store", "local:1", "--trainers", "2", "--digest"))
     job.until(lambda: (told := training_status(run)) is not None and told.state == "training")
+    # Suspended, so that it has not trained to its end before the folder is another.
     for trainer in job.workers:
         trainer.suspend()
     if how == "removed":
@@ -174,8 +176,8 @@ def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more
     assert f"{used}" in error_of(status, "\n".join(told))
     assert "training stopped after step " in err
     stopped = Run.open(run).saved_status().step
-    assert stopped < 59
+    assert stopped < LAST_STEP
     assert main(arguments(used, run, "--resume")) == 2
     assert Run.open(run).saved_status().step == stopped
     put_back(schedule, used)
-    going_on(used, run, undisturbed)
+    check_going_on(used, run, undisturbed)

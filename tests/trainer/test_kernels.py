@@ -21,6 +21,7 @@ f32 = np.float32
 
 
 def bits(tensor: torch.Tensor | np.ndarray) -> list[int]:
+    """As integers, so that NaNs and the sign of zero count."""
     return np.ascontiguousarray(np.asarray(tensor), np.float32).view(np.uint32).ravel().tolist()
 
 
@@ -37,7 +38,7 @@ def readonly(array: np.ndarray) -> np.ndarray:
 
 @st.composite
 def slices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, BlockLayout, int]:
-    """rows, index, offsets, layout, samples."""
+    """A slice: rows [n, W]; index: of each lookup its row; offsets: where each bag begins in it, None where every bag has one; layout; samples."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     samples, features, n = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(1, 12))
     widths = [draw(st.integers(1, 35))] * features if draw(st.booleans()) else [draw(st.integers(1, 19)) for _ in range(features)]
@@ -50,7 +51,7 @@ def slices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, 
     return rows, readonly(index), offsets, block_layout(widths, pooling), samples
 
 
-def bag(index: np.ndarray, offsets: np.ndarray | None, place: int) -> list[int]:
+def rows_looked_up(index: np.ndarray, offsets: np.ndarray | None, place: int) -> list[int]:
     return [int(index[place])] if offsets is None else index[offsets[place] : offsets[place + 1]].tolist()
 
 
@@ -61,7 +62,7 @@ def expected_block(
     block = np.zeros((samples, features, layout.width), f32)
     for place in range(samples * features):
         i, f = divmod(place, features)
-        looked_up = bag(index, offsets, place)
+        looked_up = rows_looked_up(index, offsets, place)
         total = rows[looked_up[0]].copy()
         for row in looked_up[1:]:
             total += rows[row]
@@ -78,10 +79,11 @@ def expected_gradients(
     sums: dict[int, np.ndarray] = {}
     for place in range(gradient.shape[0] * features):
         i, f = divmod(place, features)
-        looked_up = bag(index, offsets, place)
+        looked_up = rows_looked_up(index, offsets, place)
         term = gradient[i, f] / f32(len(looked_up)) if layout.pooling[f] == MEAN else gradient[i, f]
         for row in looked_up:
             sums[row] = sums[row] + term if row in sums else term.copy()
+    # -0 is the sum without a term: whatever is added to it stays as it is.
     return np.stack([sums.get(row, np.full(layout.width, -0.0, f32)) for row in range(n)])
 
 
@@ -141,10 +143,11 @@ def test_parts_are_added_in_lane_order_from_the_first(seed: int, lanes: int, row
 
 
 def swapped_sum(order: list[int]) -> list[int]:
+    """The bits of the sum of three lanes' parts, added in this order."""
     rng = np.random.default_rng(1)
     parts = [torch.from_numpy(rng.standard_normal((50, 4)).astype(f32)) for _ in range(3)]
     total = torch.empty(50, 4)
-    users = np.full(50, 7, np.uint64)
+    users = np.full(50, 0b111, np.uint64)
     for lane, part in enumerate(order):
         CompiledKernels().add_part(total, users, lane, parts[part])
     return bits(total)
@@ -155,7 +158,8 @@ def test_swapping_the_last_two_of_three_parts_changes_bits() -> None:
     assert swapped_sum([0, 1, 2]) != swapped_sum([0, 2, 1])
 
 
-def q(g: np.ndarray) -> np.float32:
+def sum_of_squares(g: np.ndarray) -> np.float32:
+    """Q(g) of docs/definitions.md: eight running sums, and then a tree."""
     p = [f32(0)] * 8
     for j, value in enumerate(g):
         p[j % 8] = p[j % 8] + value * value
@@ -165,11 +169,12 @@ def q(g: np.ndarray) -> np.float32:
 
 
 def expected_update(row: RowLayout, rate: float, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
+    """A step of a row's optimizer in place: w, its weights; s, its state; g, its gradient."""
     lr, epsilon = f32(rate), f32(1e-8)
     start = 0
     for own, (_, columns) in enumerate(row.parts):
         if row.optimizer == "rowwise_adagrad":
-            s[own] = s[own] + q(g[start : start + columns]) / f32(columns)
+            s[own] = s[own] + sum_of_squares(g[start : start + columns]) / f32(columns)
         for j in range(start, start + columns):
             if row.optimizer == "sgd":
                 w[j] = w[j] - lr * g[j]
@@ -213,9 +218,9 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> No
         for slot, k, g in zip(slots, numbers, gradient, strict=True):
             expected_update(tables[k], rates[k], w[slot], s[slot], g)
     for kernels in VARIANTS:
-        mine, own = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
-        kernels.apply(mine, own, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules)
-        assert (bits(mine), bits(own)) == (bits(w), bits(s)), type(kernels).__name__
+        updated, new_state = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
+        kernels.apply(updated, new_state, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules)
+        assert (bits(updated), bits(new_state)) == (bits(w), bits(s)), type(kernels).__name__
 
 
 @pytest.mark.parametrize("kernels", VARIANTS, ids=lambda kernels: type(kernels).__name__)

@@ -19,10 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused_apart
-from small_job import arguments, summary
+from small_job import arguments, scheduler_environment, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines import prepare
 from foreload.trainer.cli import main
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
 from foreload.trainer.run import reach
@@ -31,12 +30,9 @@ from foreload.trainer.run.directory import STORES, Run
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs of 40 steps in four lanes, with evaluation after each, and so few slots that rows come back from the store."""
-    out = tmp_path_factory.mktemp("schedule") / "clicks"
-    prepare.run(
-        f"--format synthetic --rows 5600 --eval-fraction 0.1 --batch-size 128 --lanes 4 --slots 500 --epochs 2 --out {out}".split()
-    )
-    return out
+    """Two epochs of 40 steps in four lanes, with evaluation after each."""
+    folder = tmp_path_factory.mktemp("schedule")
+    return synthetic_schedule(folder, 5600, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2")
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +46,23 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_a_run_leaves_what_the_commands_then_read(
     schedule: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = summary(undisturbed)
-    assert (found["steps"], found["samples"], found["state"]) == (80, 10080, "ended")
-    assert found["rows_fetched"] > 0  # type: ignore[operator]
+    told = summary(undisturbed)
+    assert (told["steps"], told["samples"], told["state"]) == (80, 10080, "ended")
+    assert told["rows_fetched"] > 0
     # Every arrival's residency ended once.
-    assert found["rows_written_back"] == found["rows_arrived"]
-    steps = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if line["kind"] == "step"] == list(range(80))
+    assert told["rows_written_back"] == told["rows_arrived"]
+    lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(80))
     assert list((undisturbed / "tensorboard").iterdir())
     capsys.readouterr()
 
     assert main(["digest", str(undisturbed)]) == 0
-    assert capsys.readouterr().out.strip() == found["digest"]
+    assert capsys.readouterr().out.strip() == told["digest"]
 
     assert main(["evaluate", str(undisturbed), "--json", str(tmp_path / "metrics.json")]) == 0
     evaluated = json.loads((tmp_path / "metrics.json").read_text())
     assert {name: evaluated[name] for name in ("log_loss", "auc", "normalized_entropy")} == {
-        name: found[name] for name in ("log_loss", "auc", "normalized_entropy")
+        name: told[name] for name in ("log_loss", "auc", "normalized_entropy")
     }
 
     assert main(["export", str(undisturbed), "--out", str(tmp_path / "export")]) == 0
@@ -93,9 +89,9 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     status, _, err = first.end()
     assert status == 130, err
     assert "--resume" in err
-    rest = Run.open(run).saved_status()
-    assert rest.state == "stopped"
-    assert rest.step >= 5
+    saved = Run.open(run).saved_status()
+    assert saved.state == "stopped"
+    assert saved.step >= 5
     # What stopped there can be read, too.
     assert main(["evaluate", str(run)]) == 0
     capsys.readouterr()
@@ -106,13 +102,13 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     assert "numerics fingerprint: mkl_cbwr is COMPATIBLE here" in err
     assert "go on in these numerics with --resume --accept-numerics" in err
     # It began a term; nothing else changed.
-    assert Run.open(run).saved_status() == replace(rest, term=rest.term + 1)
+    assert Run.open(run).saved_status() == replace(saved, term=saved.term + 1)
 
-    # With other trainers than before.
+    # Trained on by another number of trainers.
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--trainers", "3", "--digest"]) == 0
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
     assert summary(run)["steps"] == 80
-    assert summary(run)["rows_flushed"] > 0  # type: ignore[operator]
+    assert summary(run)["rows_flushed"] > 0
 
 
 def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
@@ -188,7 +184,7 @@ def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
 
-def killed(*processes: psutil.Process) -> None:
+def kill(*processes: psutil.Process) -> None:
     """End processes at once, as kill -9 does."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -220,26 +216,26 @@ def test_whatever_is_killed_resuming_goes_on_from_the_last_clean_stop_or_says_ho
     job.until(reached(run, 3))
     job.process.send_signal(signal.SIGTERM)
     assert job.end()[0] == 143
-    rest = Run.open(run).saved_status()
+    saved = Run.open(run).saved_status()
     job = launched("train", str(schedule), "--run", str(run), "--resume")
     # Rows have been written back since.
-    job.until(reached(run, rest.step + 20))
+    job.until(reached(run, saved.step + 20))
     servers = servers_of(run)
-    killed(*(process for process in job.remains.processes() if process not in servers), *(() if but_servers else servers))
+    kill(*(process for process in job.remains.processes() if process not in servers), *(() if but_servers else servers))
     if but_servers:
         for command in (["digest", str(run)], ["train", str(schedule), "--run", str(run), "--resume"]):
             assert main(command) == 2
             err = capsys.readouterr().err
-            assert f"its dense part is of step {rest.step}, where it last stopped cleanly" in err
+            assert f"its dense part is of step {saved.step}, where it last stopped cleanly" in err
             assert "rows on store shard 0, 1 are of later steps (steps up to " in err
             assert "--overwrite" not in err
             assert all(str(server.pid) in err for server in servers)
             assert servers_of(run) == servers
-        killed(*servers)
+        kill(*servers)
     # What stands on the disk is that stop.
     assert main(["digest", str(run)]) == 0
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
-    assert f"resumed after step {rest.step}" in capsys.readouterr().err
+    assert f"resumed after step {saved.step}" in capsys.readouterr().err
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
 
@@ -263,8 +259,8 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
     assert "its launcher was killed; stopped after step " in err
     assert LocalStores.find(run / STORES) is None
     assert not (run / "control.sock").exists()
-    rest = Run.open(run).saved_status()
-    assert (rest.state, rest.totals["steps"]) == ("stopped", rest.step + 1)
+    saved = Run.open(run).saved_status()
+    assert (saved.state, saved.totals["steps"]) == ("stopped", saved.step + 1)
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
     for name in ("steps", "samples", "rows_used", "rows_arrived", "rows_fetched"):
@@ -285,7 +281,7 @@ def test_trainers_whose_launcher_is_killed_before_they_begin_leave(
     assert LocalStores.find(run / STORES) is None
 
 
-def test_two_at_once_are_one_and_a_refusal(
+def test_of_two_calls_at_once_one_trains_and_the_other_is_refused(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     run = tmp_path / "run"
@@ -328,6 +324,7 @@ def test_rows_that_cannot_be_saved_stay_where_they_are_and_are_used_from_there(
     capsys: pytest.CaptureFixture[str],
     stopped: bool,
 ) -> None:
+    """stopped: by Ctrl-C; else it ends."""
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:2", "--digest"))
     job.until(reached(run, 3))
@@ -363,38 +360,42 @@ def test_trainers_of_a_scheduler_give_the_same_model(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest")
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meeting = scheduler_environment()
     # As on two hosts, each at its own address.
-    jobs = [launched(*command, "--address", f"127.0.0.{2 + rank}", RANK=str(rank), **place) for rank in range(2)]
+    jobs = [launched(*command, "--address", f"127.0.0.{2 + rank}", RANK=str(rank), **meeting) for rank in range(2)]
     for job in jobs:
         status, _, err = job.end()
         assert status == 0, err
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
 
 
-def test_torchrun_trains_with_the_vector_instructions_that_the_call_names(
+def under_torchrun(*words: str) -> list[str]:
+    """The arguments of torch.distributed.run for two trainers of such a `foreload train`."""
+    assert words[0] == "train"
+    return ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch", *words[1:]]
+
+
+def test_torchrun_trains_with_the_processor_s_instructions_that_the_call_names(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     if not torch.cpu._is_avx512_supported():
         pytest.skip("this processor has no avx512 to ask for")
-    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch")
     command = arguments(schedule, tmp_path / "run", "--store", "local:1", "--cpu-capability", "avx512")
     # As in a user's shell: the tests' own environment asks for avx2.
     unset = dict.fromkeys(ENVIRONMENTS["avx512"])
-    job = launched(*torchrun, *command[1:], module="torch.distributed.run", **unset)
+    job = launched(*under_torchrun(*command), module="torch.distributed.run", **unset)
     status, _, err = job.end()
     assert status == 0, err
-    found = Run.open(tmp_path / "run").manifest.fingerprint
-    assert found is not None
-    assert (found["cpu_capability"], found["onednn_isa"]) == ("AVX512", "AVX512_CORE")
+    trained_under = Run.open(tmp_path / "run").manifest.fingerprint
+    assert trained_under is not None
+    assert (trained_under["cpu_capability"], trained_under["onednn_isa"]) == ("AVX512", "AVX512_CORE")
 
 
 def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
-    torchrun = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch")
     command = arguments(schedule, tmp_path / "run", "--store", "local:1")
-    job = launched(*torchrun, *command[1:], module="torch.distributed.run")
+    job = launched(*under_torchrun(*command), module="torch.distributed.run")
     job.interrupt(reached(tmp_path / "run", 5))
     _, _, err = job.end()
     assert "go on with: foreload train" in err
@@ -407,10 +408,10 @@ def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
 def test_a_schedulers_trainer_that_waits_for_others_says_so_and_heeds_ctrl_c(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], rank: str
 ) -> None:
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    job = launched(*arguments(schedule, tmp_path / "run", "--store", "local:1"), RANK=rank, **place)
+    meeting = scheduler_environment()
+    job = launched(*arguments(schedule, tmp_path / "run", "--store", "local:1"), RANK=rank, **meeting)
     assert job.process.stderr is not None
-    waits = f"foreload: trainer {rank} of 2 waits at 127.0.0.1:{place['MASTER_PORT']} until all have come"
+    waits = f"foreload: trainer {rank} of 2 waits at 127.0.0.1:{meeting['MASTER_PORT']} until all have come"
     while not (line := job.process.stderr.readline()).startswith(waits):
         assert line, "it has ended"
     job.interrupt(lambda: True)
@@ -423,8 +424,8 @@ def test_a_schedulers_trainer_that_waits_for_others_says_so_and_heeds_ctrl_c(
 def test_a_port_that_is_taken_is_told_of(schedule: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        line = refused_apart(*arguments(schedule, tmp_path / "run", "--store", "local:1"), **place)
+        meeting = scheduler_environment() | {"RANK": "0", "MASTER_PORT": port}
+        line = refused_apart(*arguments(schedule, tmp_path / "run", "--store", "local:1"), **meeting)
     assert line.startswith(
         f"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: must let 2 trainers meet at a free port of rank 0's machine; got 127.0.0.1:{port}"
     )
@@ -435,8 +436,8 @@ def test_a_trainer_whose_arithmetic_differs_may_not_join(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     command = arguments(schedule, tmp_path / "run", "--store", "local:1")
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    jobs = [launched(*command, RANK="0", **place), launched(*command, RANK="1", MKL_CBWR="COMPATIBLE", **place)]
+    meeting = scheduler_environment()
+    jobs = [launched(*command, RANK="0", **meeting), launched(*command, RANK="1", MKL_CBWR="COMPATIBLE", **meeting)]
     ends = [job.end() for job in jobs]
     assert [status for status, _, _ in ends] == [2, 2]
     followed = fingerprint()["mkl_cbwr"]
@@ -470,6 +471,7 @@ def test_a_call_that_cannot_work_says_why_before_it_starts_anything_and_leaves_t
 ) -> None:
     monkeypatch.setattr(LocalStores, "start", lambda stores: pytest.fail("a server is started"))
     monkeypatch.setattr(reach, "CONNECT", timedelta(seconds=0.2))
+    # Twice: a folder that the first call had taken would be refused for that.
     for _ in range(2):
         assert main(arguments(schedule, tmp_path / "run", *further)) == 2
         err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Layouts follow from features, model and row optimizers."""
+"""The layouts of rows, of update rules and of the embedding block follow from features, model and row optimizers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from foreload.pipelines.errors import SettingError
+from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
@@ -45,7 +46,9 @@ def test_rows_have_the_tables_dimension_and_the_models_columns() -> None:
         (5, 0, "sgd"),
         (7, 2, "rowwise_adagrad"),
     ]
-    assert [row.row_bytes for row in layouts(FEATURES, DLRM, 4, [RowOptimizer("adagrad", 0.1)] * 2)] == [44, 60]
+    # A weight and its state for each of 4 and 6 columns, and id and tag.
+    with_state = layouts(FEATURES, DLRM, 4, [RowOptimizer("adagrad", 0.1)] * 2)
+    assert [row.row_bytes for row in with_state] == [2 * 4 * 4 + TRAILER_BYTES, 2 * 4 * 6 + TRAILER_BYTES]
     rules = UpdateRules.of(rows, [0.5, 0.1])
     assert rules.kinds.tolist() == [0, 2]
     assert rules.parts.tolist() == [4, 1, 6, 1]

@@ -15,16 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import Command, error_of, free_port, reached
-from small_job import arguments, summary
+from small_job import BATCH, arguments, rows_of, scheduler_environment, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.fence import read_epochs
-from foreload.cache.protocol.namespace import claim, lane_key, owner
+from foreload.cache.protocol.namespace import claim, owner
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import ShardSnapshot, ShardState, ShardStatus
 from foreload.cache.rows.layout import decode_rows
-from foreload.pipelines import prepare
+from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import AskReplace, Replacing
@@ -36,10 +35,8 @@ from foreload.trainer.run.job import TrainJob
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An epoch of 80 steps in two lanes, with so few slots that rows come back from the store."""
-    out = tmp_path_factory.mktemp("schedule") / "clicks"
-    prepare.run(f"--format synthetic --rows 10240 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
-    return out
+    """An epoch of 80 steps in two lanes."""
+    return synthetic_schedule(tmp_path_factory.mktemp("schedule"), 80 * BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +54,7 @@ def undisturbed(undisturbed_run: Path) -> str:
 
 
 def send(run: Path, shard: int, signal_number: int) -> None:
+    """Send a signal to the local server of a run's store shard."""
     stores = LocalStores.find(run / STORES)
     assert stores is not None
     pid = stores.pids[shard]
@@ -69,31 +67,27 @@ Rows = dict[tuple[int, bytes], bytes]
 
 def rows_on(run: Path, urls: Sequence[str], shard: int) -> Rows:
     """The stored bytes of every row on a store shard, by lane and field; parity rows left out."""
-    namespace = Run.open(run).manifest.namespace
-    found: Rows = {}
+    held: Rows = {}
     with Store([urls[shard]]) as store:
-        for lane, epoch in enumerate(read_epochs(store, 0, namespace, 2)):
-            key = lane_key(namespace, lane, int(epoch))
-            names = store.command(0, "HKEYS", key)
-            assert isinstance(names, list)
-            wanted = [name for name in names if len(name) == 8 and name[0] < 0x80]
-            rows = store.command(0, "HMGET", key, *wanted)
+        for lane in range(Run.open(run).manifest.lanes):
+            key, names = rows_of(store, run, lane, 0)
+            rows = store.command(0, "HMGET", key, *names)
             assert isinstance(rows, list)
-            found |= {(lane, name): row for name, row in zip(wanted, rows, strict=True)}
-    return found
+            held |= {(lane, name): row for name, row in zip(names, rows, strict=True)}
+    return held
 
 
 def id_and_tag(row: bytes) -> tuple[int, int]:
     """Whose row it is, and the step of its last update plus one."""
-    values = (len(row) - 12) // 4
+    values = (len(row) - TRAILER_BYTES) // 4
     ids, tags = np.empty(1, np.int64), np.empty(1, np.int32)
     floats, none = np.empty((1, values), np.float32), np.empty((1, 0), np.float32)
     decode_rows(np.frombuffer(row, np.uint8).reshape(1, -1), values, 0, floats, none, ids, tags)
     return int(ids[0]), int(tags[0])
 
 
-def is_mended(run: Path, err: str, undisturbed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that lost shard 1, and says so, has it again, with the same model as if nothing had happened."""
+def check_repaired(run: Path, err: str, undisturbed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Assert that a run that lost shard 1, and says so, has it again, with the same model as if nothing had happened."""
     assert "store shard 1: is lost" in err
     assert "store shard 1: is whole again" in err
     assert "warning" not in err
@@ -121,11 +115,13 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     job.until(reached(run, 15))
     status, _, err = job.end()
     assert status == 0, err
-    is_mended(run, err, undisturbed, capsys)
+    check_repaired(run, err, undisturbed, capsys)
 
 
 @pytest.mark.parametrize("trainers", ["1", pytest.param("2", marks=pytest.mark.full)])
-@pytest.mark.parametrize("snapshot", [True, False], ids=["of an old snapshot", "empty"])
+@pytest.mark.parametrize(
+    "snapshot", [pytest.param(True, id="of an old snapshot"), pytest.param(False, id="empty", marks=pytest.mark.full)]
+)
 def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebuilt(
     schedule: Path,
     undisturbed: str,
@@ -159,7 +155,7 @@ def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebu
             worker.resume()
         status, _, err = job.end()
         assert status == 0, err
-        is_mended(run, err, undisturbed, capsys)
+        check_repaired(run, err, undisturbed, capsys)
 
 
 def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
@@ -167,9 +163,9 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
 ) -> None:
     run = tmp_path / "run"
     command = arguments(schedule, run, "--store", "local:3", "--digest")
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meeting = scheduler_environment()
     modules = ["foreload.trainer.cli", "tests.trainer.late_trainer"]
-    jobs = [Command(*command, module=module, **place, RANK=str(rank)) for rank, module in enumerate(modules)]
+    jobs = [Command(*command, module=module, **meeting, RANK=str(rank)) for rank, module in enumerate(modules)]
     try:
         ends = [job.end() for job in jobs]
     finally:
@@ -177,7 +173,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
             job.clear()
     assert [status for status, _, _ in ends] == [0, 0], ends
     err = ends[0][2]
-    is_mended(run, err, undisturbed, capsys)
+    check_repaired(run, err, undisturbed, capsys)
 
 
 def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
@@ -273,8 +269,8 @@ def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
 
 
 @contextlib.contextmanager
-def no_redis() -> Iterator[str]:
-    """The URL of a server that speaks another protocol."""
+def server_of_another_protocol() -> Iterator[str]:
+    """The URL of a server that is no Redis: it answers everything as a web server does."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -295,7 +291,7 @@ def servers_of_no_use(url: str, in_use: str) -> Iterator[tuple[str, str]]:
     """URLs of servers that cannot take a shard's place, and why; url: of a server that is made so and is good again afterwards."""
     yield in_use, "is the server of store shard 2 already; name another one"
     yield f"redis://127.0.0.1:{free_port()}", "cannot be reached"
-    with no_redis() as other:
+    with server_of_another_protocol() as other:
         yield other, "Protocol error"
     with Store([url]) as store:
         for words, undo, why in [
@@ -353,7 +349,9 @@ def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_k
         assert Run.open(run).manifest.store_urls == (servers.urls[0], servers.urls[3], servers.urls[2])
 
 
-def test_of_a_shard_every_trainer_tells_and_the_servers_in_use_alone_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is_replaced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
     spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
     job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls), "spare": ",".join(spares)})
@@ -437,10 +435,10 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
         survived = rows_on(run, left.urls, 2)
     with LocalStores(1, undisturbed_run / STORES) as whole:
         final = rows_on(undisturbed_run, whole.urls, 0)
-    # A row is what it was, or was trained on since; one that was trained to its end is the undisturbed run's, bit for bit.
+    # A row is what it was, or was trained on since; one that has had its last step is the undisturbed run's, bit for bit.
     assert before
     assert before.keys() <= survived.keys() <= final.keys()
-    ended = 0
+    at_their_last_tag = 0
     for where, row in survived.items():
         identity, tag = id_and_tag(row)
         last_identity, last_tag = id_and_tag(final[where])
@@ -448,16 +446,16 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
         assert 1 <= tag <= last_tag
         if tag == last_tag:
             assert row == final[where]
-            ended += 1
+            at_their_last_tag += 1
         if where in before:
             assert tag > id_and_tag(before[where])[1] or row == before[where]
-    assert ended > 100
-    # Of both lanes are told the rows of the shards that are gone, two thirds of all, whoever trained them.
+    assert at_their_last_tag > 100, "enough to have compared something"
+    # Of both lanes are told the rows of the shards that are gone: two thirds of all, so about twice what survived, whoever trained them.
     assert set(told) <= {table.name for table in Schedule(schedule).header.features.tables}
     assert 1.5 * len(survived) < sum(told.values()) < 2.5 * len(survived)
 
 
-def empty(run: Path, shard: int) -> None:
+def flush(run: Path, shard: int) -> None:
     """Have the server of a store shard forget everything, under the connections that it has."""
     stores = LocalStores.find(run / STORES)
     assert stores is not None
@@ -477,10 +475,10 @@ def test_a_server_that_is_emptied_under_its_connections_is_rebuilt(
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--digest"))
     job.until(reached(run, step))
-    empty(run, 1)
+    flush(run, 1)
     status, _, err = job.end()
     assert status == 0, err
-    is_mended(run, err, undisturbed, capsys)
+    check_repaired(run, err, undisturbed, capsys)
 
 
 def test_without_parity_a_server_that_is_emptied_stops_the_training(
@@ -489,7 +487,7 @@ def test_without_parity_a_server_that_is_emptied_stops_the_training(
     run = tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--parity", "off"))
     job.until(reached(run, 20))
-    empty(run, 1)
+    flush(run, 1)
     status, _, err = job.end()
     line = error_of(status, err)
     assert re.search(r"store unix://\S*shard-1.sock: (lost rows of lane \d|stale shard)", line), line

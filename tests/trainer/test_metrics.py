@@ -11,6 +11,7 @@ from foreload.trainer.compute.metrics import BinaryMetrics, Metrics, auc
 
 
 def measured(logits: np.ndarray, labels: np.ndarray, pieces: int = 1) -> Metrics:
+    """What BinaryMetrics gives for samples that come in so many pieces."""
     metrics = BinaryMetrics()
     for part, clicked in zip(np.array_split(logits, pieces), np.array_split(labels, pieces), strict=True):
         metrics.add(part, clicked)
@@ -18,6 +19,7 @@ def measured(logits: np.ndarray, labels: np.ndarray, pieces: int = 1) -> Metrics
 
 
 def log_loss(labels: np.ndarray, predicted: np.ndarray) -> float:
+    """Of probabilities, in float64."""
     return float(-np.mean(np.log(np.where(labels == 1, predicted, 1 - predicted))))
 
 
@@ -33,15 +35,16 @@ def test_metrics_are_what_they_are_defined_as(levels: int | None, rate: float) -
     rng = np.random.default_rng(0)
     labels = (rng.random(3000) < rate).astype(np.float32)
     logits = (rng.standard_normal(3000) + labels).astype(np.float32)
+    # Few distinct logits, so that many tie.
     if levels:
         logits = np.round(logits * levels / 10).astype(np.float32)
-    found = measured(logits, labels, 7)
+    metrics = measured(logits, labels, 7)
     predicted = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    assert found.samples == 3000
-    assert found.log_loss == pytest.approx(log_loss(labels, predicted), rel=1e-12)
-    assert found.auc == pytest.approx(pairs_in_order(labels, logits), rel=1e-12)
+    assert metrics.samples == 3000
+    assert metrics.log_loss == pytest.approx(log_loss(labels, predicted), rel=1e-12)
+    assert metrics.auc == pytest.approx(pairs_in_order(labels, logits), rel=1e-12)
     base = log_loss(labels, np.full(3000, labels.mean(dtype=np.float64)))
-    assert found.normalized_entropy == pytest.approx(found.log_loss / base, rel=1e-9)
+    assert metrics.normalized_entropy == pytest.approx(metrics.log_loss / base, rel=1e-9)
 
 
 def test_metrics_do_not_depend_on_order_or_pieces() -> None:
@@ -52,14 +55,14 @@ def test_metrics_do_not_depend_on_order_or_pieces() -> None:
 
 
 def test_extreme_logits_have_finite_losses() -> None:
-    found = measured(np.array([1000, -1000, 0], np.float32), np.array([1, 1, 0], np.float32))
-    assert found.log_loss == pytest.approx((1000 + math.log(2)) / 3)
+    metrics = measured(np.array([1000, -1000, 0], np.float32), np.array([1, 1, 0], np.float32))
+    assert metrics.log_loss == pytest.approx((1000 + math.log(2)) / 3)
 
 
 def test_metrics_that_are_not_defined_are_nan() -> None:
     assert all(math.isnan(value) for value in (BinaryMetrics().result().log_loss, BinaryMetrics().result().auc))
-    found = measured(np.zeros(4, np.float32), np.ones(4, np.float32))
-    assert found.log_loss == pytest.approx(math.log(2))
-    assert math.isnan(found.auc)
-    assert math.isnan(found.normalized_entropy)
+    metrics = measured(np.zeros(4, np.float32), np.ones(4, np.float32))
+    assert metrics.log_loss == pytest.approx(math.log(2))
+    assert math.isnan(metrics.auc)
+    assert math.isnan(metrics.normalized_entropy)
     assert math.isnan(auc(np.array([0, np.nan], np.float32), np.array([0, 1])))

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget(folder: Path) -> None:
-    """Have its modules imported anew, as another process does."""
+    """Have a folder's modules imported anew, as another process does."""
     for name, module in list(sys.modules.items()):
         if str(folder) in (getattr(module, "__file__", None) or ""):
             del sys.modules[name]

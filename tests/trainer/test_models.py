@@ -41,6 +41,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _cases_on_path() -> Iterator[None]:
+    """`model_cases` can be imported by its name, as a user's module can."""
     folder = str(Path(__file__).parent)
     sys.path.insert(0, folder)
     yield
@@ -51,28 +52,29 @@ def spec_of(dense_width: int = 3, dimension: int = 4, features: int = 3) -> Mode
     return ModelSpec(dense_width, tuple((f"c{i}", dimension, f"t{i}") for i in range(features)))
 
 
-def inputs(module: nn.Module, spec: ModelSpec, samples: int, beyond: int = 0) -> tuple[Tensor, Embeddings]:
-    """Dense values, and embeddings as the trainer gives them, in a block wider than any row by `beyond`."""
+def inputs(module: nn.Module, spec: ModelSpec, samples: int, padding: int = 0) -> tuple[Tensor, Embeddings]:
+    """Dense values, and embeddings as the trainer gives them, in a block wider than any row by `padding` columns, as other tables' rows make it."""
     parts = [(("weights", dimension), *further_columns(type(module))) for _, dimension, _ in spec.features]
-    width = max(sum(columns for _, columns in own) for own in parts) + beyond
+    width = max(sum(columns for _, columns in own) for own in parts) + padding
     block = torch.randn(samples, len(parts), width)
     return torch.randn(samples, spec.dense_width), Embeddings.split(block.requires_grad_(), spec.names, parts)
 
 
 def results(module: nn.Module, dense: Tensor, embeddings: Mapping[str, Tensor], block: Tensor) -> list[Tensor]:
+    """Logits, and the gradients of the block and of each parameter."""
     torch.manual_seed(1)
     logits = module(dense, embeddings)
-    found = torch.autograd.grad(logits.sigmoid().sum(), [block, *module.parameters()])
-    return [logits.detach(), *found]
+    gradients = torch.autograd.grad(logits.sigmoid().sum(), [block, *module.parameters()])
+    return [logits.detach(), *gradients]
 
 
-@pytest.mark.parametrize("beyond", [0, 2])
+@pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("dense_width", [0, 3])
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
-def test_block_and_plain_dict_give_the_same_bits(name: str, options: dict[str, object], dense_width: int, beyond: int) -> None:
+def test_block_and_plain_dict_give_the_same_bits(name: str, options: dict[str, object], dense_width: int, padding: int) -> None:
     spec = spec_of(dense_width)
     module = build_model(load_model(name), spec, options, seed=3)
-    dense, embeddings = inputs(module, spec, 11, beyond)
+    dense, embeddings = inputs(module, spec, 11, padding)
     by_block = results(module, dense, embeddings, embeddings.block)
     plain = results(module, dense, dict(embeddings), embeddings.block)
     assert all(torch.equal(a, b) for a, b in zip(by_block, plain, strict=True))
@@ -131,6 +133,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total
 
 
+# Sizes on both sides of SMALL, of one vector and of many, and widths that are no multiple of a register's.
 @pytest.mark.parametrize("with_low", [True, False])
 @pytest.mark.parametrize(
     ("count", "columns"),
@@ -141,17 +144,17 @@ def test_pairwise_dots_add_up_as_defined_on_every_processor(count: int, columns:
     low = torch.randn(9, columns if with_low else 0, generator=generator, requires_grad=True)
     vectors = torch.randn(9, count, columns, generator=generator, requires_grad=True)
     pairs, places, n = all_pairs(count + with_low)
-    found = with_pairwise_dots(low, vectors, pairs, places)
+    dots = with_pairwise_dots(low, vectors, pairs, places)
     together = torch.cat([low.unsqueeze(1), vectors], 1) if with_low else vectors
     whole = together.detach().numpy()
     products = product(whole, whole.transpose(0, 2, 1)).reshape(9, -1)[:, pairs.numpy()]
-    assert np.array_equal(found.detach().numpy(), np.hstack([low.detach().numpy(), products]))
+    assert np.array_equal(dots.detach().numpy(), np.hstack([low.detach().numpy(), products]))
 
-    gradient = torch.randn(found.shape, generator=generator)
+    gradient = torch.randn(dots.shape, generator=generator)
     symmetric = np.zeros((9, n, n), np.float32)
     symmetric.reshape(9, -1)[:, pairs.numpy()] = gradient[:, low.shape[1] :]
     expected = product(symmetric + symmetric.transpose(0, 2, 1), whole)
-    low_gradient, vectors_gradient = torch.autograd.grad(found, [low, vectors], gradient)
+    low_gradient, vectors_gradient = torch.autograd.grad(dots, [low, vectors], gradient)
     assert np.array_equal(vectors_gradient.numpy(), expected[:, int(with_low) :])
     if with_low:
         assert np.array_equal(low_gradient.numpy(), gradient[:, :columns].numpy() + expected[:, 0])
@@ -164,10 +167,10 @@ def test_compiled_pairwise_dots_have_the_bits_of_mkl_where_it_follows_the_branch
         pytest.skip(f"MKL follows {followed} here, and adds up otherwise; on the CPU its products of this size are not used")
     pairs, places, _ = all_pairs(count)
     low, vectors = torch.empty(9, 0), torch.randn(9, count, columns, requires_grad=True)
-    found, wanted = PairwiseDots.apply(low, vectors), TorchPairwiseDots.apply(vectors, pairs, places)
-    assert torch.equal(found, wanted)
-    gradient = torch.randn(wanted.shape)
-    assert torch.equal(*(torch.autograd.grad(dots, [vectors], gradient)[0] for dots in (found, wanted)))
+    compiled, by_mkl = PairwiseDots.apply(low, vectors), TorchPairwiseDots.apply(vectors, pairs, places)
+    assert torch.equal(compiled, by_mkl)
+    gradient = torch.randn(by_mkl.shape)
+    assert torch.equal(*(torch.autograd.grad(dots, [vectors], gradient)[0] for dots in (compiled, by_mkl)))
 
 
 def test_deepfm_sums_the_dot_products_of_all_pairs() -> None:

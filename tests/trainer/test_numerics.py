@@ -1,4 +1,4 @@
-"""The numerics settings, in a process of their own: what they promise, and the fingerprint's refusal."""
+"""The numerics settings, in a process of their own: what they promise, and that another fingerprint is refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch
 from foreload.trainer.compute.numerics import ENVIRONMENTS, check
 from foreload.trainer.errors import FingerprintError
 
-# Every check in one process, since the settings come into force once and importing torch takes seconds.
+# Every check in one process, since the settings come into force once and importing torch takes seconds. Arguments: threads, the processor's
+# instructions, and "grid" for all of it. It prints what differed: between addresses of memory and threads (`differ`), and between places of a row in
+# a slice (`by_place`).
 SCRIPT = """
 import hashlib, json, sys, threading
 from foreload.trainer.compute import numerics
@@ -79,11 +81,11 @@ def measured(threads: int, cpu_capability: str, process: int) -> dict[str, Any]:
     """What a process of its own finds over the grid; process: which of several that are alike."""
     if cpu_capability == "avx512" and not torch.cpu._is_avx512_supported():
         pytest.skip("this processor has no avx512")
-    return settled(threads, cpu_capability, "grid")
+    return said_by_script(threads, cpu_capability, "grid")
 
 
-def settled(threads: int, cpu_capability: str, *further: str, **environment: str) -> dict[str, Any]:
-    """What SCRIPT says of such settings."""
+def said_by_script(threads: int, cpu_capability: str, *further: str, **environment: str) -> dict[str, Any]:
+    """What SCRIPT says under such settings. further: "grid", or nothing for the fingerprint alone."""
     inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENTS["avx2"]}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(threads), cpu_capability, *further],
@@ -94,21 +96,21 @@ def settled(threads: int, cpu_capability: str, *further: str, **environment: str
         check=True,
         timeout=300,
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
 
 
 @pytest.mark.parametrize(("threads", "cpu_capability"), GRID)
 def test_the_same_slice_gives_the_same_bits_at_every_address_in_every_thread_and_process(
     threads: int, cpu_capability: str
 ) -> None:
-    found = measured(threads, cpu_capability, process=0)
-    assert found["differ"] == []
-    assert found["bits"] == measured(threads, cpu_capability, process=1)["bits"]
-    assert found["fingerprint"] == found["again"]
-    assert found["deterministic"] is True
-    assert found["filled"] is False
-    fingerprint = found["fingerprint"]
+    measurement = measured(threads, cpu_capability, process=0)
+    assert measurement["differ"] == []
+    assert measurement["bits"] == measured(threads, cpu_capability, process=1)["bits"]
+    assert measurement["fingerprint"] == measurement["again"]
+    assert measurement["deterministic"] is True
+    assert measurement["filled"] is False
+    fingerprint = measurement["fingerprint"]
     assert fingerprint["threads"] == str(threads)
     assert fingerprint["flush_to_zero"] == "off"
     assert fingerprint["device"] == "cpu"
@@ -117,15 +119,15 @@ def test_the_same_slice_gives_the_same_bits_at_every_address_in_every_thread_and
 
 @pytest.mark.parametrize(("threads", "cpu_capability"), GRID)
 def test_where_mkl_follows_the_branch_a_row_does_not_depend_on_its_place_in_the_slice(threads: int, cpu_capability: str) -> None:
-    found = measured(threads, cpu_capability, process=0)
-    followed, asked = found["fingerprint"]["mkl_cbwr"], ENVIRONMENTS[cpu_capability]["MKL_CBWR"]
+    measurement = measured(threads, cpu_capability, process=0)
+    followed, asked = measurement["fingerprint"]["mkl_cbwr"], ENVIRONMENTS[cpu_capability]["MKL_CBWR"]
     if followed != asked:
         pytest.skip(f"MKL follows {followed} on this processor, asked for {asked}: exactness needs no more than the same slices")
-    assert found["by_place"] == []
+    assert measurement["by_place"] == []
 
 
 def test_the_users_environment_wins_and_shows_in_the_fingerprint() -> None:
-    fingerprint = settled(1, "avx2", MKL_CBWR="COMPATIBLE", ATEN_CPU_CAPABILITY="default")["fingerprint"]
+    fingerprint = said_by_script(1, "avx2", MKL_CBWR="COMPATIBLE", ATEN_CPU_CAPABILITY="default")["fingerprint"]
     assert fingerprint["mkl_cbwr"] == "COMPATIBLE"
     assert fingerprint["cpu_capability"] in ("DEFAULT", "NO AVX")
 

@@ -34,13 +34,9 @@ from reference_data import (
 )
 from torch import Tensor, nn
 
-from foreload.trainer.compute import numerics
 from foreload.trainer.models.spec import ModelSpec
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    numerics.set_up(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Sums(nn.Module):
@@ -56,6 +52,7 @@ class Sums(nn.Module):
 
 
 def float_rows(*shape: int, seed: int = 0) -> np.ndarray:
+    """Random float32, large enough that another order of a sum shows."""
     return (np.random.default_rng(seed).standard_normal(shape) * 3).astype(np.float32)
 
 
@@ -82,6 +79,7 @@ def test_hash64_is_of_the_length_and_padded_words() -> None:
 # -- Reading and order -------------------------------------------------------------------------------------------------------------------------
 
 
+# A missing time, a tie of two times, missing values of either dense column, an empty value among several.
 CSV = """\
 when,y,x,z,city,tags
 3,1,2,,Rome,a|b
@@ -187,13 +185,13 @@ def test_a_feature_file_describes_a_log(tmp_path: Path) -> None:
 
 
 def test_initial_weights_are_the_documented_function() -> None:
-    found = initial_weights(7, 2, np.array([0, 5, 2**40]), 1000, 5)
+    weights = initial_weights(7, 2, np.array([0, 5, 2**40]), 1000, 5)
     scale = np.float32(1 / math.sqrt(1000))
     for place, row in enumerate((0, 5, 2**40)):
         for column in range(5):
             b = mix(key(7, 2, row) ^ (column // 2))
             u = b >> 40 if column % 2 == 0 else (b >> 16) & 0xFFFFFF
-            assert found[place, column] == np.float32((u - 2**23) * 2.0**-23) * scale
+            assert weights[place, column] == np.float32((u - 2**23) * 2.0**-23) * scale
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(0, 99))
@@ -224,11 +222,11 @@ def test_lanes_are_added_in_lane_order_and_another_order_gives_other_bits() -> N
 @pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 16, 33])
 def test_a_sum_of_squares_has_eight_running_sums_and_a_tree(columns: int) -> None:
     g = float_rows(4, columns)
-    for row, found in zip(g, sum_of_squares(g), strict=True):
+    for row, total in zip(g, sum_of_squares(g), strict=True):
         p = [np.float32(0)] * 8
         for column, value in enumerate(row):
             p[column % 8] = p[column % 8] + value * value
-        assert found == ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]))
+        assert total == ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
@@ -262,7 +260,7 @@ def test_row_optimizers_follow_their_formulas(optimizer: str) -> None:
 
 
 def log_of(tmp_path: Path, rows: int) -> tuple[Log, Path]:
-    """Random clicks with a multi-valued feature that shares its table."""
+    """Random clicks: a feature of one value, and one of several that is read twice, into the same table (mean) and into another (sum)."""
     random = np.random.default_rng(1)
     path = tmp_path / "clicks.csv"
     lines = ["y,x,a,b"]
@@ -277,7 +275,10 @@ def log_of(tmp_path: Path, rows: int) -> tuple[Log, Path]:
 def config_of(tmp_path: Path, **changed: Any) -> Config:
     log, path = log_of(tmp_path, 50)
     return replace(
-        Config(log, (path,), Sums, 8, 16, lanes=3, epochs=2, evaluation_fraction=0.2, row_optimizer="adagrad", lr=0.1), **changed
+        Config(
+            log, (path,), Sums, dim=8, batch_size=16, lanes=3, epochs=2, evaluation_fraction=0.2, row_optimizer="adagrad", lr=0.1
+        ),
+        **changed,
     )
 
 
@@ -311,7 +312,7 @@ def test_training_is_that_of_torch_embeddings_up_to_rounding(tmp_path: Path) -> 
 def test_a_run_is_repeated_to_the_bit_and_depends_on_its_seed_and_lanes(tmp_path: Path) -> None:
     first = train(config_of(tmp_path))
     again = train(config_of(tmp_path))
-    assert (first.digest, first.losses, first.evaluations) == (again.digest, again.losses, again.evaluations)
+    assert (first.digest, first.log_losses, first.evaluations) == (again.digest, again.log_losses, again.evaluations)
     others = [
         train(config_of(tmp_path, **change)).digest for change in ({"seed": 1}, {"lanes": 2}, {"shuffle_seed": 1}, {"lr": 0.2})
     ]
@@ -320,7 +321,7 @@ def test_a_run_is_repeated_to_the_bit_and_depends_on_its_seed_and_lanes(tmp_path
 
 def test_more_lanes_than_samples_leave_empty_slices_that_change_little(tmp_path: Path) -> None:
     one, many = train(config_of(tmp_path, lanes=1)), train(config_of(tmp_path, lanes=40))
-    np.testing.assert_allclose(one.losses, many.losses, rtol=1e-4)
+    np.testing.assert_allclose(one.log_losses, many.log_losses, rtol=1e-4)
     np.testing.assert_allclose(one.logits, many.logits, atol=1e-4)
 
 
@@ -353,11 +354,12 @@ def test_a_block_holds_pooled_rows_and_zeros_beyond(tmp_path: Path) -> None:
 
 
 def test_metrics_of_a_small_case_by_hand() -> None:
-    found = metrics(np.array([0, 0, 2, -1], np.float32), np.array([0, 1, 1, 0], np.float32))
-    assert found.auc == 3.5 / 4
+    measured = metrics(np.array([0, 0, 2, -1], np.float32), np.array([0, 1, 1, 0], np.float32))
+    # Of the four pairs of a click and no click, the click is above in three, and one is a tie.
+    assert measured.auc == 3.5 / 4
     log_loss = (2 * math.log(2) + math.log1p(math.exp(-2)) + math.log1p(math.exp(-1))) / 4
-    assert found.log_loss == pytest.approx(log_loss)
-    assert found.normalized_entropy == pytest.approx(log_loss / math.log(2))
+    assert measured.log_loss == pytest.approx(log_loss)
+    assert measured.normalized_entropy == pytest.approx(log_loss / math.log(2))
 
 
 def test_the_command_line_prints_every_epoch_and_the_digest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,4 +371,4 @@ def test_the_command_line_prints_every_epoch_and_the_digest(tmp_path: Path, caps
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["epoch 0", "epoch 1"]
     assert lines[2].startswith("digest ")
-    assert len(lines[2]) == 7 + 64
+    assert len(lines[2]) == len("digest ") + 64

@@ -1,4 +1,4 @@
-"""`stores list`, `stores delete` and `delete`: what runs have rows on servers, and the end of those, of folders and of local stores."""
+"""`stores list`, `stores delete` and `delete`: which runs have rows on servers; rows, folders and local stores are deleted, no other's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def train(clicks: Clicks, run: Path, store: str) -> None:
 def keys(url: str) -> list[str]:
     """What a server holds besides fence epochs, of which a few bytes stay."""
     with Store([url]) as store:
-        found = store.command(0, "KEYS", "*")
-        assert isinstance(found, list)
-        return sorted(key.decode() for key in found if not key.endswith(b":epoch"))
+        names = store.command(0, "KEYS", "*")
+        assert isinstance(names, list)
+        return sorted(key.decode() for key in names if not key.endswith(b":epoch"))
 
 
-def test_what_runs_have_rows_is_listed_and_each_is_deleted_by_itself(clicks: Clicks, tmp_path: Path) -> None:
+def test_runs_with_rows_are_listed_and_each_is_deleted_by_itself(clicks: Clicks, tmp_path: Path) -> None:
     with LocalStores(2, tmp_path / "servers") as servers:
         urls = ",".join(servers.urls)
         assert [line.split("  ")[1] for line in done("stores", "list", urls).splitlines()] == ["no run has rows here"] * 2
@@ -43,16 +43,18 @@ def test_what_runs_have_rows_is_listed_and_each_is_deleted_by_itself(clicks: Cli
         assert [line.split(":")[-2].split("  ")[-1] for line in told] == [
             f"namespace {name}, shard {shard} of 2 of run {ids[name]}" for shard in range(2) for name in ("first", "second")
         ]
-        found = json.loads((tmp_path / "list.json").read_text())["servers"]
+        listed = json.loads((tmp_path / "list.json").read_text())["servers"]
         status = done("stores", "status", first, "--json", tmp_path / "status.json")
         assert "shard 0" in status
         shards = json.loads((tmp_path / "status.json").read_text())["shards"]
-        for server, shard in zip(found, shards, strict=True):
+        for server, shard in zip(listed, shards, strict=True):
             assert server["namespaces"][0]["rows"] == shard["rows"] + shard["parity_rows"]
             assert server["namespaces"][0]["bytes"] == shard["hash_bytes"]
 
         told = done("delete", first).splitlines()
-        assert [line.startswith(f"deleted  {url}: namespace first, ") for line, url in zip(told[:2], servers.urls, strict=True)]
+        assert all(
+            line.startswith(f"deleted  {url}: namespace first, ") for line, url in zip(told[:2], servers.urls, strict=True)
+        )
         assert told[2:] == [f"deleted  {first}"]
         assert not first.exists()
         assert "has no manifest.json" in refused("delete", first)
@@ -113,14 +115,16 @@ def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(click
     try:
         command.until(reached(run, 3))
         assert "is being trained; stop it with Ctrl-C first" in refused("delete", run)
-        ours = command.remains.processes()
-        users = [
-            one for one in ours if "foreload.trainer.cli" in one.cmdline() or "foreload.trainer.cluster.worker" in one.cmdline()
+        # All but the servers.
+        trainers = [
+            process
+            for process in command.remains.processes()
+            if {"foreload.trainer.cli", "foreload.trainer.cluster.worker"} & set(process.cmdline())
         ]
-        for process in users:
+        for process in trainers:
             process.kill()
         command.process.wait()
-        psutil.wait_procs(users, timeout=60)
+        psutil.wait_procs(trainers, timeout=60)
         # Broken off: its servers are left, and alone have its rows.
         servers = LocalStores.find(run / STORES)
         assert servers is not None

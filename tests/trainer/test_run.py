@@ -35,19 +35,20 @@ def job(**changed: Any) -> TrainJob:
 
 
 def schedule(name: str = "first", parent: str | None = None, first: int = 0, lanes: int = 4, complete: bool = True) -> Any:
-    """What a run asks of a schedule."""
+    """What a run asks of a schedule, of which there is no more than that: ten steps from `first` on."""
     header = SimpleNamespace(lanes=lanes, first_step=first, end_step=first + 10, parent=parent)
     return SimpleNamespace(
         path=Path(name), complete=complete, checksum=f"sum of {name}", identity=f"header of {name}", header=header
     )
 
 
-def make(path: Path, **changed: Any) -> Run:
+def new_run(path: Path, **changed: Any) -> Run:
+    """A run's folder as `train` makes it, before the first step; changed: settings of its job."""
     return Run.create(path, new_manifest(job(**changed), schedule(), (), 2), Placement.spread(2), overwrite=False)
 
 
 def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", lr=0.5, model_options={"top": "8-1"})
+    run = new_run(tmp_path / "run", lr=0.5, model_options={"top": "8-1"})
     again = Run.open(tmp_path / "run")
     assert again.manifest == run.manifest
     assert again.manifest.training_job.lr == 0.5
@@ -65,7 +66,7 @@ def test_passwords_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_is_never_taken_silently(tmp_path: Path) -> None:
-    run = make(tmp_path / "run")
+    run = new_run(tmp_path / "run")
     # It has not trained a step yet.
     check_free(run.path, overwrite=False)
     run.write_status(Status("training", -1))
@@ -88,18 +89,17 @@ def test_a_folder_in_use_is_never_taken_silently(tmp_path: Path) -> None:
         ("lock", "placement.json", ".manifest.json.0123456789abcdef.tmp"), ("lock", "placement.json", "manifest.json"),
     ],
 )  # fmt: skip
-def test_whatever_was_made_of_a_run_when_its_maker_was_killed_another_takes_its_place(
-    tmp_path: Path, left: tuple[str, ...]
-) -> None:
-    whole = make(tmp_path / "whole")
+def test_whatever_a_killed_call_had_made_of_a_run_another_takes_its_place(tmp_path: Path, left: tuple[str, ...]) -> None:
+    whole = new_run(tmp_path / "whole")
     path = tmp_path / "run"
     path.mkdir()
+    # Files of a whole run as they are; what was being written, cut off.
     for name in left:
         path.joinpath(name).write_bytes((whole.path / name).read_bytes() if (whole.path / name).exists() else b"{")
     with locked(path) as lock, pytest.raises(RunError, match="is being trained or read right now"), locked(path):
         pass
     assert lock is not None
-    run = make(path)
+    run = new_run(path)
     assert sorted(item.name for item in path.iterdir()) == ["lock", "manifest.json", "placement.json"]
     # Under the id of the run that never began: it may have claimed its namespace.
     assert (run.manifest.run_id == whole.manifest.run_id) == ("manifest.json" in left)
@@ -108,7 +108,7 @@ def test_whatever_was_made_of_a_run_when_its_maker_was_killed_another_takes_its_
 @pytest.mark.parametrize("deleted", range(4))
 def test_a_run_that_was_being_deleted_makes_room_for_another(tmp_path: Path, deleted: int) -> None:
     with locked(tmp_path / "run"):
-        run = make(tmp_path / "run")
+        run = new_run(tmp_path / "run")
     run.write_status(Status("ended", 9))
     (run.path / "notes.txt").write_text("keep")
     for name in ("status.json", "manifest.json", "placement.json")[:deleted]:
@@ -119,7 +119,7 @@ def test_a_run_that_was_being_deleted_makes_room_for_another(tmp_path: Path, del
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
-    run = make(tmp_path / "run")
+    run = new_run(tmp_path / "run")
     run.write_status(Status("ended", 9))
     (run.path / "notes.txt").write_text("keep")
     before = run.manifest.run_id
@@ -131,14 +131,14 @@ def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 99}', '{"version": 1, "stages": []}'])
 def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
-    run = make(tmp_path / "run")
+    run = new_run(tmp_path / "run")
     (run.path / "manifest.json").write_text(content)
     with pytest.raises(RunError, match=r"manifest\.json|version"):
         _ = run.manifest
 
 
 def test_a_stopped_run_goes_on_where_it_stopped_with_other_trainers(tmp_path: Path) -> None:
-    run = make(tmp_path / "run")
+    run = new_run(tmp_path / "run")
     run.write_status(Status("stopped", 6))
     manifest, step = resumed(run, job(trainers=3, resume=True, peer_timeout=5), schedule())
     assert step == 6
@@ -146,7 +146,7 @@ def test_a_stopped_run_goes_on_where_it_stopped_with_other_trainers(tmp_path: Pa
 
 
 def test_a_call_s_own_address_is_not_the_run_s_even_where_one_of_an_earlier_version_has_it(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", address="127.0.0.7")
+    run = new_run(tmp_path / "run", address="127.0.0.7")
     assert "address" not in run.manifest.job
     run.write_manifest(replace(run.manifest, job=run.manifest.job | {"address": "127.0.0.1"}))
     assert run.manifest.training_job.address == "127.0.0.1"
@@ -158,7 +158,7 @@ def test_a_call_s_own_address_is_not_the_run_s_even_where_one_of_an_earlier_vers
 def test_a_run_goes_on_with_other_settings_of_its_numerics_where_that_is_accepted(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    run = make(tmp_path / "run")
+    run = new_run(tmp_path / "run")
     run.write_status(Status("stopped", 5))
     with pytest.raises(RunError, match=r"must be what the run was started with, .*; leave it out, or add --accept-numerics"):
         resumed(run, job(resume=True, **settings), schedule())
@@ -187,7 +187,7 @@ def test_a_run_says_since_which_steps_its_numerics_are_mixed(tmp_path: Path) -> 
 
 
 def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: Path) -> None:
-    run = make(tmp_path / "run")
+    run = new_run(tmp_path / "run")
     run.write_status(Status("ended", 9))
     manifest, step = resumed(run, job(), schedule("second", parent="sum of first", first=10))
     assert step == 9
@@ -211,7 +211,7 @@ def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: 
 def test_a_run_that_cannot_go_on_says_why(
     tmp_path: Path, status: Status | None, settings: dict[str, Any], offered: Any, message: str
 ) -> None:
-    run = make(tmp_path / "run")
+    run = new_run(tmp_path / "run")
     if status is not None:
         run.write_status(status)
     with pytest.raises(RunError, match=message):
@@ -253,7 +253,7 @@ def test_without_a_terminal_there_is_a_line_a_minute(tmp_path: Path, capsys: pyt
     for step in range(100, 220):
         now += 1.0
         report.step(0, step_report(step, loss=0.75 if step < 130 else 0.25))
-    # None ends for a while.
+    # Then no step ends for 90 seconds.
     for _ in range(90):
         now += 1.0
         report.tick()
@@ -266,11 +266,14 @@ def test_without_a_terminal_there_is_a_line_a_minute(tmp_path: Path, capsys: pyt
 
 
 def test_tensorboard_has_means_over_steps_and_the_settings(tmp_path: Path) -> None:
+    def samples_of(step: int) -> int:
+        return 100 if step % 2 else 300
+
     report = RunReport(tmp_path, Totals(), 20, None, members=(0,), settings={"lr": 0.5, "model": "dcn"})
     for step in range(20, 110):
         report.step(
             0,
-            step_report(step, loss=step, samples=100 if step % 2 else 300, seconds=0.5 if step < 100 else 1.0, rows_arrived=step),
+            step_report(step, loss=step, samples=samples_of(step), seconds=0.5 if step < 100 else 1.0, rows_arrived=step),
         )
     report.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -281,7 +284,7 @@ def test_tensorboard_has_means_over_steps_and_the_settings(tmp_path: Path) -> No
 
     # Up to each fiftieth step, and what was left.
     weighted = [
-        sum(step * (100 if step % 2 else 300) for step in steps) / sum(100 if step % 2 else 300 for step in steps)
+        sum(step * samples_of(step) for step in steps) / sum(map(samples_of, steps))
         for steps in (range(20, 50), range(50, 100), range(100, 110))
     ]
     assert np.allclose(scalars("train/loss"), list(zip((49, 99, 109), weighted, strict=True)))

@@ -10,46 +10,31 @@ from typing import Any
 
 import pytest
 from command_line import Command, reached
-from small_job import arguments, summary
+from small_job import BATCH, arguments, rows_of, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import lane_key
-from foreload.pipelines import prepare
 from foreload.trainer.cli import main
 from foreload.trainer.command_line.stores import DAMAGED
-from foreload.trainer.run.directory import SCRUB, STORES, Run
+from foreload.trainer.run.directory import SCRUB, STORES
 
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An epoch of 1,200 steps in two lanes, with so few slots that rows come back from the store."""
-    out = tmp_path_factory.mktemp("schedule") / "clicks"
-    prepare.run(f"--format synthetic --rows 153600 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
-    return out
+    """An epoch of 1,200 steps in two lanes: long enough to look at a run that trains."""
+    return synthetic_schedule(tmp_path_factory.mktemp("schedule"), 1200 * BATCH)
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of 30 steps."""
-    out = tmp_path_factory.mktemp("schedule") / "clicks"
-    prepare.run(f"--format synthetic --rows 3840 --batch-size 128 --lanes 2 --slots 900 --out {out}".split())
-    return out
-
-
-def rows_of(store: Store, run: Path, lane: int, shard: int) -> tuple[bytes, list[bytes]]:
-    """The key of a lane's hash on a shard, and the fields of its rows, parity rows left out, in order."""
-    key = lane_key(Run.open(run).manifest.namespace, lane, int(read_epochs(store, shard, run.name, 2)[lane]))
-    names = store.command(shard, "HKEYS", key)
-    assert isinstance(names, list)
-    return key, sorted(name for name in names if len(name) == 8 and name[0] < 0x80)
+    return synthetic_schedule(tmp_path_factory.mktemp("schedule"), 30 * BATCH)
 
 
 def asked(command: list[str], capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, output and --json of a command."""
+    """Exit status, output and --json (written to the path) of a command."""
     capsys.readouterr()
     status = main([*command, "--json", str(path)])
     return status, capsys.readouterr().out, json.loads(path.read_text())
@@ -58,36 +43,36 @@ def asked(command: list[str], capsys: pytest.CaptureFixture[str], path: Path) ->
 def test_a_run_that_ended_is_clean_and_what_is_repaired_in_local_stores_is_saved(
     short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, told = tmp_path / "run", tmp_path / "told.json"
+    run, json_path = tmp_path / "run", tmp_path / "report.json"
     assert main(arguments(short, run, "--store", "local:3", "--digest")) == 0
-    status, out, found = asked(["scrub", str(run)], capsys, told)
+    status, out, report = asked(["scrub", str(run)], capsys, json_path)
     assert status == 0
     assert "0 stripes repaired, 0 damaged" in out
-    assert found["stripes"] > 0
-    before = [(run / STORES / f"shard-{shard}.rdb").stat().st_mtime_ns for shard in range(3)]
+    assert report["stripes"] > 0
     with LocalStores(3, run / STORES) as stores:
         with Store(stores.urls) as store:
             key, names = rows_of(store, run, 1, 2)
             for name in names[:5]:
                 store.command(2, "HDEL", key, name)
         stores.stop(save=True)
-    status, out, found = asked(["scrub", str(run)], capsys, told)
+    damaged = (run / STORES / "shard-2.rdb").stat().st_mtime_ns
+    status, out, report = asked(["scrub", str(run)], capsys, json_path)
     assert status == 0
-    assert found["stripes_repaired"] == 5
-    assert {one["lane"] for one in found["repaired"]} == {1}
-    assert all("(shard 2) is missing" in one["what"] for one in found["repaired"])
+    assert report["stripes_repaired"] == 5
+    assert {one["lane"] for one in report["repaired"]} == {1}
+    assert all("(shard 2) is missing" in one["what"] for one in report["repaired"])
     assert "repaired: lane 1, table " in out
-    status, _, found = asked(["scrub", str(run)], capsys, told)
-    assert (status, found["stripes_repaired"]) == (0, 0)
+    status, _, report = asked(["scrub", str(run)], capsys, json_path)
+    assert (status, report["stripes_repaired"]) == (0, 0)
     assert main(["digest", str(run)]) == 0
     assert capsys.readouterr().out.strip() == summary(run)["digest"]
-    assert before != [(run / STORES / f"shard-{shard}.rdb").stat().st_mtime_ns for shard in range(3)]
+    assert (run / STORES / "shard-2.rdb").stat().st_mtime_ns > damaged
 
 
-def test_what_cannot_be_told_is_named_left_alone_and_has_an_exit_status_of_its_own(
+def test_a_damaged_row_is_named_left_alone_and_has_an_exit_status_of_its_own(
     short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, told = tmp_path / "run", tmp_path / "told.json"
+    run, json_path = tmp_path / "run", tmp_path / "report.json"
     with LocalStores(3, tmp_path / "stores") as stores, Store(stores.urls) as store:
         assert main(arguments(short, run, "--store", ",".join(stores.urls))) == 0
         key, names = rows_of(store, run, 0, 1)
@@ -95,10 +80,10 @@ def test_what_cannot_be_told_is_named_left_alone_and_has_an_exit_status_of_its_o
         assert isinstance(row, bytes)
         changed = bytes([row[0] ^ 1]) + row[1:]
         store.command(1, "HSET", key, names[0], changed)
-        status, out, found = asked(["scrub", str(run)], capsys, told)
+        status, out, report = asked(["scrub", str(run)], capsys, json_path)
         assert status == DAMAGED == 4
-        assert found["stripes_damaged"] == 1
-        (one,) = found["damaged"]
+        assert report["stripes_damaged"] == 1
+        (one,) = report["damaged"]
         assert (one["lane"], 1 in one["shards"]) == (0, True)
         first, last = one["ordinals"]
         assert first <= int.from_bytes(names[0][2:], "big") <= last
@@ -109,41 +94,41 @@ def test_what_cannot_be_told_is_named_left_alone_and_has_an_exit_status_of_its_o
 def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, told = tmp_path / "run", tmp_path / "told.json"
+    run, json_path = tmp_path / "run", tmp_path / "report.json"
     with LocalStores(3, tmp_path / "stores") as stores:
         job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls)))
         job.until(reached(run, 30))
         job.process.send_signal(signal.SIGINT)
         status, _, err = job.end()
         assert status == 130, err
-        status, _, found = asked(["scrub", str(run)], capsys, told)
-        assert (status, found["stripes_repaired"], found["lost_shards"]) == (0, 0, [])
+        status, _, report = asked(["scrub", str(run)], capsys, json_path)
+        assert (status, report["stripes_repaired"], report["lost_shards"]) == (0, 0, [])
         with Store(stores.urls) as store:
             key, names = rows_of(store, run, 0, 1)
             store.command(1, "HDEL", key, *names[:3])
-            status, _, found = asked(["scrub", str(run)], capsys, told)
-            assert (status, found["stripes_repaired"]) == (0, 3)
+            status, _, report = asked(["scrub", str(run)], capsys, json_path)
+            assert (status, report["stripes_repaired"]) == (0, 3)
             store.command(2, "FLUSHALL")
-        status, out, found = asked(["scrub", str(run)], capsys, told)
-        assert (status, found["lost_shards"]) == (0, [2])
+        status, out, report = asked(["scrub", str(run)], capsys, json_path)
+        assert (status, report["lost_shards"]) == (0, [2])
         assert "not checked: store shard 2, which is lost" in out
-        status, out, found = asked(["stores", "status", str(run)], capsys, told)
-        assert found["parity"] == {"code": "2+1", "state": "degraded"}
-        assert [shard["state"] for shard in found["shards"]] == ["up", "up", "degraded"]
+        status, out, report = asked(["stores", "status", str(run)], capsys, json_path)
+        assert report["parity"] == {"code": "2+1", "state": "degraded"}
+        assert [shard["state"] for shard in report["shards"]] == ["up", "up", "degraded"]
 
 
 def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, told = tmp_path / "run", tmp_path / "told.json"
+    run, json_path = tmp_path / "run", tmp_path / "report.json"
     with LocalStores(3, tmp_path / "stores") as stores:
         job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls), "--trainers", "2"))
         job.until(reached(run, 30))
         job.remains.kill()
-        status, _, found = asked(["scrub", str(run)], capsys, told)
-        assert (status, found["stripes_repaired"], found["stripes_damaged"]) == (0, 0, 0)
-        assert found["stripes"] > 0
-        assert found["lost_shards"] == []
+        status, _, report = asked(["scrub", str(run)], capsys, json_path)
+        assert (status, report["stripes_repaired"], report["stripes_damaged"]) == (0, 0, 0)
+        assert report["stripes"] > 0
+        assert report["lost_shards"] == []
         with Store(stores.urls) as store:
             for lane in range(2):
                 # All shards of a lane are at one batch.
@@ -159,22 +144,22 @@ def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
 def test_a_run_is_scrubbed_and_told_of_while_it_trains(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str], trainers: str
 ) -> None:
-    run, told = tmp_path / "run", tmp_path / "told.json"
+    run, json_path = tmp_path / "run", tmp_path / "report.json"
     job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers))
     job.until(reached(run, 40))
-    status, out, found = asked(["stores", "status", str(run)], capsys, told)
+    status, out, report = asked(["stores", "status", str(run)], capsys, json_path)
     assert status == 0, out
-    assert found["state"] == "training"
-    assert found["parity"] == {"code": "2+1", "state": "ok"}
-    assert found["lag"]["rows"] >= 0
-    assert all(shard["rows"] > 0 and shard["parity_rows"] > 0 for shard in found["shards"])
-    assert found["forecast"]["rows"] > sum(shard["rows"] for shard in found["shards"])
-    assert found["forecast"]["overhead_measured"]
-    status, out, found = asked(["scrub", str(run)], capsys, told)
+    assert report["state"] == "training"
+    assert report["parity"] == {"code": "2+1", "state": "ok"}
+    assert report["lag"]["rows"] >= 0
+    assert all(shard["rows"] > 0 and shard["parity_rows"] > 0 for shard in report["shards"])
+    assert report["forecast"]["rows"] > sum(shard["rows"] for shard in report["shards"])
+    assert report["forecast"]["overhead_measured"]
+    status, out, report = asked(["scrub", str(run)], capsys, json_path)
     assert status == 0, out
-    assert found["stripes"] > 0
-    assert found["rows"] > 0
-    assert (found["stripes_repaired"], found["stripes_damaged"]) == (0, 0)
+    assert report["stripes"] > 0
+    assert report["rows"] > 0
+    assert (report["stripes_repaired"], report["stripes_damaged"]) == (0, 0)
     assert not (run / SCRUB).exists()
     job.process.send_signal(signal.SIGINT)
     status, _, err = job.end()
@@ -182,18 +167,18 @@ def test_a_run_is_scrubbed_and_told_of_while_it_trains(
 
 
 def test_what_a_store_will_need_is_what_it_then_has(short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, told = tmp_path / "run", tmp_path / "told.json"
+    run, json_path = tmp_path / "run", tmp_path / "report.json"
     with LocalStores(3, tmp_path / "stores") as stores:
         assert main(arguments(short, run, "--store", ",".join(stores.urls))) == 0
-        status, out, found = asked(["stores", "status", str(run)], capsys, told)
-        assert (status, found["parity"]["state"], found["lag"]) == (0, "ok", None)
-        for shard in found["shards"]:
+        status, out, report = asked(["stores", "status", str(run)], capsys, json_path)
+        assert (status, report["parity"]["state"], report["lag"]) == (0, "ok", None)
+        for shard in report["shards"]:
             assert shard["rows"] + shard["parity_rows"] == shard["entries"]
-        forecast = found["forecast"]
-        assert forecast["rows"] == sum(shard["rows"] for shard in found["shards"])
-        assert forecast["parity_rows"] == sum(shard["parity_rows"] for shard in found["shards"])
+        forecast = report["forecast"]
+        assert forecast["rows"] == sum(shard["rows"] for shard in report["shards"])
+        assert forecast["parity_rows"] == sum(shard["parity_rows"] for shard in report["shards"])
         # Nothing is left to come, so this is what there is.
-        assert forecast["memory_bytes"] == pytest.approx(sum(shard["hash_bytes"] for shard in found["shards"]), abs=2)
+        assert forecast["memory_bytes"] == pytest.approx(sum(shard["hash_bytes"] for shard in report["shards"]), abs=2)
         assert "at the end of the schedule: " in out
 
 

@@ -1,4 +1,4 @@
-"""Gaps and throughput of steps in time."""
+"""The timeline of a training: gaps between steps, throughput, and what a drill says of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from foreload.trainer.run.timeline import (
 )
 
 STEP = 0.5
+"""Seconds that a step takes."""
 GAP = 3.0
+"""Seconds from one step's end to the next where something holds it up."""
 
 
 def told(step: int, at: float, epoch: int = 0) -> tuple[StepReport, float]:
+    """What a trainer tells of a step of STEP seconds that ended at this moment."""
     return step_report(step, epoch=epoch, seconds=STEP), at
 
 
 def steady(count: int, begin: float = 0.0) -> Timeline:
-    """Steps of half a second and 100 samples."""
+    """Steps of STEP seconds and 100 samples each, one after the other."""
     ended = begin + STEP * np.arange(1, count + 1)
     return Timeline(ended, np.full(count, STEP), np.full(count, 100))
 
@@ -49,12 +52,12 @@ def test_evaluation_between_epochs_is_no_step_s_time() -> None:
     assert times.timeline.took.tolist() == [STEP] * 4
 
 
-def test_the_longest_gap_begins_with_the_strike_and_may_end_after_the_time_asked_for() -> None:
+def test_the_longest_gap_begins_with_the_fault_and_may_end_after_the_time_asked_for() -> None:
     pause = Timeline(np.array([10 * STEP + GAP]), np.array([GAP]), np.array([100]))
     timeline = joined(steady(10), pause, steady(10, 10 * STEP + GAP))
-    struck = 10 * STEP + 1.0
+    injected = 10 * STEP + 1.0
     assert timeline.longest_gap(10 * STEP, 20.0) == pytest.approx(GAP)
-    assert timeline.longest_gap(struck, struck) == pytest.approx(GAP - 1.0)
+    assert timeline.longest_gap(injected, injected) == pytest.approx(GAP - 1.0)
     assert timeline.longest_gap(0.0, 2.0) == pytest.approx(STEP)
     assert math.isnan(timeline.longest_gap(100.0, 200.0))
 

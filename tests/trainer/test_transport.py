@@ -17,6 +17,7 @@ from foreload.trainer.errors import PeerLost
 
 TIMEOUT = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.3)
+"""What is waited for somebody who never answers."""
 
 
 def local(world: int) -> list[Transport]:
@@ -24,6 +25,7 @@ def local(world: int) -> list[Transport]:
 
 
 def gloo(world: int) -> list[Transport]:
+    """Over TCP, each with a connection of its own to the rendezvous store, as in processes of their own."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=TIMEOUT)
 
     def connect(rank: int) -> Transport:
@@ -37,6 +39,7 @@ def gloo(world: int) -> list[Transport]:
 
 @pytest.fixture(params=[local, gloo], ids=["local", "gloo"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Transport]]]:
+    """Connects so many trainers by a kind of transport; all are closed in the end."""
     opened: list[Transport] = []
 
     def make(world: int) -> list[Transport]:
@@ -49,6 +52,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Tra
 
 
 def on_every_rank(transports: list[Transport], act: Callable[[Transport], Any]) -> list[Any]:
+    """Do something on all transports at once; what each gives, by rank."""
     with ThreadPoolExecutor(len(transports)) as pool:
         return list(pool.map(act, transports))
 

@@ -252,7 +252,7 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
     job = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", str(trainers)))
     job.until(reached(run, 5))
     job.process.kill()
-    _, err = job.process.communicate()
+    _, err = job.process.communicate(timeout=DEADLINE_SECONDS)
     left = psutil.wait_procs(job.remains.processes(), timeout=DEADLINE_SECONDS)[1]
     assert not left
     assert "Traceback" not in err
@@ -274,7 +274,7 @@ def test_trainers_whose_launcher_is_killed_before_they_begin_leave(
     job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2"))
     job.until(lambda: bool(job.workers))
     job.process.kill()
-    job.process.communicate()
+    job.process.communicate(timeout=DEADLINE_SECONDS)
     assert not psutil.wait_procs(job.remains.processes(), timeout=DEADLINE_SECONDS)[1]
     # It never began; the server that was left is of no use to anyone.
     assert main(arguments(schedule, run, "--store", "local:1")) == 0

@@ -171,16 +171,26 @@ class Owner:
 
     def begin(self) -> Owner:
         """Own the lanes from the beginning."""
-        self._serve([LanePlan(lane, self._plan(lane, 0)) for lane in self.histories])
+        self._serve([LanePlan(lane, self.plan_from(lane, 0)) for lane in self.histories])
         for lane in self.histories:
             self._partition(lane)
         return self
 
     def take_over(self, step: int, copied: Mapping[int, CopiedLane], dead: bool = True) -> dict[int, TakenLane]:
-        """Own the lanes from the end of a step on."""
-        taken = take_over_lost(self.stored, self.ownership, self.log, copied, dead)
-        self._serve([one.plan(self._plan(lane, step + 1)) for lane, one in taken.items()])
+        """Own these lanes, too, from the end of a step on; those that it has are at that step."""
+
+        def take() -> dict[int, TakenLane]:
+            return take_over_lost(self.stored, self.ownership, self.log, copied, dead)
+
+        if self.traffic is None:
+            taken = take()
+            self._serve([])
+        else:
+            self.traffic.raise_term(self.ownership.term)
+            taken = self.traffic.between_rounds(take)
         assert self.traffic is not None
+        for lane, one in taken.items():
+            self.traffic.add_lane(one.plan(self.plan_from(lane, step + 1)))
         for lane, one in taken.items():
             here, partition = self.histories[lane].after[step], self._partition(lane)
             who = here.rows
@@ -206,7 +216,8 @@ class Owner:
         for plan in plans:
             self.traffic.add_lane(plan)
 
-    def _plan(self, lane: int, step: int) -> Iterator[tuple[int, Arrivals]]:
+    def plan_from(self, lane: int, step: int) -> Iterator[tuple[int, Arrivals]]:
+        """The arrivals of a lane from a step on, and of what comes between it and the step before."""
         history = self.histories[lane]
         return (
             (index, event.arrivals) for index, event in enumerate(history.program.events) if index >= history.first_event[step]

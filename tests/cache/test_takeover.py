@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from grids import covering
-from lane_owners import TIMEOUT, Died, History, Mortal, Owner, check_all, dies_at, of_phase
+from lane_owners import NAMESPACE, TIMEOUT, Died, Gate, History, Mortal, Owner, check_all, dies_at, of_phase
 from lane_program import make_program
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.store import Store
+from foreload.cache.client.resp import MARKER
+from foreload.cache.client.store import NO_ROWS, Store, Write
+from foreload.cache.errors import CacheError, Fenced, RowsLost, StoreError
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.rows.fields import fields
+from foreload.cache.rows.staging import EndedRows
 
 LANES = (0, 3)
 STEPS = 30
@@ -46,6 +55,14 @@ def flush(urls: Sequence[str], shard: int) -> None:
     """A server loses everything, and goes on."""
     with Store(urls, TIMEOUT) as store:
         store.command(shard, "FLUSHALL")
+
+
+def kill(stores: LocalStores, shard: int) -> None:
+    """A server is gone, and takes no connections."""
+    pid = stores.pids[shard]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    stores._processes[shard].wait()
 
 
 def until_dead(owner: Owner) -> None:
@@ -200,3 +217,191 @@ def test_owner_after_owner_dies(
         last.take_over(step, copies)
         to_the_end(last, urls, parity)
         assert last.traffic is not None
+
+
+@pytest.mark.parametrize("parity", PARITIES)
+@pytest.mark.parametrize("action", ["batch logged", "data acknowledged"])
+def test_who_owns_other_lanes_takes_over_between_two_rounds(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, parity: tuple[int, int], action: str
+) -> None:
+    if not parity[1] and action == "batch logged":
+        action = "data leaves"
+    own, lost = ({lane: histories[lane]} for lane in LANES)
+    stays = Owner(Store(urls, TIMEOUT), own, tmp_path, parity, Ownership(1)).begin()
+    gone = Owner(Store(urls, TIMEOUT), lost, tmp_path, parity, Ownership(1), dies_at(action, 12)).begin()
+    until_dead(gone)
+    step, copies = gone.copies(1)
+    gone.abandon()
+    stays.train(step)
+    stays.ownership, stays.histories, stays.told = Ownership(2), histories, {lane: {} for lane in LANES}
+    stays.take_over(step, copies)
+    to_the_end(stays, urls, parity)
+
+
+@pytest.mark.parametrize("how", ["gone", "emptied", "emptied, as one of the run's"])
+def test_a_server_that_is_lost_with_the_owner_is_rebuilt(
+    three: LocalStores, urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, how: str
+) -> None:
+    identity = {"run": "x"} if how != "emptied" else None
+    if identity is not None:
+        with Store(urls, TIMEOUT) as store:
+            claim(store, NAMESPACE, identity, "new")
+    first = Owner(Mortal(urls, of_phase("data"), 14, (0, 2)), histories, tmp_path, (2, 1), Ownership(1, identity)).begin()
+    until_dead(first)
+    step, copies = first.copies(1)
+    first.abandon()
+    # It is there when the successor connects, and is not when that is asked to take over.
+    second = Owner(Mortal(urls), histories, tmp_path, (2, 1), Ownership(2, identity))
+    if how == "gone":
+        kill(three, 1)
+    else:
+        flush(urls, 1)
+    try:
+        second.take_over(step, copies)
+        assert list(second.stored.shards.lost) == ([] if identity is None else [1])
+    finally:
+        if how == "gone":
+            assert three.restart(1)
+    to_the_end(second, urls, (2, 1))
+
+
+@pytest.mark.parametrize("parity", PARITIES)
+def test_servers_that_lost_more_than_parity_covers_are_refused(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, parity: tuple[int, int]
+) -> None:
+    first = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(1), dies_at("data leaves", 14)).begin()
+    until_dead(first)
+    step, copies = first.copies(1)
+    first.abandon()
+    for shard in range(1 + parity[1]):
+        flush(urls, shard)
+    second = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(2))
+    with pytest.raises(RowsLost if parity[1] else StoreError, match="are lost" if parity[1] else "lost rows"):
+        second.take_over(step, copies)
+    second.abandon()
+
+
+def test_rows_that_vanish_from_a_server_without_parity_are_noticed(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path
+) -> None:
+    """The marker is the right one, but not all rows stand beside it that were written before."""
+    first = Owner(Store(urls, TIMEOUT), histories, tmp_path, (1, 0), Ownership(1), dies_at("data leaves", 14)).begin()
+    until_dead(first)
+    step, copies = first.copies(1)
+    key = first.stored.key(0, 2)
+    first.abandon()
+    with Store(urls, TIMEOUT) as store:
+        unsure = {bytes(name) for rows in (*(rows for _, rows in copies[0].owed), copies[0].ending) for name in names(rows)}
+        there = store.command(2, "HKEYS", key)
+        assert isinstance(there, list)
+        store.command(2, "HDEL", key, next(name for name in there if name != MARKER and name not in unsure))
+    second = Owner(Store(urls, TIMEOUT), histories, tmp_path, (1, 0), Ownership(2))
+    with pytest.raises(StoreError, match="lost rows of lane 0"):
+        second.take_over(step, copies)
+    second.abandon()
+
+
+def names(rows: EndedRows) -> list[bytes]:
+    """The fields of rows."""
+    return [int(one).to_bytes(8, "big") for one in fields(rows.table, rows.ordinal)]
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_an_owner_that_may_live_is_followed_only_where_it_cannot_go_on(
+    three: LocalStores, urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, dead: bool
+) -> None:
+    """With 1 + 2 on 3 shards it could go on with one; so two must be fenced for it to be stopped by that."""
+    parity = (1, 2)
+    first = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(1), dies_at("data leaves", 14)).begin()
+    until_dead(first)
+    step, copies = first.copies(1)
+    first.abandon()
+    second = Owner(Mortal(urls), histories, tmp_path, parity, Ownership(2))
+    kill(three, 0)
+    kill(three, 1)
+    try:
+        if dead:
+            second.take_over(step, copies, dead)
+        else:
+            with pytest.raises(CacheError, match="1 of 3 store shards could be fenced, must be more than 2"):
+                second.take_over(step, copies, dead)
+    finally:
+        assert three.restart(0)
+        assert three.restart(1)
+    if dead:
+        to_the_end(second, urls, parity)
+    second.abandon()
+
+
+@pytest.mark.parametrize(
+    ("action", "parity"),
+    [(action, parity) for action in ACTIONS for parity in PARITIES if parity[1] or not action.startswith(("parity", "batch"))],
+)
+def test_what_an_owner_that_was_stopped_still_does_changes_nothing(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, action: str, parity: tuple[int, int]
+) -> None:
+    gate = Gate(action, 14)
+    stopped = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(1), gate).begin()
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            stopped.train()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert gate.reached.wait(60)
+    # What it told its copies it told before; one step less than it may have committed is what they surely have.
+    step, copies = stopped.copies(1, early=True)
+    second = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(2))
+    second.take_over(step, copies, dead=False)
+    second.train(step + 2)
+    gate.open.set()
+    thread.join()
+    assert [type(failure) for failure in failures] == [Fenced]
+    with Store(urls, TIMEOUT) as store:
+        for lane in LANES:
+            for shard in range(3):
+                late = Write(shard, stopped.stored.key(lane, shard), *NO_ROWS, Marker(99, 99).stored())
+                with pytest.raises(Fenced):
+                    store.exchange([], [late])
+    # Another one finds the second's records, whatever the stopped one has logged meanwhile.
+    step, copies = second.copies(0)
+    second.abandon()
+    third = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(3))
+    third.take_over(step, copies)
+    to_the_end(third, urls, parity)
+    stopped.abandon()
+
+
+def test_an_owner_of_an_earlier_term_takes_nothing_over(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path
+) -> None:
+    first = Owner(Store(urls, TIMEOUT), histories, tmp_path, (2, 1), Ownership(1), dies_at("data leaves", 14)).begin()
+    until_dead(first)
+    step, copies = first.copies(1)
+    first.abandon()
+    second = Owner(Store(urls, TIMEOUT), histories, tmp_path, (2, 1), Ownership(3))
+    second.take_over(step, copies)
+    late = Owner(Store(urls, TIMEOUT), histories, tmp_path, (2, 1), Ownership(2))
+    with pytest.raises(Fenced, match="has an owner of term 3, this one's is 2"):
+        late.take_over(step, copies)
+    late.abandon()
+    to_the_end(second, urls, (2, 1))
+
+
+@pytest.mark.parametrize("parity", PARITIES)
+def test_arrivals_are_planned_anew_from_any_event_on(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, parity: tuple[int, int]
+) -> None:
+    """Before each step what was staged for it is thrown away, with whatever was asked for ahead."""
+    owner = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(1)).begin()
+    assert owner.traffic is not None
+    for step in range(STEPS - 1):
+        for lane in LANES:
+            owner.traffic.replan(lane, owner.plan_from(lane, step))
+        owner.train(step)
+        assert all(owner.traffic.released(lane)[0] <= step for lane in LANES)
+    to_the_end(owner, urls, parity)

@@ -111,6 +111,7 @@ class FileLog:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[Path, mmap.mmap] = {}
+        self._begun: set[tuple[int, int]] = set()  # lanes and terms that this one has held a batch of
 
     def hold(self, lane: int, batch: LoggedBatch) -> None:
         """Hold a batch. A writer that dies meanwhile leaves the batch before, and no byte of this one has left by then."""
@@ -132,6 +133,11 @@ class FileLog:
         header[_SHARDS], header[_BEFORE] = len(held), batch.before
         header[_CHECKSUM] = _sum_of(header, np.frombuffer(file, np.uint8, at - _HEADER_BYTES, _HEADER_BYTES))
         header[_WHOLE] = 1
+        if (lane, term) not in self._begun:
+            self._begun.add((lane, term))
+            for earlier, path in self._files(lane):
+                if earlier < term:
+                    path.unlink(missing_ok=True)  # no record there will count again
 
     def held(self, lane: int) -> LoggedBatch | None:
         """The newest whole record of a lane, of the highest term that has one; None if there is none. Raises CacheError for a file that is no log."""
@@ -146,17 +152,21 @@ class FileLog:
 
     def _held(self, lane: int) -> tuple[int, LoggedBatch | None]:
         """The term in whose files it is, and the record."""
-        places = []
-        for path in self._directory.glob(f"lane-{lane}-*.log"):
-            name = _NAME.fullmatch(path.name)
-            number = _number(path)
-            if name is not None and number is not None:
-                places.append((int(name[1] or 0), number, path))
-        for term, _, path in sorted(places, reverse=True):
-            record = self._record(path)
-            if record is not None:
-                return term, record
-        return 0, None
+        while True:
+            try:
+                places = [(term, number, path) for term, path in self._files(lane) if (number := _number(path)) is not None]
+                for term, _, path in sorted(places, reverse=True):
+                    record = self._record(path)
+                    if record is not None:
+                        return term, record
+                return 0, None
+            except FileNotFoundError:
+                continue  # of a term that has just passed: there is a later one
+
+    def _files(self, lane: int) -> list[tuple[int, Path]]:
+        """All files of a lane, with their terms."""
+        named = ((_NAME.fullmatch(path.name), path) for path in self._directory.glob(f"lane-{lane}-*.log"))
+        return [(int(name[1] or 0), path) for name, path in named if name is not None]
 
     def _record(self, path: Path) -> LoggedBatch | None:
         data = path.read_bytes()

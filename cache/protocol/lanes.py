@@ -28,7 +28,7 @@ class LanePlan:
     plan: (event index, arrivals) in order of the program; None where the next event is not known yet (it is asked for again, after a
     while). An exception that it raises is raised by the `take` of the event that it stands for. last_batch: the number of the lane's last
     write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: which rows the store has;
-    int64 [tables]: all ordinals below it; None: none.
+    int64 [tables]: all ordinals below it; None: none. held: int64 [shards], how many rows and parity rows that is, None: to be counted.
     """
 
     lane: int
@@ -36,6 +36,7 @@ class LanePlan:
     last_batch: int = 0
     released_boundary: int = -1
     written: np.ndarray | Written | None = None
+    held: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -102,7 +103,9 @@ class LaneTraffic:
         else:
             stripes = stored.placement.stripes(plan.lane, written)
         staging = WriteBackStaging(stored.shapes, stripes, with_base, plan.last_batch)
-        held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
+        held = plan.held
+        if held is None:
+            held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
         first = first_number(term) if first_number(term) > plan.last_batch else None
         self.writes = LaneWrites(plan.lane, stripes, staging, plan.last_batch, held, first)
 

@@ -45,7 +45,8 @@ class CopiedLane:
 
 @dataclass(frozen=True, slots=True)
 class TakenLane:
-    """A lane that was taken over. last_batch: the number at which its new owner begins; released_boundary: as it begins; written: what the store has.
+    """A lane that was taken over. last_batch: the number at which its new owner begins; released_boundary: as it begins; written: what the store
+    has; held: int64 [shards], how many rows and parity rows that is.
 
     to_write: the rows that were owed and are not stored, with their base, by boundary, ascending; every boundary that was owed is there, so that
     each is released in time. ending: as in the copy, with the base of each row that is not stored; stored: bool [E], which of them are: the tag
@@ -56,13 +57,14 @@ class TakenLane:
     last_batch: int
     released_boundary: int
     written: Written
+    held: np.ndarray
     to_write: Sequence[tuple[int, EndedRows]]
     ending: EndedRows
     stored: np.ndarray
 
     def plan(self, arrivals: Plan) -> LanePlan:
         """What its traffic begins with; `to_write` is to be handed over next. arrivals: from step c on."""
-        return LanePlan(self.lane, arrivals, self.last_batch, self.released_boundary, self.written)
+        return LanePlan(self.lane, arrivals, self.last_batch, self.released_boundary, self.written, self.held)
 
 
 def take_over_lost(
@@ -101,7 +103,7 @@ class _Taking:
 
     number: of the empty batch with which the new owner's begin. found: what the fence found, by shard. unfinished: with the markers of the shards
     that are trusted; fields: how many (the marker's among them) the lane's hash has there. unsure: rows of which the copy does not know
-    whether they are stored; written: as far as that is known.
+    whether they are stored; written: as far as that is known; held: by that, once it is, the rows and parity rows of a shard that lacks none.
     """
 
     lane: int
@@ -110,6 +112,7 @@ class _Taking:
     unsure: UnsureRows
     written: Written
     unfinished: Unfinished
+    held: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     found: dict[int, Found] = field(default_factory=dict)
     fields: dict[int, int] = field(default_factory=dict)
 
@@ -122,13 +125,10 @@ class _Taking:
         unfinished = Unfinished(lane, LoggedBatch.empty(0, 0, None), {})
         return cls(lane, copied, first_number(term), UnsureRows.of(lane, copied.owed, copied.ending), written, unfinished)
 
-    def stripes(self, stored: StoredRows) -> LaneStripes:
-        """The lane's stripes, of what is written as far as that is known."""
-        return LaneStripes(self.lane, stored.placement.k, stored.placement.members, self.written)
-
-    def expected(self, stored: StoredRows) -> np.ndarray:
-        """How many rows and parity rows a shard that lacks none has: int64 [shards]."""
-        return count_rows(self.stripes(stored), len(stored.layouts), stored.placement.shard_count).fields
+    def count(self, stored: StoredRows) -> None:
+        """Count what shards that lack none have, now that it is known what is written."""
+        stripes = LaneStripes(self.lane, stored.placement.k, stored.placement.members, self.written)
+        self.held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
 
     def rows_on(self, shard: int) -> int:
         """How many rows and parity rows a shard has that is trusted, once the batch in the log is there."""
@@ -148,7 +148,8 @@ class _Taking:
     def taken(self, found: Rows | None) -> TakenLane:
         """It is taken over. found: as `UnsureRows.sorted_out` has it."""
         to_write, ending, are_stored = self.unsure.sorted_out(found)
-        return TakenLane(self.lane, self.number, self.copied.released[0], self.written, to_write, ending, are_stored)
+        released_boundary, _ = self.copied.released
+        return TakenLane(self.lane, self.number, released_boundary, self.written, self.held, to_write, ending, are_stored)
 
 
 def _names(rows: Occupants) -> np.ndarray:
@@ -258,8 +259,8 @@ def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
     latest = taking.unsure.latest
     never = rows.tag == 0
     taking.written.forget(latest.table[never], latest.ordinal[never])
-    expected = taking.expected(stored)
-    others = [shard for shard in taking.unfinished.markers if taking.rows_on(shard) != expected[shard]]
+    taking.count(stored)
+    others = [shard for shard in taking.unfinished.markers if taking.rows_on(shard) != taking.held[shard]]
     if not others:
         return rows
     taking.written.note(latest.table[never], latest.ordinal[never])
@@ -267,7 +268,7 @@ def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
         if not taking.may_distrust(stored, shard):
             raise CacheError(
                 f"store {stored.shards.urls[shard]}: has {taking.rows_on(shard)} rows and parity rows of lane {taking.lane}, must have "
-                f"{expected[shard]} by what was written: it lost rows; {REMEDY}"
+                f"{taking.held[shard]} by what was written: it lost rows; {REMEDY}"
             )
         taking.distrust(stored, shard)
     return None
@@ -279,7 +280,7 @@ def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking]) -> Non
     emptied: dict[int, list[tuple[bytes | str, ...]]] = {}
     for taking in takings:
         own, marker = stored.shards.of(taking.lane), Marker(taking.number, taking.number)
-        log.hold(taking.lane, LoggedBatch.empty(taking.number, taking.unfinished.batch.number, taking.expected(stored)))
+        log.hold(taking.lane, LoggedBatch.empty(taking.number, taking.unfinished.batch.number, taking.held))
         for shard in taking.found:
             if shard in stored.shards.lost:
                 continue
@@ -323,11 +324,11 @@ def _write_again(stored: StoredRows, takings: Sequence[_Taking]) -> None:
         taking.fields[write.shard] += write.added
     markers: list[tuple[_Taking, Write]] = []
     for taking in takings:
-        expected = taking.expected(stored)
+        taking.count(stored)
         for shard, there in taking.found.items():
             rows = taking.fields[shard] - there.marked
-            if rows != expected[shard]:
-                what = f"lost rows of lane {taking.lane}: has {rows} of {expected[shard]}"
+            if rows != taking.held[shard]:
+                what = f"lost rows of lane {taking.lane}: has {rows} of {taking.held[shard]}"
                 raise StoreError(f"store {stored.shards.urls[shard]}: {what}; {REMEDY}")
             stored.shards.of(taking.lane).held[shard] = 0 if there.marked else None
             marker = Marker(taking.number, taking.number)
@@ -335,7 +336,7 @@ def _write_again(stored: StoredRows, takings: Sequence[_Taking]) -> None:
     stored.store.exchange([], [write for _, write in markers])
     for taking, write in markers:
         stored.note(taking.lane, write)
-        stored.shards.of(taking.lane).held[write.shard] = int(taking.expected(stored)[write.shard])
+        stored.shards.of(taking.lane).held[write.shard] = int(taking.held[write.shard])
 
 
 def _writes(stored: StoredRows, taking: _Taking) -> list[Write]:

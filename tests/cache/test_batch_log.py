@@ -56,6 +56,9 @@ def test_the_record_of_the_highest_term_counts_and_says_what_came_before(tmp_pat
     assert held(tmp_path).number == number
     new.hold(0, batch(number + 1, 3))
     assert (held(tmp_path).number, held(tmp_path).before) == (number + 1, number)
+    assert {path.name for path in tmp_path.glob("lane-0-*")} == {"lane-0-term-7-0.log", "lane-0-term-7-1.log"}, (
+        "no more than is needed stays"
+    )
 
 
 def test_a_record_that_is_not_what_was_written_does_not_count(tmp_path: Path) -> None:

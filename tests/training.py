@@ -7,13 +7,17 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
+
+from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.rows.partition import Partition
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import contiguous_lanes
@@ -22,6 +26,7 @@ from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.term_session import spread_copies
 from foreload.trainer.compute.transport import LocalHub
 from foreload.trainer.errors import LossNotFinite
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, stored_rows_at
@@ -34,7 +39,8 @@ from foreload.trainer.run.model_rows import model_rows
 class Trained:
     """What a training left: the digest, the reports of the trainer that leads, where it stopped (None: at the end), and what a resume starts from.
 
-    failure: the loss that was not finite, if that is why it stopped; dense: the dense part of the trainer that led at the end, None before.
+    failure: the loss that was not finite, if that is why it stopped; dense: the dense part of the trainer that led at the end, None before; compared:
+    how often a copy was compared with what it is a copy of; stored: as `stored_fields` has it.
     """
 
     digest: str
@@ -44,6 +50,8 @@ class Trained:
     start: Start
     failure: str | None = None
     dense: DenseModel | None = None
+    compared: int = 0
+    stored: list[dict[bytes, bytes]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +89,20 @@ def train(
     on_step: Callable[[StepReport], None] = lambda report: None,
     timeout: timedelta = timedelta(seconds=10),
     terms: Sequence[Term] = (),
+    copies: int = 1,
 ) -> Trained:
     """Run a schedule to its end, or to a stop, with `trainers` trainers in threads, in one term or, if told, in several.
 
     parity: k and r; (1, 0): none. break_it: may put faults into a trainer, by its number. on_step: called by the trainer that leads after each step.
     With parity, shards that are lost meanwhile are waited for at the end. Between terms a lane that moves is closed by the trainer that hosted it,
     and opened by the one that will; a trainer lives on with its other lanes, its connections and its dense part, which one that was not in the
-    term before gets from its leader.
+    term before gets from its leader. copies: how many trainers have each lane, its owner among them.
     """
     shared = _Shared(
         job, schedule, urls, tuple(terms) or (Term(tuple(contiguous_lanes(schedule.header.lanes, trainers))),), resume
     )
     shared.check_tags, shared.placement, shared.timeout = check_tags, Placement.spread(len(urls), *parity), timeout
-    shared.stop_after, shared.break_it, shared.on_step = stop_after, break_it, on_step
+    shared.stop_after, shared.break_it, shared.on_step, shared.copies = stop_after, break_it, on_step, copies
     threads = [threading.Thread(target=shared.run, args=(number,)) for number in shared.denses]
     for thread in threads:
         thread.start()
@@ -105,8 +114,45 @@ def train(
     outcome = shared.outcome
     outcome.start = Start(shared.step, tuple(shared.last_batches))
     outcome.dense = shared.denses[shared.terms[-1].hosts[0]]
-    outcome.digest = digest(job, schedule, outcome.dense, urls, outcome.start, shared.placement)
+    outcome.compared = shared.checked.compared
+    store = (job, schedule, outcome.dense, urls, outcome.start, shared.placement)
+    outcome.digest, outcome.stored = digest(*store), stored_fields(*store)
     return outcome
+
+
+class CopyCheck:
+    """Compares every copy of a lane with what its owner had after the same step, at every commit."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}  # by lane and step
+        self.compared = 0
+
+    def watch(self, trainer: Trainer) -> None:
+        """Have a trainer's partitions kept after each step, and its copies compared when it is committed."""
+        if (commits := trainer.commits) is None:
+            return
+
+        def keep(point: str, step: int) -> None:
+            if point == "dense part applied":
+                for lane, partition in trainer.lanes.partitions.items():
+                    self._kept[lane, step] = self._of(partition)
+                    self._kept.pop((lane, step - 4), None)
+
+        def compare() -> None:
+            for lane, copy in commits.copies.items():
+                if copy.complete:
+                    for own, other in zip(self._of(copy.partition), self._kept[lane, commits.installed], strict=True):
+                        assert own.tobytes() == other.tobytes()
+                    self.compared += 1
+
+        trainer.on_point, commits.on_install = keep, compare
+
+    @staticmethod
+    def _of(partition: Partition) -> tuple[np.ndarray, ...]:
+        """Who sits in the training slots, and what with."""
+        slots, here = partition.occupied(), partition.occupants
+        rows = (partition.weights.numpy()[slots], partition.state.numpy()[slots])
+        return slots, *here.columns(slots), here.stored_tag[slots], *rows
 
 
 class _Shared:
@@ -122,6 +168,7 @@ class _Shared:
     stop_after: Callable[[int], bool]
     break_it: Callable[[int, Trainer], None]
     on_step: Callable[[StepReport], None]
+    copies: int
 
     def __init__(
         self, job: TrainJob, schedule: Schedule, urls: Sequence[str], terms: tuple[Term, ...], resume: Trained | None
@@ -140,6 +187,7 @@ class _Shared:
                 _copy_dense(resume.dense, dense)
         self._groups = [dict(zip(term.members, LocalHub(term.members).transports(), strict=True)) for term in terms]
         self._between = threading.Barrier(len(numbers))
+        self.checked = CopyCheck()
 
     def run(self, number: int) -> None:
         """A trainer, from its first term to its last."""
@@ -174,8 +222,10 @@ class _Shared:
     ) -> HostedLanes:
         """One term; returns the lanes that the trainer still hosts, those that the next term gives to others closed."""
         term, transport = self.terms[place], self._groups[place][number]
-        session = join_term(parts, transport, [term.members.index(host) for host in term.hosts])
+        lane_map = [term.members.index(host) for host in term.hosts]
+        session = join_term(parts, transport, lane_map, spread_copies(lane_map, self.copies))
         trainer, events = begin_term(parts, access, session, start, hosted)
+        self.checked.watch(trainer)
         try:
             self.break_it(number, trainer)
             if term.last_step is None:
@@ -205,6 +255,7 @@ class _Shared:
         try:
             stopped = trainer.run(events, self.stop_after, note, on_evaluation)
         except LossNotFinite as error:
+            trainer.commit_last()
             stopped, failure = last_trained, str(error)
         last = self.schedule.header.end_step - 1 if stopped is None else stopped
         lanes.write_everything_back(last + 1, at_stop=stopped is not None)
@@ -230,6 +281,21 @@ def _copy_dense(source: DenseModel, target: DenseModel) -> None:
     """What a trainer gets that joins: parameters and the optimizer's state."""
     target.module.load_state_dict(source.module.state_dict())
     load_optimizer_state(target.module, target.optimizer, optimizer_state(source.module, source.optimizer))
+
+
+def stored_fields(
+    job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[str], at: Start, placement: Placement
+) -> list[dict[bytes, bytes]]:
+    """Every row and parity row that the store has of the run, by lane and shard: field to value."""
+    fields = []
+    with Store(urls, timedelta(seconds=10)) as store:
+        stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
+        for lane in range(schedule.header.lanes):
+            for shard, key in enumerate(stored.keys(lane)):
+                pairs = store.command(shard, "HGETALL", key)
+                assert isinstance(pairs, list)
+                fields.append({field: value for field, value in zip(pairs[::2], pairs[1::2], strict=True) if field != MARKER})
+    return fields
 
 
 def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[str], at: Start, placement: Placement) -> str:

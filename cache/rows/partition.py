@@ -91,7 +91,8 @@ class Partition:
     slots, on the CPU always; table -1 where a slot is free.
 
     with_base: the *base* of each row in a training slot is kept too, its value as the store has it: base_weights float32 [slots, width],
-    base_state float32 [slots, state_width], on the CPU; undefined where the stored tag is 0.
+    base_state float32 [slots, state_width], on the CPU; undefined where the stored tag is 0. base_known: None where all bases are known; otherwise
+    bool [slots], of those whose stored tag is not 0.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Partition:
         cpu = torch.device("cpu")
         self.base_weights = _zeros(slots, width, cpu).numpy() if with_base else None
         self.base_state = _zeros(slots, state_width, cpu).numpy() if with_base else None
+        self.base_known: np.ndarray | None = None
 
     @property
     def bytes(self) -> int:
@@ -155,7 +157,32 @@ class Partition:
         slots = arrivals.slot
         if not len(slots):
             return
-        here = self.occupants
+        self.seat(arrivals)
+        _put(self.weights, slots, staged.weights)
+        _put(self.state, slots, staged.state)
+        # The arrivals of one event are all for training slots or all for evaluation slots. The latter are never written back: they need no base.
+        if self.base_weights is not None and self.base_state is not None and slots[0] < self.slots:
+            self._put_base(slots, staged.weights, staged.state)
+
+    def _put_base(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
+        assert self.base_weights is not None
+        assert self.base_state is not None
+        put_rows(weights, slots, self.base_weights)
+        put_rows(state, slots, self.base_state)
+        if self.base_known is not None:
+            self.base_known[slots] = True
+
+    def keep_base(self, slots: np.ndarray, rows: EndedRows) -> None:
+        """Keep the base from now on, of rows that sat here without: known is that of `rows` alone, which sit in `slots`, and of what comes."""
+        width, state_width, cpu = self.weights.shape[1], self.state.shape[1], torch.device("cpu")
+        self.base_weights, self.base_state = (_zeros(self.slots, columns, cpu).numpy() for columns in (width, state_width))
+        self.base_known = np.zeros(self.slots, bool)
+        if rows.base_weights is not None and rows.base_state is not None:
+            self._put_base(slots, rows.base_weights, rows.base_state)
+
+    def seat(self, arrivals: Arrivals) -> None:
+        """Note who takes which slot, as `admit` does; what stands in the slots is left to the caller. Raises CacheError."""
+        here, slots = self.occupants, arrivals.slot
         taken = _admit(slots, self.slots, arrivals.columns(), here.columns(), here.stored_tag)
         if taken >= 0:
             slot = slots[taken]
@@ -163,12 +190,11 @@ class Partition:
                 f"slot {slot}: must be free when a row arrives, but table {here.table[slot]} id {here.id[slot]} sits there: "
                 "the schedule is damaged; prepare it again"
             )
-        _put(self.weights, slots, staged.weights)
-        _put(self.state, slots, staged.state)
-        # The arrivals of one event are all for training slots or all for evaluation slots. The latter are never written back: they need no base.
-        if self.base_weights is not None and self.base_state is not None and slots[0] < self.slots:
-            put_rows(staged.weights, slots, self.base_weights)
-            put_rows(staged.state, slots, self.base_state)
+
+    def rows_in(self, slots: np.ndarray) -> EndedRows:
+        """Copies of the rows that sit in `slots`, integers [n], where they stay; without base."""
+        here = self.occupants
+        return EndedRows(*here.columns(slots), here.stored_tag[slots], _take(self.weights, slots), _take(self.state, slots))
 
     def end(self, slots: np.ndarray) -> EndedRows:
         """Copy out the rows in `slots` (integers [E], distinct) for their write-back, and free the slots. Raises CacheError for a free one."""
@@ -181,11 +207,29 @@ class Partition:
         rows = EndedRows(*left.columns(), left.stored_tag, _take(self.weights, slots), _take(self.state, slots))
         if self.base_weights is None or self.base_state is None:
             return rows
+        known = None if self.base_known is None else self.base_known[slots] | (left.stored_tag == 0)
         return replace(
             rows,
             base_weights=copies_of_rows(self.base_weights, slots),
             base_state=copies_of_rows(self.base_state, slots),
+            base_known=None if known is None or known.all() else known,
         )
+
+    def put_back(self, arrived: np.ndarray, slots: np.ndarray, ended: EndedRows) -> None:
+        """Undo a boundary: the rows that took the slots `arrived` are gone, and what `end` gave for `slots` sits there again."""
+        here = self.occupants
+        here.table[arrived] = FREE
+        for column, values in zip(here.columns(), ended.columns(), strict=True):
+            column[slots] = values
+        here.stored_tag[slots] = ended.stored_tag
+        _put(self.weights, slots, ended.weights)
+        _put(self.state, slots, ended.state)
+        if self.base_weights is not None and self.base_state is not None:
+            assert ended.base_weights is not None
+            assert ended.base_state is not None
+            self._put_base(slots, ended.base_weights, ended.base_state)
+            if self.base_known is not None:
+                self.base_known[slots] = True if ended.base_known is None else ended.base_known
 
     def mark_trained(self, slots: np.ndarray, step: int) -> np.ndarray:
         """Note that training step `step` changes the rows in `slots`: their tag is step + 1. Returns their tables, int16."""

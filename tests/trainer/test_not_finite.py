@@ -94,7 +94,7 @@ def test_training_stops_before_the_step_whose_loss_is_not_finite(
 ) -> None:
     schedule, options = prepared(lanes, POISONED), {"model_options": {"value": str(value)}}
     run = functools.partial(train, schedule=schedule, urls=servers.urls[: sum(parity)], parity=parity)
-    failed = run(job(**options), trainers=trainers)
+    failed = run(job(**options), trainers=trainers, copies=2)
     assert failed.failure is not None
     assert failed.failure.startswith(f"step {STEP}: the loss must be finite in every lane; got ")
     assert failed.failure.endswith(f" in lane {lane_of_poison(schedule, STEP)}")
@@ -120,7 +120,7 @@ def test_training_stops_after_an_evaluation_whose_loss_is_not_finite(
     prepared: Callable[[int, int], Schedule], servers: LocalStores, lanes: int, trainers: int
 ) -> None:
     schedule = prepared(lanes, HELD_OUT)
-    failed = train(job(), schedule, servers.urls[:1], trainers)
+    failed = train(job(), schedule, servers.urls[:1], trainers, copies=2)
     last = failed.steps[-1].step
     assert failed.failure is not None
     assert failed.failure.startswith("evaluation step 1: the loss must be finite in every lane; got nan in lane ")

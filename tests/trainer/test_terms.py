@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
-import torch
-from training import Term, Trained, job_in_memory, train
+import small_terms
+from small_terms import LANES, assert_same
+from training import Term, Trained, train
 
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import contiguous_lanes
 from foreload.trainer.compute.choose_kernels import kernels_for
@@ -17,20 +18,7 @@ from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import LocalHub, LocalTransport
 
-FEATURES = """
-label = "label"
-[table.who]
-rows = 400
-[table.what]
-rows = 60
-[[feature]]
-name = "who"
-[[feature]]
-name = "what"
-"""
-LANES, STEPS, BATCH, PARITY = 4, 24, 32, ((1, 0), (2, 1))
-TRAINING, HELD_OUT = STEPS // 2 * BATCH, 40
-"""Samples of an epoch, of which there are two, and of an evaluation."""
+PARITY = ((1, 0), (2, 1))
 ONE, FOUR, CROSSED, THREE = (0, 0, 0, 0), tuple(contiguous_lanes(LANES, LANES)), (1, 0, 1, 0), (2, 2, 3, 0)
 """Who hosts which lane: one trainer; each its own; two with every other lane; three, lane 0 with one that hosts it in none of the others."""
 LAST_STEPS = {
@@ -47,36 +35,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Schedule:
-    """Two epochs of 12 steps, each with its evaluation, in segments of a few steps, with as few slots as can be."""
-    folder = tmp_path_factory.mktemp("terms")
-    generator = torch.Generator().manual_seed(5)
-    lines = ["label,who,what"]
-    for _ in range(TRAINING + HELD_OUT):
-        who, what = (torch.rand(2, generator=generator) ** 2 * torch.tensor([400, 60])).long().tolist()
-        lines.append(f"{(who + what) % 2},{who},{what}")
-    (folder / "log.csv").write_text("\n".join(lines) + "\n")
-    (folder / "features.toml").write_text(FEATURES)
-    given = [f"{folder}/log.csv", "--format=csv", f"--features={folder}/features.toml", f"--out={folder}/schedule", "--slots=min"]
-    given += [
-        f"--batch-size={BATCH}",
-        f"--lanes={LANES}",
-        "--epochs=2",
-        f"--eval-fraction={HELD_OUT / (TRAINING + HELD_OUT)}",
-        "--segment-bytes=4000",
-    ]
-    prepare.run(given)
-    prepared = Schedule(folder / "schedule")
-    assert prepared.header.end_step == STEPS
-    assert len(list(prepared.segments())) > 4
-    return prepared
+    return small_terms.schedule(tmp_path_factory.mktemp("terms"))
 
 
-def _train(schedule: Schedule, stores: LocalStores, *terms: Term, **rest: object) -> Trained:
-    job = job_in_memory(
-        model="dlrm", dim=8, model_options={"bottom": "8", "top": "8-1"}, seed=3, row_optimizer="rowwise_adagrad", lr=0.05,
-        dense_optimizer="Adam", dense_lr=0.01,
-    )  # fmt: skip
-    return train(job, schedule, stores.urls, terms=terms, **rest)  # type: ignore[arg-type]
+def _train(schedule: Schedule, stores: LocalStores, *terms: Term, **rest: Any) -> Trained:
+    return train(small_terms.job(), schedule, stores.urls, terms=terms, **rest)
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +48,6 @@ def undisturbed(schedule: Schedule, servers: LocalStores, one_thread: None) -> T
     outcome = _train(schedule, servers, Term(ONE))
     assert [e.step for e in outcome.evaluations] == [11, 23]
     return outcome
-
-
-def _same(outcome: Trained, undisturbed: Trained) -> None:
-    """The same model by the same losses and evaluations."""
-    assert outcome.digest == undisturbed.digest
-    assert [(step.step, step.loss) for step in outcome.steps] == [(step.step, step.loss) for step in undisturbed.steps]
-    assert [(e.step, e.epoch, e.auc, e.log_loss) for e in outcome.evaluations] == [
-        (e.step, e.epoch, e.auc, e.log_loss) for e in undisturbed.evaluations
-    ]
 
 
 MAPS = (ONE, FOUR, CROSSED, THREE)
@@ -120,7 +74,7 @@ def test_lanes_that_move_between_two_terms_change_nothing(
     last: str,
     parity: tuple[int, int],
 ) -> None:
-    _same(_train(schedule, servers, Term(before, LAST_STEPS[last]), Term(after), parity=parity), undisturbed)
+    assert_same(_train(schedule, servers, Term(before, LAST_STEPS[last]), Term(after), parity=parity), undisturbed)
 
 
 @pytest.mark.parametrize("parity", PARITY)
@@ -129,7 +83,7 @@ def test_a_term_after_every_few_steps_changes_nothing(
 ) -> None:
     """Trainers join, leave and come back; a lane returns to who had it."""
     terms = [Term(hosts, last) for hosts, last in zip(itertools.cycle(MAPS), (0, 1, 4, 8, 11, 15, 16))]
-    _same(_train(schedule, servers, *terms, Term(FOUR), parity=parity), undisturbed)
+    assert_same(_train(schedule, servers, *terms, Term(FOUR), parity=parity), undisturbed)
 
 
 def test_a_stop_in_a_later_term_is_gone_on_from(schedule: Schedule, servers: LocalStores, undisturbed: Trained) -> None:

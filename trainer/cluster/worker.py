@@ -198,6 +198,7 @@ class TrainerProcess:
                     self._interrupts.defer_signals = True
                 self._board.read(Go)
                 stopped, failure = self._train(trainer, gate)
+                trainer.commit_last()
                 flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
                 lost = self._repair_shards(lanes.traffic)
                 self._run_requests.finish()

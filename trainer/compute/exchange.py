@@ -24,7 +24,7 @@ from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.transport import Transport, Work
 
 # Kinds of messages.
-EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT = range(7)
+EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT, REPLICA, SEED = range(9)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -147,8 +147,11 @@ class Exchange:
         plan.held = list(outgoing.values())
         plan.early = self._transport.post(outgoing, incoming, EARLY)
 
-    def finish_rows(self, plan: ExchangePlan, weights: Mapping[int, Tensor]) -> None:
-        """Send and receive what goes on the critical path, and wait until all rows of the step are here. weights: hosted lane -> [slots, W]."""
+    def finish_rows(self, plan: ExchangePlan, weights: Mapping[int, Tensor], meanwhile: Callable[[], None] | None = None) -> None:
+        """Send and receive what goes on the critical path, and wait until all rows of the step are here. weights: hosted lane -> [slots, W].
+
+        meanwhile: called once all is on its way.
+        """
         outgoing = {}
         for peer, parts in plan.sends.items():
             buffer = self._empty(sum(second.size for _, _, second in parts))
@@ -159,6 +162,8 @@ class Exchange:
             outgoing[peer] = buffer
         incoming = {peer: buffer[plan.early_rows[peer] :] for peer, buffer in plan.buffers.items()}
         critical = self._transport.post(outgoing, incoming, CRITICAL)
+        if meanwhile is not None:
+            meanwhile()
         self.finish_early(plan)
         critical.wait()
 
@@ -192,10 +197,13 @@ class Exchange:
         """Gradients of a lane's local rows, which stand by owner lane, cut into a view per owner."""
         return list(gradients.split([part.size for part in plan.local[lane]]))
 
-    def sum_row_gradients(self, plan: ExchangePlan, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def sum_row_gradients(
+        self, plan: ExchangePlan, gradients: Mapping[int, Tensor], meanwhile: Callable[[], None] | None = None
+    ) -> dict[int, Tensor]:
         """Return every lane's gradients to the owners and add them there in lane order.
 
-        gradients: hosted lane -> float32 [n, W] of its local rows. Returns hosted lane -> float32 [U, W] of its list of rows.
+        gradients: hosted lane -> float32 [n, W] of its local rows. Returns hosted lane -> float32 [U, W] of its list of rows. meanwhile: called once
+        all is on its way.
         """
         if len(self._map) == 1:
             return dict(gradients)
@@ -217,6 +225,8 @@ class Exchange:
             for peer in self._peers
         }
         work = self._transport.post(outgoing, incoming, GRADIENTS)
+        if meanwhile is not None:
+            meanwhile()
         work.wait()
         received: dict[tuple[int, int], Tensor] = {}
         for peer, buffer in incoming.items():

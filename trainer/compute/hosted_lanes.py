@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numba as nb
 import numpy as np
@@ -12,8 +13,9 @@ from torch import Tensor
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.partition import Partition
+from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
-from foreload.pipelines.schedule.format import Event, LaneEvent
+from foreload.pipelines.schedule.format import Arrivals, Event, LaneEvent
 from foreload.trainer.compute.clock import Clock
 from foreload.trainer.compute.kernels import Kernels
 
@@ -29,27 +31,50 @@ def _arrival_of(slots: np.ndarray, arriving: np.ndarray, scratch: np.ndarray, ou
         scratch[arriving[a]] = -1
 
 
+@dataclass(frozen=True, slots=True)
+class KeptBoundary:
+    """What undoes a boundary of a lane: slots int32 [E] and the rows that left them, slots taken int32 [A], ordinals given int64 [tables]."""
+
+    slots: np.ndarray
+    ended: EndedRows
+    taken: np.ndarray
+    given: np.ndarray
+    at_stop: bool = False
+
+
 class HostedLanes:
     """Partitions by lane, and the one traffic that serves them. Lanes come and go between steps.
 
     stored: access to the rows in the store, which belongs to the traffic's thread. All methods are for the trainer's own thread.
+
+    keeps: whether boundaries can be undone. Then rows that ended at one are handed to the traffic only when the step before it is committed
+    (`commit`). given: lane -> int64 [tables], the ordinals given so far.
     """
 
     def __init__(self, stored: StoredRows, traffic: Traffic) -> None:
         self.stored, self.traffic = stored, traffic
         self.partitions: dict[int, Partition] = {}
+        self.given: dict[int, np.ndarray] = {}
+        self.keeps = False
         self._arrivals: dict[int, np.ndarray] = {}  # scratch of `_arrival_of` by lane, int32 [slots], all -1 between calls
-        self._boundary = -1  # the last one whose ended residencies left for write-back
+        self._boundary = -1  # the last one that was passed
+        self._handed: dict[int, int] = {}  # by lane, the last boundary whose rows the traffic has
+        self._kept: dict[int, dict[int, KeptBoundary]] = {}  # by boundary and lane
 
     @property
     def numbers(self) -> list[int]:
         """Which lanes they are."""
         return list(self.partitions)
 
-    def add(self, partition: Partition, plan: LanePlan) -> None:
-        """Host one more lane, which was taken over: partition, with its rows in their slots; plan, of its traffic. Raises CacheError."""
+    def add(self, partition: Partition, plan: LanePlan, given: np.ndarray) -> None:
+        """Host one more lane, which was taken over: partition, with its rows in their slots; plan, of its traffic; given, as the lane's in `given`.
+
+        Raises CacheError.
+        """
         self.traffic.add_lane(plan)
         self.partitions[plan.lane] = partition
+        self.given[plan.lane] = given.astype(np.int64)
+        self._handed[plan.lane] = plan.released_boundary
         self._arrivals[plan.lane] = np.full(partition.slots, -1, np.int32)
 
     def close_lane(self, lane: int, step: int) -> int:
@@ -58,9 +83,9 @@ class HostedLanes:
         Returns the number of its last write-back batch, at which the next owner begins. The other lanes go on. Raises CacheError.
         """
         partition = self.partitions[lane]
-        self.traffic.write_back(lane, self._boundary_after(step + 1), partition.end(partition.occupied()), at_stop=True)
+        self._hand_over(lane, self._boundary_after(step + 1), partition.end(partition.occupied()), at_stop=True)
         batch = self.traffic.release_lane(lane)
-        del self.partitions[lane], self._arrivals[lane]
+        del self.partitions[lane], self._arrivals[lane], self.given[lane], self._handed[lane]
         return batch
 
     def _boundary_after(self, boundary: int) -> int:
@@ -80,13 +105,58 @@ class HostedLanes:
         for lane, partition in self.partitions.items():
             own = moves[lane]
             if event.kind == "train":
-                self.traffic.write_back(lane, event.step, partition.end(own.ends))
-                self._boundary = event.step
+                self._end(lane, event.step, own.ends, own.arrivals)
             clock.lap("compute")
             staged = self.traffic.take(lane, event.index)
             clock.lap("waiting")
             partition.admit(own.arrivals, staged)
+        if event.kind == "train":
+            self._boundary = event.step
         clock.lap("compute")
+
+    def _end(
+        self, lane: int, boundary: int, slots: np.ndarray, arrivals: Arrivals | None = None, at_stop: bool = False
+    ) -> EndedRows:
+        """Residencies end at a boundary, at which `arrivals` come: keep the rows, or hand them over."""
+        ended = self.partitions[lane].end(slots)
+        given = np.zeros_like(self.given[lane])
+        if arrivals is not None:
+            given += np.bincount(arrivals.table[arrivals.tag == 0], minlength=given.size)
+            self.given[lane] += given
+        if self.keeps:
+            taken = np.empty(0, np.int32) if arrivals is None else arrivals.slot
+            self._kept.setdefault(boundary, {})[lane] = KeptBoundary(slots, ended, taken, given, at_stop)
+        else:
+            self._hand_over(lane, boundary, ended, at_stop)
+        return ended
+
+    def _hand_over(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool) -> None:
+        """Give the rows of a boundary to the traffic, unless it has them: those of one that was undone are the same bits when it is passed again."""
+        if boundary > self._handed[lane]:
+            self.traffic.write_back(lane, boundary, ended, at_stop)
+            self._handed[lane] = boundary
+
+    def commit(self, step: int) -> None:
+        """Training step `step` is committed: the rows that ended at the boundary after it leave for write-back, and older boundaries stay passed."""
+        for boundary in sorted(self._kept):
+            if boundary <= step:
+                del self._kept[boundary]
+            elif boundary == step + 1:
+                for lane, kept in self._kept[boundary].items():
+                    self._hand_over(lane, boundary, kept.ended, kept.at_stop)
+
+    def undo_boundaries(self, step: int) -> None:
+        """Undo the boundaries after training step `step` that were passed: rows that left sit in their slots again, those that came are gone."""
+        for boundary in sorted((number for number in self._kept if number > step), reverse=True):
+            for lane, kept in self._kept.pop(boundary).items():
+                self.partitions[lane].put_back(kept.taken, kept.slots, kept.ended)
+                self.given[lane] -= kept.given
+        self._boundary = min(self._boundary, step)
+
+    def hand_over_owed(self, lane: int, owed: Sequence[tuple[int, EndedRows]]) -> None:
+        """Give the traffic what an earlier owner of the lane has left to write, by boundary, ascending."""
+        for boundary, rows in owed:
+            self._hand_over(lane, boundary, rows, at_stop=False)
 
     def take_early(self, event: Event, lane: int, moves: LaneEvent, places: np.ndarray, out: Tensor, kernels: Kernels) -> None:
         """The weights of rows that a coming event uses, before its boundary: from their slots or, of those yet to be admitted, from staging.
@@ -113,9 +183,10 @@ class HostedLanes:
         count = 0
         boundary = self._boundary_after(boundary)
         for lane, partition in self.partitions.items():
-            ended = partition.end(partition.occupied())
+            ended = self._end(lane, boundary, partition.occupied(), at_stop=at_stop)
+            self._hand_over(lane, boundary, ended, at_stop)
             count += int((ended.tag != ended.stored_tag).sum()) if at_stop else len(ended)
-            self.traffic.write_back(lane, boundary, ended, at_stop)
+        self._boundary = boundary
         self.traffic.flush()
         return count
 

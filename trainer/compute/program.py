@@ -10,6 +10,7 @@ import torch
 from foreload.pipelines.schedule.format import Event
 from foreload.trainer.compute import slices
 from foreload.trainer.compute.clock import Clock
+from foreload.trainer.compute.commits import Commits
 from foreload.trainer.compute.exchange import ExchangePlan
 from foreload.trainer.compute.gradient_bucket import GradientBucket
 from foreload.trainer.compute.hosted_lanes import HostedLanes
@@ -25,14 +26,20 @@ from foreload.trainer.errors import LossNotFinite
 class Trainer:
     """Runs events over hosted lanes, in one term. One thread uses it; the traffic with the store has a thread of its own.
 
-    parts and lanes outlive it: in the next term another Trainer goes on with them, in that term's session.
+    parts, lanes and copies outlive it: in the next term another Trainer goes on with them, in that term's session. commits: where lanes have
+    copies. on_point: told the named points of a step, and the step (for tests).
     """
 
-    def __init__(self, parts: TrainerParts, lanes: HostedLanes, session: TermSession, last_step: int) -> None:
+    def __init__(
+        self, parts: TrainerParts, lanes: HostedLanes, session: TermSession, last_step: int, commits: Commits | None = None
+    ) -> None:
         """last_step: the last one trained before, in whatever term or call; -1 before any."""
         if sorted(lanes.numbers) != sorted(session.hosted):
             raise ValueError(f"lanes: must be those that the term says, {session.hosted}; {lanes.numbers} are open")
         self.parts, self.lanes, self.session = parts, lanes, session
+        self.commits = commits
+        lanes.keeps = commits is not None
+        self.on_point: Callable[[str, int], None] = lambda point, step: None
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
         self._last_step = last_step
         self._metrics: BinaryMetrics | None = None
@@ -48,29 +55,49 @@ class Trainer:
     ) -> int | None:
         """Run events until they end, or until stop_after(step), asked after every training step, says so.
 
-        stop_after must answer alike on all trainers. Returns the last step if stopped, None at the end. on_evaluation is called on the trainer that
-        leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the last step reported left them; and PeerLost,
-        after which the term is over.
+        stop_after must answer alike on all trainers. Returns the last step if stopped, None at the end. on_step is called when a step is committed,
+        which is at once where lanes have no copies; on_evaluation on the trainer that leads alone. Raises LossNotFinite, on every trainer alike,
+        with the rows and the dense part as the last step applied left them, which `commit_last` then commits; and PeerLost, after which the term is
+        over.
         """
+        if self.commits is not None:
+            self.commits.tell = on_step
+            self.commits.begin()
         event = next(events, None)
         ahead: ExchangePlan | None = None
         while event is not None:
             if event.kind == "train":
-                step = TrainingStep(self.parts, self.lanes, self.session, self._bucket, event, ahead)
-                following = self._train(step, events, on_step)
+                step = TrainingStep(self.parts, self.lanes, self.session, self._bucket, event, ahead, self.commits, self.on_point)
+                following, stopped = self._train(step, events, stop_after, on_step)
                 self._last_step, ahead = event.step, step.ahead
-                if stop_after(event.step):
+                if stopped:
                     step.break_off()
+                    self.commit_last()
                     return event.step
             else:
                 following = next(events, None)
                 last = following is None or following.kind == "train"
                 self._evaluate(event, last, on_evaluation)
             event = following
+        self.commit_last()
         return None
 
-    def _train(self, step: TrainingStep, events: Iterator[Event], on_step: Callable[[StepReport], None]) -> Event | None:
-        """One step through its phases; returns the event after it."""
+    def commit_last(self, stopping: bool = True) -> None:
+        """Commit the last step by a barrier. Every trainer calls this before it writes back what is left. Raises PeerLost.
+
+        stopping: training ends; otherwise there may be a pause.
+        """
+        if self.commits is not None:
+            self.commits.commit_last(stopping)
+
+    def _train(
+        self,
+        step: TrainingStep,
+        events: Iterator[Event],
+        stop_after: Callable[[int], bool],
+        on_step: Callable[[StepReport], None],
+    ) -> tuple[Event | None, bool]:
+        """One step through its phases; returns the event after it, where training goes on, and whether it stops here."""
         # The next segment may not be published yet, and asking for it may wait; so rows go early within a segment only, as all trainers know.
         segment = self.parts.schedule.segment(step.event.segment)
         assert segment is not None
@@ -85,8 +112,17 @@ class Trainer:
             # Every trainer has the same losses, so all of them break off here.
             step.break_off()
             raise
-        on_step(step.report())
-        return following if following is not None else next(events, None)
+        if self.commits is None:
+            on_step(step.report())
+        stopped = stop_after(step.event.step)
+        if self.commits is not None:
+            step.replicate(whole=stopped or following is None)
+        if stopped or following is not None:
+            return following, stopped
+        if self.parts.schedule.follow:
+            # The next segment may be long in coming.
+            self.commit_last(stopping=False)
+        return next(events, None), False
 
     def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> None:
         """An evaluation step, the last of its pass or not; it changes nothing that is trained."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.trainer.compute import dense_optimizers, slices
 from foreload.trainer.compute.clock import Clock
+from foreload.trainer.compute.commits import Commits
 from foreload.trainer.compute.exchange import DenseSum, ExchangePlan
 from foreload.trainer.compute.gradient_bucket import GradientBucket
 from foreload.trainer.compute.hosted_lanes import HostedLanes
@@ -35,9 +37,16 @@ class TrainingStep:
         bucket: GradientBucket,
         event: Event,
         plan: ExchangePlan | None,
+        commits: Commits | None = None,
+        on_point: Callable[[str, int], None] = lambda point, step: None,
     ) -> None:
-        """bucket: how dense gradients are cut for this term's trainers; plan: `ahead` of the step before; None if it had none."""
+        """bucket: how dense gradients are cut for this term's trainers; plan: `ahead` of the step before; None if it had none.
+
+        commits: where lanes have copies; on_point: told where the step is.
+        """
         self._clock = Clock()
+        self._commits = commits
+        self._point = lambda name: on_point(name, event.step)
         self._parts, self._lanes, self._session, self._bucket = parts, lanes, session, bucket
         self.event = event
         self._bytes_before = session.bytes_sent
@@ -50,15 +59,21 @@ class TrainingStep:
 
     def boundary(self) -> None:
         """Rows of ended residencies leave for write-back, arrived rows take their slots."""
+        self._point("before fetch")
         self._lanes.pass_boundary(self.event, self._plan.events, self._clock)
+        self._point("rows staged")
 
     def exchange(self, following: Event | None) -> None:
         """Wait until the rows of other lanes that this step uses are here, and send those of the step `following` that may go early.
 
         Early rows are not changed by this step, and go while it computes. None: the next step's rows go after this one.
         """
-        self._session.exchange.finish_rows(self._plan, self._lanes.weights())
+        commits = self._commits
+        self._session.exchange.finish_rows(self._plan, self._lanes.weights(), None if commits is None else commits.send)
+        if commits is not None:
+            commits.exchanged(self._plan)
         self._clock.lap("exchange")
+        self._point("exchanged")
         if following is None:
             return
         exchange, kernels, lanes = self._session.exchange, self._parts.kernels, self._lanes
@@ -70,6 +85,7 @@ class TrainingStep:
         exchange.post_early(plan, fill)
         self.ahead = plan
         self._clock.lap("exchange")
+        self._point("early rows sent")
 
     def compute(self) -> None:
         """Forward and backward of every hosted lane, alone on its slice."""
@@ -78,18 +94,35 @@ class TrainingStep:
             local = LocalRows(*self._session.exchange.local_rows(self._plan, lane, weights))
             self._gradients[lane] = slices.learn(self._parts, self.event, lane, self._plan.events[lane], local)
         self._clock.lap("compute")
+        self._point("forward done")
 
     def reduce(self) -> None:
         """Gradients of rows return to their owners and are added there; every trainer learns all losses. Raises LossNotFinite, on all alike.
 
         The dense sum is under way while rows are exchanged, added and, in `apply`, updated. With a single lane there is nothing to add.
+
+        Where lanes have copies: these first have all of the step before; and when all gradients and losses are here, that step is committed.
         """
-        exchange, gradients = self._session.exchange, self._gradients
+        exchange, gradients, commits = self._session.exchange, self._gradients, self._commits
+        if commits is not None:
+            commits.wait()
+            self._clock.lap("exchange")
+            self._point("replicated")
         if len(self._plan.events) > 1:
             parcels = {lane: self._bucket.pack(of_lane.dense, of_lane.loss, lane) for lane, of_lane in gradients.items()}
             self._dense_sum = exchange.begin_dense(parcels)
-        self._totals = exchange.sum_row_gradients(self._plan, {lane: of_lane.rows for lane, of_lane in gradients.items()})
+        rows = {lane: of_lane.rows for lane, of_lane in gradients.items()}
+
+        def meanwhile() -> None:
+            self._point("gradients sent")
+            if commits is not None:
+                commits.save(self._plan)
+
+        self._totals = exchange.sum_row_gradients(self._plan, rows, meanwhile)
         losses = gradients[0].loss.reshape(1) if self._dense_sum is None else exchange.add_dense(self._dense_sum)
+        if commits is not None:
+            commits.commit()
+            self._point("committed")
         self._clock.lap("exchange")
         self._loss_of_lane = losses.tolist()  # on CUDA this waits for the backward pass
         if not self._parts.allow_nan and not all(map(math.isfinite, self._loss_of_lane)):
@@ -98,12 +131,15 @@ class TrainingStep:
 
     def apply(self) -> None:
         """Update every row that this trainer's lanes own and the step used, once, and the dense part, which all trainers update alike."""
-        parts = self._parts
+        parts, commits = self._parts, self._commits
+        if commits is not None:
+            commits.begin_apply(self.event)
         for lane, partition in self._lanes.partitions.items():
             slots = self._plan.events[lane].slots
             tables = partition.mark_trained(slots, self.event.step)
             parts.kernels.apply(partition.weights, partition.state, slots, tables, self._totals[lane], parts.rules)
         self._clock.lap("compute")
+        self._point("rows applied")
         dense_sum, self._dense_sum = self._dense_sum, None
         if dense_sum is None:
             dense = self._gradients[0].dense
@@ -114,6 +150,15 @@ class TrainingStep:
             parameter.grad = gradient
         dense_optimizers.step(parts.optimizer)
         self._clock.lap("compute")
+        self._point("dense part applied")
+
+    def replicate(self, whole: bool) -> None:
+        """Send the copies of this trainer's lanes what was applied, and keep the report until the step is committed.
+
+        whole: all weights, also of rows that the next step's exchange will bring.
+        """
+        assert self._commits is not None
+        self._commits.end_apply(self.report(), self._plan, whole)
 
     def break_off(self) -> None:
         """Undo what the step began and nothing will follow: wait for what is under way between the trainers, and leave it unused.

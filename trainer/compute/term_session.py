@@ -9,21 +9,54 @@ from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.transport import Transport
 
 
+def spread_copies(lane_map: Sequence[int], copies: int) -> tuple[tuple[int, ...], ...]:
+    """Of each lane the ranks that hold copies of it, so that `copies` trainers have it with its owner, or all where there are fewer.
+
+    lane_map: of each lane the rank that hosts it. The lanes of one owner go to different others in turn.
+    """
+    world = len(set(lane_map))
+    others = min(copies, world) - 1
+    return tuple(
+        tuple((host + 1 + (lane + k) % (world - 1)) % world for k in range(others)) if others > 0 else ()
+        for lane, host in enumerate(lane_map)
+    )
+
+
 class TermSession:
     """The group of a term's trainers, who of them hosts which lane, and the exchange between them.
 
     lane_map[v]: the rank that hosts lane v; the trainer that hosts lane 0 leads. A rank is an address within the term, and no trainer's number: in
-    the next term the same trainer may have another one. width: columns of the rows that are exchanged, W. One thread uses it. Raises ValueError if a
-    rank hosts no lane.
+    the next term the same trainer may have another one. width: columns of the rows that are exchanged, W. copy_map[v]: the ranks that hold a copy
+    of lane v, none by default. One thread uses it. Raises ValueError if a rank hosts no lane, or a copy of its own.
     """
 
-    def __init__(self, transport: Transport, lane_map: Sequence[int], kernels: Kernels, width: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        lane_map: Sequence[int],
+        kernels: Kernels,
+        width: int,
+        copy_map: Sequence[Sequence[int]] = (),
+    ) -> None:
         if set(lane_map) != set(range(transport.world)):
             raise ValueError(f"lane map: must name each rank of 0 .. {transport.world - 1}, and no other; got {list(lane_map)}")
-        self.transport = transport
+        self.copy_map = tuple(tuple(ranks) for ranks in copy_map) or ((),) * len(lane_map)
+        if len(self.copy_map) != len(lane_map) or any(
+            host in ranks or not set(ranks) <= set(lane_map) for host, ranks in zip(lane_map, self.copy_map, strict=True)
+        ):
+            raise ValueError(
+                f"copy map: must name, for each lane, ranks that do not host it; got {self.copy_map} for {list(lane_map)}"
+            )
+        self.transport, self.lane_map = transport, tuple(lane_map)
+        self.copied = [lane for lane, ranks in enumerate(self.copy_map) if transport.rank in ranks]
         self.exchange = Exchange(transport, lane_map, kernels, width)
         self.hosted = self.exchange.hosted
         self.leads = transport.rank == lane_map[0]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there is a copy of any lane, on any trainer."""
+        return any(self.copy_map)
 
     @property
     def bytes_sent(self) -> int:

@@ -36,6 +36,8 @@ from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import Position, state_after
 from foreload.trainer.compute.choose_kernels import kernels_for
+from foreload.trainer.compute.commits import Commits
+from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.layouts import (
@@ -101,13 +103,20 @@ class DenseModel:
 
 
 def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
-    """A lane's arrivals from a position on; None, too, for what cannot be read: the trainer says so when it comes to that segment."""
+    """A lane's arrivals from a position on."""
     if position.next_event is None:
-        return
-    following = position.next_event.index
+        return iter(())
+    return arrivals_from(schedule, position.segment, position.next_event.index, lane)
+
+
+def arrivals_from(schedule: Schedule, segment: int, following: int, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
+    """A lane's arrivals from event `following` on, which is in `segment` or behind it.
+
+    None stands for what is not known yet, and for what cannot be read: the trainer says so when it comes to that segment.
+    """
     while True:
         try:
-            for event in schedule.known_events(position.segment):
+            for event in schedule.known_events(segment):
                 if event is None:
                     yield None
                 elif event.index >= following:
@@ -146,17 +155,20 @@ def stored_rows_at(
 def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
     """The events from a position on."""
     if position.next_event is None:
-        return
-    for event in schedule.events(position.segment):
-        if event.index >= position.next_event.index:
-            yield event
+        return iter(())
+    return events_from(schedule, position.segment, position.next_event.index)
+
+
+def events_from(schedule: Schedule, segment: int, index: int) -> Iterator[Event]:
+    """The events from number `index` of the program on, which is in `segment` or behind it."""
+    return (event for event in schedule.events(segment) if event.index >= index)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
     """The store that has a run's rows, as an owner of lanes comes to it.
 
-    log, check_tags, on_shards: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
+    log, check_tags, on_shards, on_action: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
     """
 
     store: Store
@@ -166,9 +178,10 @@ class StoreAccess:
     check_tags: bool = True
     ownership: Ownership = UNFENCED
     on_shards: Callable[[ShardNews], None] | None = None
+    on_action: Callable[[str], None] | None = None
 
 
-def _free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:
+def free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:
     """The lanes' arrays, every slot free."""
     schedule, rules = parts.schedule, parts.rules
     evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
@@ -200,7 +213,7 @@ def _host(
         # What was given an ordinal was trained, and so written back when the lane was closed.
         written = np.array(position.lanes[lane].ordinals, np.int64) if hosted.stored.placement.r else None
         plan = _plan(parts.schedule, position, lane)
-        hosted.add(partition, LanePlan(lane, plan, start.last_batches[lane], start.step, written))
+        hosted.add(partition, LanePlan(lane, plan, start.last_batches[lane], start.step, written), position.lanes[lane].ordinals)
 
 
 def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
@@ -209,7 +222,7 @@ def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], s
     From here on this trainer alone may write them, until they are closed. Raises CacheError.
     """
     stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
-    partitions = _free_partitions(parts, lanes, with_base=access.placement.r > 0)
+    partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
     _take_lanes(stored, access.ownership, partitions, start, position)
     traffic = Traffic(
         stored,
@@ -219,6 +232,7 @@ def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], s
         log=access.log,
         ownership=access.ownership,
         on_shards=access.on_shards,
+        on_action=access.on_action,
     )
     hosted = HostedLanes(stored, traffic)
     _host(parts, hosted, partitions, start, position)
@@ -232,14 +246,16 @@ def open_further_lanes(
     the traffic has ended.
     """
     if lanes:
-        partitions = _free_partitions(parts, lanes, with_base=access.placement.r > 0)
+        partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
         hosted.traffic.between_rounds(lambda: _take_lanes(hosted.stored, access.ownership, partitions, start, position))
         _host(parts, hosted, partitions, start, position)
 
 
-def join_term(parts: TrainerParts, transport: Transport, lane_map: Sequence[int]) -> TermSession:
-    """A trainer's part in a term, whose group `transport` is. lane_map: of each lane, the rank that hosts it."""
-    return TermSession(transport, lane_map, parts.kernels, parts.rules.width)
+def join_term(
+    parts: TrainerParts, transport: Transport, lane_map: Sequence[int], copy_map: Sequence[Sequence[int]] = ()
+) -> TermSession:
+    """A trainer's part in a term, whose group `transport` is. lane_map: of each lane, the rank that hosts it; copy_map: those with copies of it."""
+    return TermSession(transport, lane_map, parts.kernels, parts.rules.width, copy_map)
 
 
 def begin_term(
@@ -256,4 +272,18 @@ def begin_term(
     else:
         further = [lane for lane in session.hosted if lane not in hosted.partitions]
         open_further_lanes(parts, access, hosted, further, start, position)
-    return Trainer(parts, hosted, session, start.step), remaining(parts.schedule, position)
+    commits = _commits(parts, hosted, session, start, position)
+    return Trainer(parts, hosted, session, start.step, commits), remaining(parts.schedule, position)
+
+
+def _commits(parts: TrainerParts, hosted: HostedLanes, session: TermSession, start: Start, position: Position) -> Commits | None:
+    """What a term needs whose lanes have copies. Copies of lanes in which nothing sits lack nothing; the others are seeded before training begins."""
+    if not session.has_copies:
+        return None
+    header = parts.schedule.header
+    empty = [not state.slots.size for state in position.lanes]
+    partitions = free_partitions(parts, session.copied, with_base=False)
+    tables = len(header.features.tables)
+    copies = {lane: LaneCopy(lane, partition, tables, empty[lane]) for lane, partition in partitions.items()}
+    seeded = [(lane, rank) for lane, ranks in enumerate(session.copy_map) for rank in ranks if empty[lane]]
+    return Commits(parts, hosted, session, copies, start.step, seeded, seeds_first=True)

@@ -1,0 +1,66 @@
+"""A schedule and a job small enough to be trained hundreds of times, for tests of terms: evaluation, many segments, rows that come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from training import Trained, job_in_memory
+
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.run.job import TrainJob
+
+FEATURES = """
+label = "label"
+[table.who]
+rows = 400
+[table.what]
+rows = 60
+[[feature]]
+name = "who"
+[[feature]]
+name = "what"
+"""
+LANES, STEPS = 4, 24
+
+
+def schedule(folder: Path) -> Schedule:
+    """Two epochs of 12 steps, each with its evaluation, in segments of a few steps, with as few slots as can be."""
+    generator = torch.Generator().manual_seed(5)
+    lines = ["label,who,what"]
+    for _ in range(12 * 32 + 40):
+        who, what = (torch.rand(2, generator=generator) ** 2 * torch.tensor([400, 60])).long().tolist()
+        lines.append(f"{(who + what) % 2},{who},{what}")
+    (folder / "log.csv").write_text("\n".join(lines) + "\n")
+    (folder / "features.toml").write_text(FEATURES)
+    given = [f"{folder}/log.csv", "--format=csv", f"--features={folder}/features.toml", f"--out={folder}/schedule", "--slots=min"]
+    given += [
+        "--batch-size=32",
+        f"--lanes={LANES}",
+        "--epochs=2",
+        f"--eval-fraction={40 / (12 * 32 + 40)}",
+        "--segment-bytes=4000",
+    ]
+    prepare.run(given)
+    prepared = Schedule(folder / "schedule")
+    assert prepared.header.end_step == STEPS
+    assert len(list(prepared.segments())) > 4
+    return prepared
+
+
+def job() -> TrainJob:
+    """A training of its own, in a namespace of its own."""
+    return job_in_memory(
+        model="dlrm", dim=8, model_options={"bottom": "8", "top": "8-1"}, seed=3, row_optimizer="rowwise_adagrad", lr=0.05,
+        dense_optimizer="Adam", dense_lr=0.01,
+    )  # fmt: skip
+
+
+def assert_same(outcome: Trained, undisturbed: Trained) -> None:
+    """The same model, and the same was told on the way."""
+    assert outcome.digest == undisturbed.digest
+    assert [(step.step, step.loss) for step in outcome.steps] == [(step.step, step.loss) for step in undisturbed.steps]
+    assert [(e.step, e.epoch, e.auc, e.log_loss) for e in outcome.evaluations] == [
+        (e.step, e.epoch, e.auc, e.log_loss) for e in undisturbed.evaluations
+    ]

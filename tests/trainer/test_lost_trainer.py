@@ -1,0 +1,156 @@
+"""Trainers are lost at every point of a step: the others go on, and what comes out is that of an undisturbed training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import small_terms
+from dying import LAST_WRITE_BACK, LAST_WRITTEN, Death, StatedTerm, train_with_deaths
+from small_terms import assert_same
+from training import Trained, train
+
+from foreload.cache.client.local import LocalStores
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.seeding import Seeding
+
+POINTS = (
+    *("before fetch", "rows staged", "exchanged", "early rows sent", "forward done", "replicated", "gradients sent", "committed"),
+    *("rows applied", "dense part applied"),
+)
+
+
+STEPS = (0, 1, 5, 11, 12, 22, 23)
+"""The first, the second, one amid a segment, those around an evaluation, the last but one, the last."""
+CODES = ((1, 0), (2, 1))
+CACHE_POINTS = {
+    (1, 0): ("fetch leaves", "data leaves", "data acknowledged"),
+    (2, 1): ("batch logged", "parity leaves", "parity acknowledged", "data leaves", "data acknowledged"),
+}
+ENDS = (LAST_WRITE_BACK, LAST_WRITTEN)
+
+
+def _cases() -> Iterator[tuple[int, int, str, int, tuple[int, int]]]:
+    """Trainers, which of them dies, where, after which step, parity."""
+    for trainers in (2, 3, 4):
+        for trainer in range(trainers):
+            for code in CODES:
+                for step in STEPS:
+                    for point in (*POINTS, *CACHE_POINTS[code]):
+                        yield trainers, trainer, point, step, code
+                for point in ENDS:
+                    yield trainers, trainer, point, -1, code
+
+
+CASES = list(_cases())
+Case = tuple[int, int, str, int, tuple[int, int]]
+COVERING = CASES[:: len(CASES) // 12]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Schedule:
+    return small_terms.schedule(tmp_path_factory.mktemp("lost"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Schedule, servers: LocalStores, one_thread: None) -> dict[tuple[int, int], Trained]:
+    """One trainer, without copies, by parity."""
+    return {code: train(small_terms.job(), schedule, servers.urls, parity=code) for code in CODES}
+
+
+def _lose(
+    schedule: Schedule, stores: LocalStores, trainers: int, *deaths: Death, **rest: Any
+) -> tuple[Trained, list[StatedTerm]]:
+    return train_with_deaths(small_terms.job(), schedule, stores.urls, trainers, deaths, **rest)
+
+
+@pytest.mark.parametrize("point", POINTS[::3])
+def test_a_term_that_ends_without_a_loss_is_rolled_back_and_run_again(
+    schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], point: str
+) -> None:
+    outcome, terms = _lose(schedule, servers, 2, Death(0, point, 7, dies=False))
+    assert_same(outcome, undisturbed[1, 0])
+    assert [term.step for term in terms[1:]] in ([5], [6], [7])
+
+
+def _check_a_death(
+    schedule: Schedule,
+    servers: LocalStores,
+    undisturbed: dict[tuple[int, int], Trained],
+    trainers: int,
+    trainer: int,
+    point: str,
+    step: int,
+    code: tuple[int, int],
+) -> None:
+    outcome, terms = _lose(schedule, servers, trainers, Death(trainer, point, step), parity=code)
+    assert_same(outcome, undisturbed[code])
+    assert outcome.stored == undisturbed[code].stored
+    # A traffic's point may come after the last one of its trainer.
+    assert len(terms) == 2 or point in CACHE_POINTS[code]
+    assert len(terms) == 1 or trainer not in terms[-1].hosts
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_a_trainer_dies(
+    schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], case: Case
+) -> None:
+    _check_a_death(schedule, servers, undisturbed, *case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_trainer_dies_at_every_point(
+    schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], case: Case
+) -> None:
+    _check_a_death(schedule, servers, undisturbed, *case)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_two_die_one_after_the_other(
+    schedule: Schedule,
+    servers: LocalStores,
+    undisturbed: dict[tuple[int, int], Trained],
+    monkeypatch: pytest.MonkeyPatch,
+    code: tuple[int, int],
+) -> None:
+    """The second held the only copies of lanes of which others are seeded meanwhile, a few slots after each step."""
+    monkeypatch.setattr(Seeding, "stretch", 5)
+    deaths = (Death(1, "gradients sent", 2), Death(3, "rows applied", 16))
+    outcome, terms = _lose(schedule, servers, 4, *deaths, parity=code)
+    assert_same(outcome, undisturbed[code])
+    assert outcome.stored == undisturbed[code].stored
+    assert set(terms[-1].hosts) == {0, 2}
+
+
+@pytest.mark.parametrize("point", ["exchanged", "rows applied"])
+def test_two_that_die_together_are_survived_with_three_copies(
+    schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], point: str
+) -> None:
+    deaths = (Death(0, point, 6), Death(2, point, 6))
+    outcome, _ = _lose(schedule, servers, 4, *deaths, copies=3)
+    assert_same(outcome, undisturbed[1, 0])
+    assert outcome.stored == undisturbed[1, 0].stored
+
+
+@pytest.mark.parametrize(
+    ("point", "step", "code"),
+    [
+        ("dense part applied", 8, (1, 0)),
+        ("committed", 8, (2, 1)),
+        (LAST_WRITE_BACK, -1, (1, 0)),
+        (LAST_WRITTEN, -1, (2, 1)),
+    ],
+)
+def test_a_trainer_dies_as_training_stops(
+    schedule: Schedule, servers: LocalStores, point: str, step: int, code: tuple[int, int]
+) -> None:
+    stopped = train(small_terms.job(), schedule, servers.urls, parity=code, stop_after=lambda step: step == 8)
+    outcome, terms = _lose(schedule, servers, 3, Death(1, point, step), parity=code, stop_after=lambda step: step == 8)
+    assert_same(outcome, stopped)
+    assert outcome.stored == stopped.stored
+    assert (outcome.stopped_at, len(terms)) == (8, 2)

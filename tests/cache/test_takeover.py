@@ -238,6 +238,27 @@ def test_who_owns_other_lanes_takes_over_between_two_rounds(
     to_the_end(stays, urls, parity)
 
 
+def test_a_shard_that_lacks_a_lane_taken_over_is_rebuilt_for_that_lane_alone(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path
+) -> None:
+    """As where an owner dies while it rebuilds a shard: those of other lanes have that one whole."""
+    own, lost = ({lane: histories[lane]} for lane in LANES)
+    stays = Owner(Store(urls, TIMEOUT), own, tmp_path, (2, 1), Ownership(1)).begin()
+    gone = Owner(Store(urls, TIMEOUT), lost, tmp_path, (2, 1), Ownership(1), dies_at("data leaves", 12)).begin()
+    until_dead(gone)
+    step, copies = gone.copies(1)
+    assert gone.store.command(1, "UNLINK", gone.stored.key(LANES[1], 1)) == 1
+    gone.abandon()
+    stays.train(step)
+    stays.ownership, stays.histories, stays.told = Ownership(2), histories, {lane: {} for lane in LANES}
+    stays.take_over(step, copies)
+    assert stays.traffic is not None
+    assert not stays.traffic.shards.lost
+    own_lane, _ = LANES
+    assert stays.traffic.between_rounds(lambda: stays.stored.shards.readable(own_lane, 1))
+    to_the_end(stays, urls, (2, 1))
+
+
 @pytest.mark.parametrize("how", ["gone", "emptied", "emptied, as one of the run's"])
 def test_a_server_that_is_lost_with_the_owner_is_rebuilt(
     three: LocalStores, urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, how: str

@@ -182,6 +182,10 @@ class Owner:
         def take() -> dict[int, TakenLane]:
             return take_over_lost(self.stored, self.ownership, self.log, copied, dead)
 
+        # From here on it may die: who follows it has the same copies.
+        self.handed = self.applied = self.began = step
+        for lane, copy in copied.items():
+            self.told[lane][step] = copy.released
         if self.traffic is None:
             taken = take()
             self._serve([])
@@ -207,8 +211,6 @@ class Owner:
                 partition.occupants.stored_tag[slot] = partition.occupants.tag[slot]
             for boundary, rows in one.to_write:
                 self.traffic.write_back(lane, boundary, rows)
-            self.told[lane][step] = one.released_boundary, one.last_batch
-        self.handed = self.applied = self.began = step
         return taken
 
     def _serve(self, plans: Sequence[LanePlan]) -> None:

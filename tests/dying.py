@@ -41,13 +41,14 @@ class Died(BaseException):
 class Death:
     """A trainer dies when it comes to a point, of that training step or, where the traffic's thread says so, the first time after its beginning.
 
-    dies: false: it only loses its peers there, and they it, and goes on in the next term.
+    dies: false: it only loses its peers there, and they it, and goes on in the next term. term: the number of that in which it happens; None: any.
     """
 
     trainer: int
     point: str
     step: int
     dies: bool = True
+    term: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ class _OneTrainer:
         self._all, self._number = training, number
         self.hosted: HostedLanes | None = None
         self._step = -1
+        self._term = 1
         self._dying = False
 
     def run(self, store: Store) -> None:
@@ -241,6 +243,7 @@ class _OneTrainer:
             except PeerLost:
                 assert trainer.commits is not None
                 term = shared.coordinator.next(self._number, trainer.commits.standing())
+                self._term = term.number
                 trainer.commits.roll_back(term.step)
             session = join_term(parts, *self._place(term))
             seeded = {
@@ -312,7 +315,11 @@ class _OneTrainer:
 
     def _come_to(self, point: str) -> None:
         for death in self._all.deaths:
-            if (death.trainer, death.point) == (self._number, point) and death.step in (self._step, -1):
+            if (
+                (death.trainer, death.point) == (self._number, point)
+                and death.step in (self._step, -1)
+                and death.term in (self._term, None)
+            ):
                 if death.dies:
                     self._dying = True
                 else:

@@ -137,6 +137,18 @@ def test_two_that_die_together_are_survived_with_three_copies(
     assert outcome.stored == undisturbed[1, 0].stored
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_who_took_lanes_over_dies_before_the_next_step(
+    schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], code: tuple[int, int]
+) -> None:
+    """The step to go on from is the same in both terms; lanes that nobody wrote a row of in between have a third owner."""
+    deaths = (Death(1, "rows applied", 6), Death(0, "before fetch", 6, term=2))
+    outcome, terms = _lose(schedule, servers, 4, *deaths, copies=3, parity=code)
+    assert_same(outcome, undisturbed[code])
+    assert outcome.stored == undisturbed[code].stored
+    assert [term.step for term in terms] == [-1, 5, 5]
+
+
 @pytest.mark.parametrize(
     ("point", "step", "code"),
     [

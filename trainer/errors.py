@@ -66,3 +66,19 @@ class ShardsLost(TrainerError):
     def __init__(self, message: str, shards: Sequence[int]) -> None:
         super().__init__(message)
         self.shards = tuple(shards)
+
+
+class LanesLost(TrainerError):
+    """More trainers are lost at once than copies cover: a lane has neither its owner nor a complete copy. lanes: which; trainers: the lost ones."""
+
+    code = "lanes-lost"
+    exit_status = ROWS_LOST
+
+    def __init__(self, lanes: Sequence[int], trainers: Sequence[int]) -> None:
+        named = ", ".join(map(str, trainers))
+        super().__init__(
+            f"trainer {named}: lost, and with it the last steps of lane {', '.join(map(str, lanes))}, of which no other trainer has a complete copy; "
+            "the store is left as it is; --resume goes on from the last clean stop if its rows are still there, or says what is missing; "
+            "more --copies survive more losses"
+        )
+        self.lanes, self.trainers = tuple(lanes), tuple(trainers)

@@ -62,7 +62,8 @@ class TrainSettings(TypedDict, total=False):
     spare: str
     no_restart: bool
     store_timeout: float
-    peer_timeout: float
+    copies: int | None
+    peer_timeout: float | None
     address: str | None
     follow: bool
     resume: bool

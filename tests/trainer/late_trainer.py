@@ -8,26 +8,26 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from unittest import mock
 
-from foreload.cache.traffic import Traffic
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.facts import ShardsLooked
+from foreload.trainer.cluster.coordinator_link import CoordinatorLink
+from foreload.trainer.cluster.facts import ShardsLooked, Term
 from foreload.trainer.cluster.faults import Fault
-from foreload.trainer.cluster.worker import TrainerProcess
 from foreload.trainer.run.directory import STORES
 
-repair_shards = TrainerProcess._repair_shards
+finish = CoordinatorLink.finish
 
 
-def lose_a_shard_first(self: TrainerProcess, traffic: Traffic) -> list[int]:
-    """In place of `_repair_shards`: once trainer 0 has looked, kill shard 1, and do as it does."""
-    while self._board.poll(ShardsLooked, 0, 0) is None:
+def lose_a_shard_first(self: CoordinatorLink, term: Term, check: Callable[[], None]) -> list[int]:
+    """In place of `finish`: once trainer 0 has looked, kill shard 1, and do as it does."""
+    while self._board.poll(ShardsLooked, term.number, 0, 0) is None:
         time.sleep(0.01)
-    Fault(self._last_step, 1, signal.SIGKILL).inject(self._run / STORES)
-    return repair_shards(self, traffic)
+    Fault(0, 1, signal.SIGKILL).inject(self._run / STORES)
+    return finish(self, term, check)
 
 
 if __name__ == "__main__":
-    with mock.patch.object(TrainerProcess, "_repair_shards", lose_a_shard_first):
+    with mock.patch.object(CoordinatorLink, "finish", lose_a_shard_first):
         sys.exit(main())

@@ -14,6 +14,7 @@ from foreload.trainer.cluster.board import Board, StopAgreement, host_store, joi
 from foreload.trainer.cluster.events import EventReceiver, EventSender
 from foreload.trainer.cluster.facts import StopAfter, StopWanted, Term, contiguous_lanes
 from foreload.trainer.cluster.messages import Ended, ScrubFailed, StepEnded
+from foreload.trainer.cluster.terms import first_term
 from foreload.trainer.compute.transport import LocalHub, Transport
 from foreload.trainer.errors import MessageError, PeerLost
 
@@ -37,12 +38,13 @@ def test_lanes_are_spread_evenly_over_any_number_of_trainers(lanes: int) -> None
 
 def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
     launcher, first, second = boards(3)
-    launcher.publish(Term.of(0, (4, 7), lanes=3), 0)
-    launcher.publish(Term.of(1, (4,), lanes=3), 1)
+    launcher.publish(first_term(0, (4, 7), 3, 2, -1), 0)
+    launcher.publish(first_term(1, (4,), 3, 2, 8), 1)
     term = first.read(Term, 0)
     assert (term.members, term.hosts, term.lane_map, term.leader) == ((4, 7), (4, 4, 7), [0, 0, 1], 4)
     assert [term.lanes_of(trainer) for trainer in (4, 7)] == [[0, 1], [2]]
-    assert second.read(Term, 1).hosts == (4, 4, 4)
+    assert (term.copies, term.copy_map) == (((7,), (7,), (4,)), [[1], [1], [0]])
+    assert second.read(Term, 1) == Term(1, (4,), (4, 4, 4), ((), (), ()), ((), (), ()), 8)
 
 
 @pytest.mark.parametrize("asked_before", [0, 1, 7])

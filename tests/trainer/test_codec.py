@@ -32,6 +32,7 @@ from foreload.trainer.cluster.messages import (
     ScrubTold,
     ShardsTold,
     StepEnded,
+    TermLeft,
     TrainerEnd,
 )
 from foreload.trainer.compute.reports import EvaluationReport
@@ -43,7 +44,8 @@ JOB = {"schedule": "clicks", "model_options": {"top": [64, 1]}, "tables": {"item
 FINDINGS = Findings(3, 5, 2, 1, 0, repaired=[Finding(0, 1, 4, 5, (0, 2), "is missing")])
 EVENTS = Events(
     (
-        Ready({"torch": "2.0"}),
+        Ready(1, {"torch": "2.0"}),
+        TermLeft(1, 8, (0, 3), False, "trainer 1 is gone"),
         StepEnded(step_report(3), 1.25),
         EvaluationEnded(EvaluationReport(3, 0, 100, 0.5, 0.75, 0.125)),
         ShardsTold(ShardSnapshot((ShardStatus("redis://a:1"), ShardStatus("redis://b:1", "rebuilding", "", 0.25))), 2.5),
@@ -58,7 +60,7 @@ EVENTS = Events(
 MESSAGES = [
     EVENTS,
     Go(),
-    Term(3, (4, 7), (4, 4, 7)),
+    Term(3, (4, 7), (4, 4, 7), ((7,), (7,), (4,)), ((), (7,), ()), 8),
     SegmentVerdict(False, None),
     Commanded(ReplaceServer(1, "redis://a:1")),
     LaunchSpec(JOB, 2, -1, (0, 0), ("redis://a:1",), None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),

@@ -88,12 +88,20 @@ class StopAgreement:
         self._board = board
         self._leads = leads
         self._after: StopAfter | None = None
+        # In an earlier term, by who led then.
+        self._named = board.poll(StopAfter)
+
+    def reached(self, step: int) -> bool:
+        """Whether the step after which training stops was named in an earlier term, and is none after `step`."""
+        return self._named is not None and step >= self._named.step
 
     def stop_after(self, step: int) -> bool:
         """Whether training stops after `step`; to be asked by every trainer after every step."""
         if self._after is None:
             if not self._leads:
                 self._after = self._board.poll(StopAfter)
+            elif self._named is not None:
+                self._after = self._named
             elif self._board.poll(StopWanted):
                 self._after = StopAfter(step + 1)
                 self._board.publish(self._after)

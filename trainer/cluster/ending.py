@@ -1,17 +1,22 @@
-"""How a training comes to rest, whoever sees to that: the launcher, or, where that was killed, the trainer that hosts lane 0."""
+"""How a training comes to rest, whoever sees to that: the launcher, or, where that was killed, the trainer that hosts lane 0. And what is told of one
+that does not.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.errors import CacheError
+from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages import TrainerEnd
+from foreload.trainer.cluster.messages import LostRows, TrainerEnd
+from foreload.trainer.errors import ShardsLost
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Stage, Status
@@ -75,3 +80,18 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], bef
             os.unlink(path)
     with contextlib.suppress(OSError):
         sys.stderr.write(f"foreload: run {run.path}: {told}\n")
+
+
+def all_lost(told: Sequence[LostRows]) -> ShardsLost:
+    """What trainers told of the rows that are gone, as one error."""
+    rows: Counter[str] = Counter()
+    for one in told:
+        rows.update(one.rows or {})
+    shards = sorted({shard for one in told for shard in one.shards})
+    counted = any(one.rows is not None for one in told)
+    return ShardsLost(str(RowsLost(shards, told[0].covered, rows if counted else None)), shards)
+
+
+def ended_how(status: int) -> str:
+    """How a process ended."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -7,7 +7,6 @@ Where a fact stands more than once, its place is told: numbers after its name. W
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -18,21 +17,41 @@ def contiguous_lanes(lanes: int, trainers: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Who trains in a term, at (number): members, the trainers' numbers, in the order of their ranks; hosts: of each lane, the trainer."""
+    """Who trains in a term, at (number): members, the trainers' numbers, in the order of their ranks; hosts: of each lane, the trainer.
+
+    copies: of each lane, the trainers that hold a copy of it; complete: those whose copy lacks nothing when the term begins. committed: the last
+    training step that is committed, after which the term begins; stopping: whether training was to end behind it, so that owners may have handed over
+    all that sat in their slots. dead: whether those that were lost are known to be dead.
+    """
 
     number: int
     members: tuple[int, ...]
     hosts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, number: int, members: Sequence[int], lanes: int) -> Term:
-        """These trainers, with the lanes spread over them."""
-        return cls(number, tuple(members), tuple(members[rank] for rank in contiguous_lanes(lanes, len(members))))
+    copies: tuple[tuple[int, ...], ...]
+    complete: tuple[tuple[int, ...], ...]
+    committed: int
+    stopping: bool = False
+    dead: bool = True
 
     @property
     def lane_map(self) -> list[int]:
         """Of each lane, the rank of its trainer."""
         return [self.members.index(host) for host in self.hosts]
+
+    @property
+    def copy_map(self) -> list[list[int]]:
+        """Of each lane, the ranks of the trainers that hold a copy."""
+        return [[self.members.index(holder) for holder in holders] for holders in self.copies]
+
+    @property
+    def seeded(self) -> set[tuple[int, int]]:
+        """(lane, rank) of the copies that lack nothing when the term begins."""
+        return {
+            (lane, self.members.index(holder))
+            for lane, holders in enumerate(self.copies)
+            for holder in holders
+            if holder in self.complete[lane]
+        }
 
     def lanes_of(self, trainer: int) -> list[int]:
         """The lanes that a trainer hosts."""
@@ -54,6 +73,23 @@ class Fingerprint:
 @dataclass(frozen=True, slots=True)
 class Go:
     """All trainers are ready: training begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermBegins:
+    """All members of a term have what they need: its steps begin, at (number)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermOver:
+    """A term has ended before its time, at (number): its members leave it, and the next one tells who goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A trainer is alive, at (trainer), told again and again. count: how many times."""
+
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +116,7 @@ class RunSaved:
 
 @dataclass(frozen=True, slots=True)
 class ShardsLooked:
-    """Whether a trainer found a store shard lost since the turn before, at (turn, trainer)."""
+    """Whether a trainer found a store shard lost since the turn before, at (term, turn, trainer)."""
 
     found_lost: bool
 

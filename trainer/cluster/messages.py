@@ -39,7 +39,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """How a trainer ended, at (trainer) on the board.
+    """How a trainer ended, at (term, trainer) on the board.
 
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
     last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
@@ -60,9 +60,23 @@ class TrainerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The trainer has all that it needs to begin. fingerprint: of its numerics."""
+    """The trainer has all that it needs to begin a term. fingerprint: of its numerics."""
 
+    term: int
     fingerprint: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TermLeft:
+    """The trainer has left a term, which is over. step: the last one that it and its copies have all of; copies: lanes whose copies here are
+    complete; stopping: whether training was to end behind that step; why: what it noticed.
+    """
+
+    term: int
+    step: int
+    copies: tuple[int, ...]
+    stopping: bool
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +169,7 @@ class Ended:
 
 TrainerEvent = (
     Ready
+    | TermLeft
     | StepEnded
     | EvaluationEnded
     | FaultInjected

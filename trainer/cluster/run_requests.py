@@ -50,6 +50,16 @@ class RunRequests:
         self._scrub: _Scrub | None = None
         self._count: _Count | None = None
 
+    def now_members(self, members: Iterable[int]) -> None:
+        """Who the trainers are from now on. What the earlier ones were asked for may never be answered: it has failed."""
+        with self._condition:
+            self._members = frozenset(members)
+            if self._scrub is not None and not self._is_scrubbed(self._scrub):
+                why = "a trainer was lost meanwhile; scrub it again"
+                self._scrub.told = {trainer: ScrubFailed(self._scrub.number, why) for trainer in self._members}
+            self._count = None
+            self._condition.notify_all()
+
     def scrub(self, request: AskScrub) -> ScrubBegun | Refused:
         """Begin a scrub, if none is under way."""
         if not self._protected:
@@ -122,9 +132,9 @@ class TrainerRequests:
     """A trainer's side; its main thread uses it."""
 
     def __init__(
-        self, sender: EventSender, run: Path, traffic: Traffic, lanes: Sequence[int], layouts: Sequence[RowLayout]
+        self, sender: EventSender, run: Path, traffic: Traffic, lanes: Callable[[], Sequence[int]], layouts: Sequence[RowLayout]
     ) -> None:
-        self._events, self._run, self._traffic, self._lanes, self._layouts = sender, run, traffic, list(lanes), layouts
+        self._events, self._run, self._traffic, self._lanes, self._layouts = sender, run, traffic, lanes, layouts
         self._scrub: int | None = None
         self._row_counts: int | None = None
 
@@ -136,7 +146,7 @@ class TrainerRequests:
                 self._traffic.inspection.begin_row_counts()
             case Scrub(number, rows):
                 try:
-                    self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / rows, self._lanes))
+                    self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / rows, list(self._lanes())))
                     self._scrub = number
                 except (OSError, ValueError, CacheError) as error:
                     self._events.send(ScrubFailed(number, str(error)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
@@ -73,6 +73,20 @@ class StoreShards:
         changes = shards.changes_since(self._told.get(trainer))
         # Replaced by a new one, since threads of the control socket read it.
         self._told = self._told | {trainer: shards}
+        self._show(before)
+        for shard, status in changes.items():
+            if status.state == LOST:
+                self._use_spare(shard, status.url)
+
+    def now_trainers(self, trainers: Collection[int]) -> None:
+        """Who tells of shards from now on: what others told counts no more."""
+        before = self.together if self._told else None
+        self._told = {trainer: shards for trainer, shards in self._told.items() if trainer in trainers}
+        if self._told:
+            self._show(before)
+
+    def _show(self, before: ShardSnapshot | None) -> None:
+        """Tell the user what changed for all trainers together."""
         after = self.together
         for shard, status in after.changes_since(before).items():
             if status.state == LOST:
@@ -84,9 +98,6 @@ class StoreShards:
             if status.state == REBUILDING and status.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
                 self._shown[shard] = status.rebuilt
                 sys.stderr.write(f"store shard {shard}: {status.rebuilt:.0%} rebuilt\n")
-        for shard, status in changes.items():
-            if status.state == LOST:
-                self._use_spare(shard, status.url)
 
     def unreachable(self, event: ServerUnreachable) -> None:
         """A trainer looks for the server of a lost shard in vain; a spare may take its place."""

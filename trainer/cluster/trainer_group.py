@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, assert_never
 
-from foreload.cache.errors import RowsLost
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError, error_of
@@ -33,11 +30,12 @@ from foreload.trainer.cluster.control import (
     RunStatus,
     Stopping,
 )
-from foreload.trainer.cluster.ending import first_of, stage_of, status_of
+from foreload.trainer.cluster.ending import all_lost, ended_how, first_of, stage_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
-from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted, Term
+from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.keeper import Keeper
+from foreload.trainer.cluster.membership import Membership
 from foreload.trainer.cluster.messages import (
     Commanded,
     Ended,
@@ -45,7 +43,6 @@ from foreload.trainer.cluster.messages import (
     Failed,
     FaultInjected,
     LaunchSpec,
-    LostRows,
     Ready,
     ReplaceServer,
     RowsCounted,
@@ -53,6 +50,7 @@ from foreload.trainer.cluster.messages import (
     ScrubTold,
     ShardsTold,
     StepEnded,
+    TermLeft,
     TrainerCommand,
     TrainerEnd,
     TrainerEvent,
@@ -60,7 +58,8 @@ from foreload.trainer.cluster.messages import (
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
+from foreload.trainer.cluster.terms import first_term
+from foreload.trainer.errors import PeerLost, TrainerError
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
@@ -108,14 +107,15 @@ class TrainerGroup:
         self.status = start
         self.failure: str | None = None
         self.at_rest = False
-        self._term = Term.of(start.term, range(job.trainers), schedule.header.lanes)
+        self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.copies_held, start.step)
+        self._membership: Membership | None = None
+        self._training = False  # whether all trainers were ready once
         self._processes: dict[int, StartedProcess] = {}
-        self._ready: dict[int, Ready] = {}
         self._ended: dict[int, TrainerEnd] = {}
         self._failures: list[tuple[int, Failed]] = []
         self._stop_wanted = False
         self._stop_told = False
-        self._run_requests = RunRequests(self._term.members, shards.protected, self._all_ready)
+        self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training)
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
@@ -123,7 +123,7 @@ class TrainerGroup:
         spec = LaunchSpec(
             # Other hosts' trainers bring their own credentials, and their own address; those of this call never reach the rendezvous store.
             job=job.to_dict() | {"store": self.manifest.job["store"], "spare": None, "address": None},
-            first_term=self._term.number,
+            first_term=self._first.number,
             start_step=self._start.step,
             last_batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
             stores=self._shards.plain_urls,
@@ -148,15 +148,23 @@ class TrainerGroup:
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
         """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""
-        board.publish(self._term, self._term.number)
+        members = self._membership = Membership(
+            board,
+            self._first,
+            self._job.copies_held,
+            self._job.peer_silence if self._job.copies_held > 1 else None,
+            self._raise_term,
+            self._end_process,
+            partial(print, file=sys.stderr),
+        )
         board.publish(spec)
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
         report = RunReport(
-            self._run.path, replace(spec.totals), self._start.step + 1, steps, self._term.members, self.manifest.job
+            self._run.path, replace(spec.totals), self._start.step + 1, steps, self._first.members, self.manifest.job
         )
         control = ControlSocket(self._run.path, partial(self._respond, report))
         try:
-            self._follow(board, report)
+            self._follow(board, report, members)
             ending = self._finish(report)
             # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
             stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
@@ -178,16 +186,24 @@ class TrainerGroup:
             told = TrainerStart(trainer, rendezvous, address, tuple(self._shards.urls), os.getpid())
             self._processes[trainer] = self._start_process(ProcessStart(WORKER, (), told.environment(), tuple(held)))
 
-    def _follow(self, board: Board, report: RunReport) -> None:
+    def _follow(self, board: Board, report: RunReport, members: Membership) -> None:
         """Take in events, and pass on what is asked, until every trainer has ended. Raises why one ended before its time, or KeyboardInterrupt."""
-        receiver = EventReceiver(board, self._term.members)
+        receiver = EventReceiver(board, members.term.members)
         gone = False  # whether a trainer failed, and the others were given time to say why
-        while self._ended.keys() != set(self._term.members):
+        while self._ended.keys() != set(members.term.members):
             # Before the event is read: what a process sent before it ended is then there.
-            dead = [trainer for trainer, process in self._processes.items() if process.poll() is not None]
+            dead = {t: ended_how(status) for t, process in self._processes.items() if (status := process.poll()) is not None}
             for trainer, event in receiver.poll():
                 self._receive(trainer, event, board, report)
-            if self._failures or set(dead) - self._ended.keys():
+            if self._training and members.survives and not self._failures:
+                if members.see(dead, self._ended):
+                    # Who had ended sees to the lanes of those that had not.
+                    self._ended.clear()
+                    report.now_members(members.term.members)
+                    self._run_requests.now_members(members.term.members)
+                    self._shards.now_trainers(members.term.members)
+                members.begin()
+            elif self._failures or dead.keys() - self._ended.keys():
                 if gone:
                     raise self._reason()
                 gone = True
@@ -197,7 +213,7 @@ class TrainerGroup:
             for command in self._run_requests.take():
                 self._tell_all(board, command)
             report.tick()
-            if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._all_ready()):
+            if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._training):
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
             if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
                 self._stop_told = True
@@ -222,18 +238,23 @@ class TrainerGroup:
             self._receive(trainer, event, board, report)
 
     def _receive(self, trainer: int, event: TrainerEvent, board: Board, report: RunReport) -> None:
+        assert self._membership is not None
+        if trainer not in self._membership.term.members:
+            return  # it was taken for lost, and the others went on without it
         self._observer.see(trainer, event)
         match event:
+            case TermLeft():
+                self._membership.receive(trainer, event)
             case StepEnded():
                 report.step(trainer, event.report)
             case EvaluationEnded():
                 report.evaluation(event.report)
             case Ready():
-                self._ready[trainer] = event
-                if self._all_ready():
-                    self._begin(board)
+                self._membership.receive(trainer, event)
+                if not self._training:
+                    self._begin(board, self._membership)
             case Ended():
-                self._ended[trainer] = board.read(TrainerEnd, trainer)
+                self._ended[trainer] = board.read(TrainerEnd, self._membership.term.number, trainer)
             case ShardsTold():
                 self._shards.told(trainer, event.shards)
             case ServerUnreachable():
@@ -247,32 +268,46 @@ class TrainerGroup:
             case _:
                 assert_never(event)
 
-    def _all_ready(self) -> bool:
-        return self._ready.keys() == set(self._term.members)
-
-    def _begin(self, board: Board) -> None:
-        """Training begins. From the first step on rows change on the store, while the dense part at rest does not."""
-        self.manifest = self.manifest.under(self._ready[self._term.members[0]].fingerprint, self._start.step + 1)
+    def _begin(self, board: Board, members: Membership) -> None:
+        """Training begins, if all are ready. From the first step on rows change on the store, while the dense part at rest does not."""
+        if not members.all_ready:
+            return
+        self._training = True
+        self.manifest = self.manifest.under(members.ready[members.term.members[0]].fingerprint, self._start.step + 1)
         self._run.write_manifest(self.manifest)
         self._run.write_status(self._start)
         board.publish(Go())
+        members.begin()
+
+    def _raise_term(self, term: int) -> None:
+        self._start = replace(self._start, term=term)
+        self._run.raise_term(term)
+
+    def _end_process(self, trainer: int) -> bool:
+        """End a trainer that is lost, or only seems to be; returns whether it is dead."""
+        process = self._processes.pop(trainer, None)
+        if process is None:
+            return False
+        process.kill()
+        process.wait()
+        return True
 
     def _reason(self) -> ForeloadError:
         """Why trainers ended before their time: rows that are lost; else the first reason that is not a lost peer; else who ended without a word."""
         causes = [failed for _, failed in self._failures if failed.code != PeerLost.code]
         if lost := [failed.lost for failed in causes if failed.lost is not None]:
-            return _all_lost(lost)
+            return all_lost(lost)
         if causes:
             return error_of(causes[0].code, causes[0].message)
         heard = {trainer for trainer, _ in self._failures} | self._ended.keys()
         for trainer, process in self._processes.items():
             status = process.poll()
             if status is not None and trainer not in heard:
-                hosted = ", ".join(map(str, self._term.lanes_of(trainer)))
-                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                assert self._membership is not None
+                hosted = ", ".join(map(str, self._membership.term.lanes_of(trainer)))
                 return TrainerError(
-                    f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped, and the dense part since the last clean stop is lost; "
-                    "--resume goes on from that stop if its rows are still there, or says what is missing"
+                    f"trainer {trainer} (lanes {hosted}): {ended_how(status)}; the others were stopped, and the dense part since the last clean stop "
+                    "is lost; --resume goes on from that stop if its rows are still there, or says what is missing"
                 )
         return PeerLost(self._failures[0][1].message)
 
@@ -281,7 +316,7 @@ class TrainerGroup:
         ended = self._ended.values()
         first = first_of(self._ended)
         self.failure = first.failure
-        self.status = status_of(self._ended, report.totals, self._term.number)
+        self.status = status_of(self._ended, report.totals, self._start.term)
         if self.status.lost:
             sys.stderr.write(
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
@@ -289,7 +324,7 @@ class TrainerGroup:
             )
         summary = report.summary(
             state=self.status.state,
-            trainers=len(self._term.members),
+            trainers=len(self._first.members),
             store_traffic={name: sum(one.traffic[name] for one in ended) for name in first.traffic},
             mixed_numerics=list(self.manifest.mixed_numerics),
         )
@@ -322,11 +357,12 @@ class TrainerGroup:
         """The answer to a request on the control socket, in one of its threads."""
         match request:
             case AskStatus():
+                term = self._first if self._membership is None else self._membership.term
                 return RunStatus(
-                    state="training" if self._all_ready() else "starting",
+                    state="training" if self._training else "starting",
                     step=report.last_step,
-                    term=self._term.number,
-                    lanes=self._term.hosts,
+                    term=term.number,
+                    lanes=term.hosts,
                     trainers={trainer: process.pid for trainer, process in list(self._processes.items())},
                     shards=self._shards.together,
                 )
@@ -341,16 +377,6 @@ class TrainerGroup:
                 return self._run_requests.scrubbed()
             case AskRowCounts():
                 return self._run_requests.row_counts()
-
-
-def _all_lost(told: Sequence[LostRows]) -> ShardsLost:
-    """What trainers told of the rows that are gone, as one error."""
-    rows: Counter[str] = Counter()
-    for one in told:
-        rows.update(one.rows or {})
-    shards = sorted({shard for one in told for shard in one.shards})
-    counted = any(one.rows is not None for one in told)
-    return ShardsLost(str(RowsLost(shards, told[0].covered, rows if counted else None)), shards)
 
 
 def _scheduler_address() -> str:

@@ -110,9 +110,17 @@ class GlooTransport(Transport):
     """Over TCP by gloo, for tensors on the CPU. The group is formed from the rendezvous store, under the term's own prefix."""
 
     def __init__(
-        self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, address: str = "127.0.0.1"
+        self,
+        store: dist.Store,
+        term: int,
+        trainer: int,
+        members: Sequence[int],
+        timeout: timedelta,
+        address: str = "127.0.0.1",
+        forming: timedelta | None = None,
     ) -> None:
-        """store: the run's rendezvous store; address: of this trainer's own network interface.
+        """store: the run's rendezvous store; address: of this trainer's own network interface; forming: how long peers may take to come, `timeout`
+        by default.
 
         Raises PeerLost if a peer does not come, SettingError if the address is none of this machine.
         """
@@ -127,7 +135,7 @@ class GlooTransport(Transport):
             ) from error
         # The device listens at a port that nobody tells, but that was not there before.
         listening = [end.port for end in _sockets() if end.peer is None and end.port not in before]
-        options._timeout = timeout
+        options._timeout = forming or timeout
         group = dist.PrefixStore(f"term/{term}/gloo", store)
         try:
             group.set(f"ports/{self.rank}", ",".join(map(str, listening)))

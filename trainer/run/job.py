@@ -109,9 +109,12 @@ class TrainJob:
     store_timeout: float | None = setting(
         None, number(0.1), "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10", _WHERE, metavar="S"
     )  # fmt: skip
-    peer_timeout: float = setting(
-        300.0, number(0.1), "seconds of silence after which a trainer counts as lost", _WHERE, metavar="S"
-    )
+    copies: int | None = setting(
+        None, integer(1), "how many trainers hold each lane's rows, its own included: one less may be lost at once; 1: none", _WHERE, metavar="N"
+    )  # fmt: skip
+    peer_timeout: float | None = setting(
+        None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300", _WHERE, metavar="S"
+    )  # fmt: skip
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
     resume: bool = setting(
         False,
@@ -204,7 +207,16 @@ class TrainJob:
     @property
     def peer_silence(self) -> timedelta:
         """How long another trainer may be silent."""
-        return timedelta(seconds=self.peer_timeout)
+        if self.peer_timeout is not None:
+            return timedelta(seconds=self.peer_timeout)
+        return timedelta(seconds=5 if self.copies_held > 1 else 300)
+
+    @property
+    def copies_held(self) -> int:
+        """How many trainers hold each lane's rows, its own included."""
+        if under_scheduler():
+            return 1  # it ends the other trainers where one dies
+        return min(self.copies or 1, self.trainers)
 
     def own_address(self) -> str:
         """The address of this machine at which other trainers reach this call's: as told, or else where MASTER_ADDR finds this process.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning.sizing import lane_bytes, slots_of_size
+from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.models import load_model
@@ -28,6 +28,10 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     taken = lane_bytes(slots, columns, with_base=protected)
     limit = job.memory.bytes if job.memory is not None else header.settings.get("memory_bytes")
     words = f"{header.lanes} lanes x {slots:,} slots, {readable(taken)} a lane with staging"
+    if job.copies_held > 1:
+        further = job.copies_held - 1
+        copy_bytes = slot_bytes(columns, with_base=False) * slots
+        words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
     narrowest = min(row.width + row.state_width for row in rows)
     if narrowest < columns:
         words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"

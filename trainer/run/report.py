@@ -182,11 +182,21 @@ class RunReport:
 
     def step(self, trainer: int, report: StepReport) -> None:
         """One trainer's report of one step; the step counts when all trainers have told of it."""
-        reports = self._waiting.setdefault(report.step, {})
-        reports[trainer] = report
-        if reports.keys() != self._members:
+        self._waiting.setdefault(report.step, {})[trainer] = report
+        self._count(report.step)
+
+    def now_members(self, members: Iterable[int]) -> None:
+        """Who tells of steps from now on: of those that were lost, what they told before counts, and what they did not tell is missing."""
+        self._members = frozenset(members)
+        for step in sorted(self._waiting):
+            self._count(step)
+
+    def _count(self, step: int) -> None:
+        """Count a step in, once all trainers have told of it."""
+        reports = self._waiting[step]
+        if not reports.keys() >= self._members:
             return
-        del self._waiting[report.step]
+        del self._waiting[step]
         line = merged([reports[member] for member in sorted(reports)])
         totals = self.totals
         totals.steps += 1

@@ -26,6 +26,7 @@ FREE_SETTINGS = (
     "memory",
     "namespace",
     "store_timeout",
+    "copies",
     "peer_timeout",
 )
 

@@ -1,0 +1,80 @@
+"""`foreload train --copies 2` whose trainers are killed: the others go on, and the model is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import Command, reached
+from small_job import arguments, summary, synthetic_schedule
+
+from foreload.trainer.cli import main
+from foreload.trainer.run.directory import Run
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of 60 steps in four lanes, with evaluation after each."""
+    return synthetic_schedule(
+        tmp_path_factory.mktemp("schedule"), 8500, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2"
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of a run with one trainer that nothing happened to."""
+    run = tmp_path_factory.mktemp("run") / "undisturbed"
+    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    return str(summary(run)["digest"])
+
+
+@pytest.mark.parametrize(
+    ("trainers", "gone", "store"),
+    [
+        pytest.param(2, [1], "local:1", id="one of two"),
+        pytest.param(3, [0, 2], "local:3", id="the leader of three and then another with parity"),
+        pytest.param(2, [0], "local:3", marks=pytest.mark.full, id="the leader of two with parity"),
+        pytest.param(4, [3, 1], "local:1", marks=pytest.mark.full, id="two of four"),
+    ],
+)
+def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
+    schedule: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    trainers: int,
+    gone: list[int],
+    store: str,
+) -> None:
+    run = tmp_path / "run"
+    further = ["--store", store, "--trainers", str(trainers), "--copies", "2", "--digest"]
+    job = launched(*arguments(schedule, run, *further))
+    workers: list[psutil.Process] = []
+    for count, trainer in enumerate(gone):
+        job.until(reached(run, 10 + 40 * count))
+        workers = workers or job.workers
+        workers[trainer].kill()
+    status, _, err = job.end()
+    assert status == 0, err
+    lost = re.findall(r"trainer (\d): lost \(was killed by SIGKILL\); training goes on after step (\d+)", err)
+    assert [int(trainer) for trainer, _ in lost] == gone
+    assert summary(run)["digest"] == undisturbed
+    assert summary(run)["steps"] == 120
+    assert Run.open(run).saved_status().term == 1 + len(gone)
+
+
+def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "3", "--copies", "2"))
+    job.until(reached(run, 5))
+    for worker in job.workers[:2]:
+        worker.kill()
+    status, _, err = job.end()
+    assert status == 3
+    assert "lost, and with it the last steps of lane" in err
+    assert "Traceback" not in err

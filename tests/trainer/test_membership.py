@@ -1,0 +1,172 @@
+"""Terms from the coordinator's side: who is lost, who takes over whose lanes, and from which step training goes on."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import pytest
+from test_board import TIMEOUT
+
+from foreload.trainer.cluster.board import Board, host_store
+from foreload.trainer.cluster.facts import Lease, Term, TermBegins, TermOver
+from foreload.trainer.cluster.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, Membership
+from foreload.trainer.cluster.messages import Ready, TermLeft
+from foreload.trainer.cluster.terms import first_term, next_term
+from foreload.trainer.errors import LanesLost
+
+SILENCE = timedelta(seconds=5)
+
+
+def left(term: Term, trainer: int, step: int, complete: bool = True) -> TermLeft:
+    """What a trainer tells that has all copies that the term gives it, or none."""
+    copies = tuple(lane for lane, holders in enumerate(term.copies) if trainer in holders and complete)
+    return TermLeft(term.number, step, copies, False, "")
+
+
+@pytest.mark.parametrize(("trainers", "lanes", "copies"), [*itertools.product((1, 2, 3, 4), (4, 7), (1, 2, 3))])
+def test_every_lane_has_as_many_copies_as_are_wanted_on_trainers_that_do_not_host_it(
+    trainers: int, lanes: int, copies: int
+) -> None:
+    term = first_term(1, range(trainers), lanes, copies, -1)
+    held = [sum(trainer in holders for holders in term.copies) for trainer in range(trainers)]
+    for host, holders in zip(term.hosts, term.copies, strict=True):
+        assert len(holders) == len(set(holders)) == min(copies, trainers) - 1
+        assert host not in holders
+    assert max(held) - min(held) <= 2
+
+
+@pytest.mark.parametrize(("trainers", "copies"), [(2, 2), (3, 2), (4, 2), (4, 3)])
+def test_whoever_is_lost_a_trainer_with_a_copy_takes_over_and_no_other_lane_moves(trainers: int, copies: int) -> None:
+    before = first_term(7, range(trainers), 4, copies, 10)
+    for count in range(1, copies):
+        for gone in itertools.combinations(range(trainers), count):
+            there = {t: left(before, t, 20 + t % 2) for t in range(trainers) if t not in gone}
+            after = next_term(before, there, copies)
+            assert (after.number, after.members, after.committed) == (8, tuple(there), min(e.step for e in there.values()))
+            for lane, (was, host) in enumerate(zip(before.hosts, after.hosts, strict=True)):
+                assert host == was or (was in gone and host in before.copies[lane])
+                assert host not in after.copies[lane]
+                assert len(after.copies[lane]) == min(copies, len(there)) - 1
+                kept = [holder for holder in before.copies[lane] if holder in there and holder != host]
+                assert set(kept) <= set(after.copies[lane])
+
+
+def test_a_lane_without_a_complete_copy_is_lost_with_its_owner() -> None:
+    before = first_term(1, range(3), 3, 2, 10)
+    there = {trainer: left(before, trainer, 12, complete=False) for trainer in (1, 2)}
+    with pytest.raises(LanesLost, match=r"trainer 0: lost, and with it the last steps of lane 0, .*--resume.*--copies") as error:
+        next_term(before, there, 2)
+    assert (error.value.lanes, error.value.trainers, error.value.exit_status) == ((0,), (0,), 3)
+
+
+class Coordinator:
+    """A membership on a board of its own, with a clock that stands still until it is moved."""
+
+    def __init__(self, trainers: int, copies: int = 2) -> None:
+        self.now = 0.0
+        self.board = Board(host_store("127.0.0.1", TIMEOUT))
+        self.terms: list[int] = []
+        self.killed: list[int] = []
+        self.told: list[str] = []
+        term = first_term(1, range(trainers), 4, copies, -1)
+        self.of = Membership(self.board, term, copies, SILENCE, self.terms.append, self._kill, self.told.append, lambda: self.now)
+
+    def _kill(self, trainer: int) -> bool:
+        self.killed.append(trainer)
+        return True
+
+    def ready(self) -> None:
+        for trainer in self.of.term.members:
+            self.of.receive(trainer, Ready(self.of.term.number, {}))
+        assert self.of.begin()
+
+    def leave(self, *trainers: int, step: int) -> None:
+        for trainer in trainers:
+            self.of.receive(trainer, left(self.of.term, trainer, step))
+
+
+def test_a_term_begins_when_all_members_are_ready() -> None:
+    job = Coordinator(2)
+    job.of.receive(0, Ready(1, {}))
+    assert not job.of.begin()
+    job.of.receive(1, Ready(0, {}))  # of an earlier term
+    assert not job.of.begin()
+    assert job.board.poll(TermBegins, 1) is None
+    job.ready()
+    assert job.board.poll(TermBegins, 1) is not None
+    assert not job.of.begin()
+
+
+def test_a_dead_trainer_ends_the_term_and_the_next_begins_when_the_others_have_left() -> None:
+    job = Coordinator(3)
+    job.ready()
+    assert not job.of.see({}, ())
+    assert not job.of.see({1: "was killed by SIGKILL"}, ())
+    assert job.board.poll(TermOver, 1) is not None
+    job.leave(0, step=8)
+    assert not job.of.see({1: "was killed by SIGKILL"}, ())
+    job.leave(2, step=9)
+    assert job.of.see({1: "was killed by SIGKILL"}, ())
+    assert job.board.read(Term, 2) == job.of.term
+    assert (job.of.term.members, job.of.term.committed) == ((0, 2), 8)
+    assert (job.terms, job.killed) == ([2], [1])
+    assert "trainer 1: lost (was killed by SIGKILL); training goes on after step 8" in job.told[0]
+    job.ready()
+
+
+def test_one_that_ended_in_order_is_not_missed() -> None:
+    job = Coordinator(2)
+    job.ready()
+    assert not job.of.see({1: "ended with status 0"}, [1])
+    assert job.board.poll(TermOver, 1) is None
+
+
+def test_one_that_does_not_leave_is_lost_too_and_with_it_what_it_alone_has() -> None:
+    job = Coordinator(4)
+    job.ready()
+    job.of.see({1: "gone"}, ())
+    job.leave(0, step=3)
+    job.now += LEAVE_TIMEOUT.total_seconds()
+    with pytest.raises(LanesLost):
+        job.of.see({1: "gone"}, ())
+
+
+def test_a_trainer_that_renews_no_lease_is_lost_unless_the_coordinator_itself_was_stopped() -> None:
+    job = Coordinator(2)
+    job.ready()
+    counts = itertools.count()
+
+    def renew(*trainers: int) -> None:
+        for trainer in trainers:
+            job.board.publish(Lease(next(counts)), trainer)
+
+    renew(0, 1)
+    job.of.see({}, ())
+    job.now += 100  # nobody looked meanwhile
+    assert not job.of.see({}, ())
+    assert job.board.poll(TermOver, 1) is None
+    for _ in range(12):
+        job.now += SILENCE.total_seconds() / 10
+        renew(0)
+        job.of.see({}, ())
+    assert job.board.poll(TermOver, 1) is not None
+    job.leave(0, step=5)
+    assert job.of.see({}, ())
+    assert job.of.term.members == (0,)
+    assert job.killed == [1]
+    assert "it is silent" in job.told[0]
+
+
+def test_two_that_cannot_reach_each_other_end_terms_until_one_of_them_goes() -> None:
+    job = Coordinator(3)
+    for _ in range(FRUITLESS_TERMS - 1):
+        job.ready()
+        job.leave(*job.of.term.members, step=-1)
+        assert job.of.see({}, ())
+        assert job.of.term.members == (0, 1, 2)
+    job.ready()
+    job.leave(0, 1, 2, step=-1)
+    assert job.of.see({}, ())
+    assert job.of.term.members == (0, 1)
+    assert job.killed == [2]

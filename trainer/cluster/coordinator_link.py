@@ -1,0 +1,137 @@
+"""Between steps: what a trainer tells its coordinator of store shards and run requests, and what it does at its command."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
+from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.events import EventSender
+from foreload.trainer.cluster.facts import ShardsLooked, StopWanted, Term
+from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.messages import Commanded, CountRows, FaultInjected, ReplaceServer, Scrub, ShardsTold
+from foreload.trainer.cluster.run_requests import TrainerRequests
+from foreload.trainer.compute.hosted_lanes import HostedLanes
+from foreload.trainer.run.directory import STORES
+
+RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
+SHARDS_PAUSE = timedelta(milliseconds=250)  # between two looks at commands and at what is rebuilt
+BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is waited for
+
+
+class CoordinatorLink:
+    """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call. servers_return: whether lost shards may get
+    servers again; interrupts: of a process that a scheduler started.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        events: EventSender,
+        trainer: int,
+        run: Path,
+        servers_return: bool,
+        interrupts: Interrupts | None,
+    ) -> None:
+        self._board, self._events, self._trainer, self._run = board, events, trainer, run
+        self._servers_return, self._interrupts, self._stop_asked = servers_return, interrupts, False
+        self._news: deque[tuple[ShardNews, float]] = deque()
+        self._told: ShardSnapshot | None = None  # what the coordinator was told last
+        self._commands = 0  # how many were taken from the board
+        self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
+        self._asked_at = 0.0  # when the board was last looked at for commands, time.monotonic()
+
+    def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
+        """Have run requests done by the traffic of these lanes, for those that are hosted then."""
+        self._traffic = lanes.traffic
+        self._requests = TrainerRequests(self._events, self._run, lanes.traffic, lambda: lanes.numbers, layouts)
+
+    def shard_news(self, news: ShardNews) -> None:
+        """What became of store shards, to be told at the next `tell`."""
+        self._news.append((news, time.monotonic()))
+
+    def inject(self, faults: Sequence[Fault], step: int) -> None:
+        """Put in the faults that are due after a step."""
+        for fault in faults:
+            if fault.step == step:
+                at = time.monotonic()
+                fault.inject(self._run / STORES)
+                self._events.send(FaultInjected(fault.shard, at))
+
+    def tell(self) -> None:
+        """Tell the coordinator what became of store shards, and how far run requests are; do what it commands.
+
+        Changes are told at every call, the rest every SHARDS_PAUSE.
+        """
+        while self._news:
+            news, at = self._news.popleft()
+            if isinstance(news, ServerUnreachable):
+                self._events.send(news)
+            else:
+                self._tell_shards(news, at)
+        if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
+            return
+        self._asked_at = time.monotonic()
+        if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
+            self._stop_asked = True
+            self._board.publish(StopWanted())
+        shards = self._traffic.shards
+        # A change of state comes by the queue, in its order; here it is how much is rebuilt.
+        if self._told is not None and shards != self._told and not shards.changes_since(self._told):
+            self._tell_shards(shards, time.monotonic())
+        self._requests.tell()
+        while (commanded := self._board.poll(Commanded, self._commands)) is not None:
+            self._commands += 1
+            match commanded.command:
+                case ReplaceServer(shard, url):
+                    self._traffic.replace(shard, url)
+                    self._lost += 1  # of the server that had the shard
+                case Scrub() | CountRows() as request:
+                    self._requests.begin(request)
+
+    def _tell_shards(self, shards: ShardSnapshot, at: float) -> None:
+        """Tell the coordinator how the store shards are for this trainer. at: since when, time.monotonic()."""
+        self._lost += sum(status.state == LOST for status in shards.changes_since(self._told).values())
+        self._told = shards
+        self._events.send(ShardsTold(shards, at))
+
+    def finish(self, term: Term, check: Callable[[], None]) -> list[int]:
+        """Bring run requests to their end, and wait until all shards are whole again, for every trainer, as long as there is hope; returns those
+        that are not. check: called while others are waited for, raises where they are not to be waited for any more.
+
+        A shard that one trainer finds lost may have been whole when another looked, so all look, turn by turn, until none finds a further one. There
+        is hope where servers come back by themselves, for RETURN_TIMEOUT at most, and not again once a shard was given up.
+        """
+        lost: list[int] = []
+        turn, known = 0, self._lost
+        while True:
+            hopeful = self._servers_return and not lost
+            deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
+            while True:
+                lost = self._traffic.repair_shards(SHARDS_PAUSE)
+                self.tell()
+                if self._traffic.shards.not_whole.keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
+                    break
+                check()
+            further, known = self._lost > known, self._lost
+            self._board.publish(ShardsLooked(further), term.number, turn, self._trainer)
+            if not any(self._found_lost(term, turn, trainer, check) for trainer in term.members):
+                break
+            turn += 1
+        self._requests.finish()
+        return lost
+
+    def _found_lost(self, term: Term, turn: int, trainer: int, check: Callable[[], None]) -> bool:
+        """Whether a trainer found a shard lost in a turn of `finish`, waited for as long as its rebuilding takes."""
+        while (looked := self._board.poll(ShardsLooked, term.number, turn, trainer)) is None:
+            check()
+            self.tell()
+            time.sleep(BOARD_PAUSE.total_seconds())
+        return looked.found_lost

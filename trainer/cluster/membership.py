@@ -1,0 +1,148 @@
+"""The coordinator's side of terms: who is a member, who is gone, and what the next term is (docs/internals/trainer.md, Terms)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+
+from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.facts import Lease, Term, TermBegins, TermOver
+from foreload.trainer.cluster.messages import Ready, TermLeft
+from foreload.trainer.cluster.terms import next_term
+
+LEAVE_TIMEOUT = timedelta(seconds=5)  # for a member to leave a term that is over; one that does not is lost, too
+FRUITLESS_TERMS = (
+    3  # ended in a row without a step committed, all members alive: then one of them must go, since two cannot reach each other
+)
+
+
+class Membership:
+    """The members of a job through its terms. One thread uses it.
+
+    term: the one that is on the board; ready: who has told in it that it can begin. copies: how many trainers have each lane; silence: after which
+    one that renews no lease is lost, None where losses are not survived. raise_term: notes a term's number in RUN before anyone owns lanes in it.
+    kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: what the user is told, a line.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        term: Term,
+        copies: int,
+        silence: timedelta | None,
+        raise_term: Callable[[int], None],
+        kill: Callable[[int], bool],
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board, self.term, self._copies, self._silence = board, term, copies, silence
+        self._raise_term, self._kill, self._tell, self._clock = raise_term, kill, tell, clock
+        self.ready: dict[int, Ready] = {}
+        self.begun = False  # whether the term's steps have begun
+        self._left: dict[int, TermLeft] = {}
+        self._lost: dict[int, str] = {}  # of this term: who is gone, and why
+        self._over_at: float | None = None  # when the term was ended
+        self._fruitless = 0
+        self._leases: dict[int, tuple[int, float]] = {}  # trainer -> its last count, and when that came
+        self._looked_at = clock()
+        board.publish(term, term.number)
+
+    @property
+    def survives(self) -> bool:
+        """Whether the loss of a trainer is survived at all."""
+        return self._silence is not None
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every member can begin."""
+        return self.ready.keys() == set(self.term.members)
+
+    def receive(self, trainer: int, event: Ready | TermLeft) -> None:
+        """What a member tells; of an earlier term it does not count."""
+        if event.term != self.term.number or trainer in self._lost:
+            return
+        match event:
+            case Ready():
+                self.ready[trainer] = event
+            case TermLeft():
+                self._left[trainer] = event
+
+    def see(self, gone: Mapping[int, str], ended: Iterable[int]) -> bool:
+        """See to the term: end it where a member is gone, begin the next one when all that are there have left. Returns whether one began.
+
+        gone: whose process has ended before its time, and how; ended: who needs no other trainer any more. Raises LanesLost.
+        """
+        if not self.survives:
+            return False
+        for trainer in self.term.members:
+            if trainer in gone and trainer not in ended:
+                self._lost.setdefault(trainer, gone[trainer])
+        for trainer in self._silent():
+            self._lost.setdefault(trainer, "it is silent")
+        if self._over_at is None:
+            if not self._lost and not self._left:
+                return False
+            self._over_at = self._clock()
+            self._board.publish(TermOver(), self.term.number)
+        present = [trainer for trainer in self.term.members if trainer not in self._lost]
+        late = [trainer for trainer in present if trainer not in self._left]
+        if late and self._clock() - self._over_at < LEAVE_TIMEOUT.total_seconds():
+            return False
+        for trainer in late:
+            self._lost[trainer] = "it does not leave the term"
+        self._begin_next([trainer for trainer in present if trainer in self._left])
+        return True
+
+    def _begin_next(self, present: list[int]) -> None:
+        if not self._lost:
+            # All are alive: a connection between two of them broke.
+            self._fruitless += 1
+            if self._fruitless >= FRUITLESS_TERMS and len(present) > 1:
+                last = present.pop()
+                self._lost[last] = f"the trainers cannot reach each other ({self._left[last].why})"
+        killed = [self._kill(trainer) for trainer in self._lost]
+        before = self.term
+        self.term = next_term(before, {trainer: self._left[trainer] for trainer in present}, self._copies, all(killed))
+        if self.term.committed > before.committed:
+            self._fruitless = 0
+        for trainer, why in self._lost.items():
+            moved = [lane for lane, host in enumerate(before.hosts) if host == trainer]
+            to = ", ".join(f"{lane} to trainer {self.term.hosts[lane]}" for lane in moved)
+            self._tell(f"trainer {trainer}: lost ({why}); training goes on after step {self.term.committed}, lane {to}")
+        if self._lost and len(present) < self._copies:
+            self._tell(
+                f"{len(present)} trainer{'s are' if len(present) > 1 else ' is'} left: "
+                + ("a further loss is not survived" if len(present) == 1 else f"each lane is held by {len(present)} at most")
+            )
+        self._raise_term(self.term.number)
+        self.ready, self._left, self._lost, self._over_at, self.begun = {}, {}, {}, None, False
+        self._board.publish(self.term, self.term.number)
+
+    def begin(self) -> bool:
+        """Have the term's steps begin if all members are ready; returns whether they did just now."""
+        if self.begun or self._over_at is not None or not self.all_ready:
+            return False
+        self.begun = True
+        self._board.publish(TermBegins(), self.term.number)
+        return True
+
+    def _silent(self) -> list[int]:
+        """Members whose lease has run out."""
+        assert self._silence is not None
+        now = self._clock()
+        # Where this process was stopped itself, nobody can be blamed for its silence meanwhile.
+        if now - self._looked_at > self._silence.total_seconds() / 2:
+            self._leases = {trainer: (count, now) for trainer, (count, _) in self._leases.items()}
+        self._looked_at = now
+        silent = []
+        for trainer in self.term.members:
+            lease = self._board.poll(Lease, trainer)
+            if lease is None:
+                continue  # it is still starting; if it dies, its process ends
+            known = self._leases.get(trainer)
+            if known is None or known[0] != lease.count:
+                self._leases[trainer] = lease.count, now
+            elif now - known[1] > self._silence.total_seconds():
+                silent.append(trainer)
+        return silent

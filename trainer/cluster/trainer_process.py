@@ -1,0 +1,239 @@
+"""One trainer's part of a job, from joining to leaving, over as many terms as there are (docs/internals/trainer.md, Terms)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.ownership import Ownership
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.schedule.format import Event
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.board import Board, StopAgreement
+from foreload.trainer.cluster.coordinator_link import BOARD_PAUSE, CoordinatorLink
+from foreload.trainer.cluster.ending import end_alone
+from foreload.trainer.cluster.events import EventSender
+from foreload.trainer.cluster.facts import Fingerprint, Orphaned, RunSaved
+from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.messages import Ended, EvaluationEnded, LaunchSpec, StepEnded, TrainerEnd
+from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
+from foreload.trainer.cluster.trainer_terms import TrainerTerms
+from foreload.trainer.compute import numerics
+from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.program import Trainer
+from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.term_session import TermSession
+from foreload.trainer.errors import LossNotFinite, PeerLost
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term
+from foreload.trainer.run.dense_file import load_dense, save_dense
+from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.next_term import continue_term
+from foreload.trainer.run.report import Totals
+from foreload.trainer.run.resume import check_same
+
+_IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
+
+
+class TrainerProcess:
+    """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; connect: makes a further connection to the
+    rendezvous store, None where the loss of a trainer is not survived.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Any,
+        board: Board,
+        events: EventSender,
+        trainer: int,
+        address: str,
+        spec: LaunchSpec,
+        store_urls: Sequence[str],
+        interrupts: Interrupts | None,
+        ready: threading.Event,
+        connect: Callable[[], Any] | None,
+    ) -> None:
+        self._board, self._events, self._interrupts = board, events, interrupts
+        self._trainer, self._spec, self._store_urls, self._ready = trainer, spec, store_urls, ready
+        self._job = TrainJob.of(spec.job)
+        self._run = Path(self._job.run)
+        self._terms = TrainerTerms(rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect)
+        self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts)
+        self._last_step = spec.start_step
+        self._totals = Totals()  # of this call's steps
+        self._segments = 0  # how many of the schedule were begun
+        self._flushed = 0  # rows written beyond the schedule
+        self._faults: list[Fault] = []  # of the trainer that hosts lane 0
+
+    def run(self) -> None:
+        """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
+        spec, job = self._spec, self._job
+        numerics.set_up(job.threads, job.device, job.cpu_capability)
+        self._check_fingerprint()
+        self._schedule = schedule = Schedule(job.schedule, follow=job.follow)
+        if spec.resumes:
+            check_same(Run.open(self._run).manifest.stages[-1], schedule)
+        self._dense = dense = DenseModel.build(job, schedule)
+        if spec.resumes:
+            load_dense(self._run / DENSE, dense.module, dense.optimizer, spec.start_step)
+        if self._terms.term.leader == self._trainer:
+            self._faults = list(spec.faults)
+        placement = Placement.load(self._run / PLACEMENT)
+        with Store.connect(self._store_urls, job.store_silence, placement.r) as store, self._terms.watched():
+            access = StoreAccess(
+                store, placement, job.run_namespace, FileLog(self._run / LOG),
+                ownership=Ownership(self._terms.term.number, Run.open(self._run).manifest.identity),
+                on_shards=self._link.shard_news,
+            )  # fmt: skip
+            self._run_terms(dense.parts(job, schedule), access)
+
+    def _run_terms(self, parts: TrainerParts, access: StoreAccess) -> None:
+        """Train in one term after the other, until there is no further one."""
+        terms = self._terms
+        before: Trainer | None = None
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    with terms.transport() as transport:
+                        session = join_term(parts, transport, terms.term.lane_map, terms.term.copy_map)
+                        if before is None:
+                            start = Start(self._spec.start_step, tuple(self._spec.last_batches))
+                            before, events = begin_term(parts, access, session, start)
+                            self._link.serve(before.lanes, parts.layouts)
+                            stack.enter_context(before.lanes.traffic)
+                        else:
+                            before, events = self._continue(parts, access, session, before)
+                        self._run_term(before, events)
+                    return
+                except PeerLost as error:
+                    if before is None:
+                        raise
+                    # It may be gone because rows are: then that is said, of this trainer's rows.
+                    before.lanes.traffic.probe()
+                    if not terms.survives or before.commits is None:
+                        raise
+                    terms.next(before.commits.standing(), str(error))
+                    before.commits.roll_back(terms.term.committed)
+
+    def _continue(
+        self, parts: TrainerParts, access: StoreAccess, session: TermSession, before: Trainer
+    ) -> tuple[Trainer, Iterator[Event]]:
+        """Take part in a further term, after the step that is committed. before: who trained in the last."""
+        term = self._terms.term
+        assert before.commits is not None
+        access = replace(access, ownership=replace(access.ownership, term=term.number))
+        return continue_term(
+            parts, access, session, before.lanes, dict(before.commits.copies), term.committed, term.seeded, term.stopping,
+            last_owner_dead=term.dead,
+        )  # fmt: skip
+
+    def _run_term(self, trainer: Trainer, events: Iterator[Event]) -> None:
+        """Train in a term, to the end or to a stop, and leave everything where the next one finds it. Raises PeerLost."""
+        terms, lanes, session, schedule = self._terms, trainer.lanes, trainer.session, self._schedule
+        term = terms.term
+        gate = SegmentGate(self._board, schedule, events, self._trainer, term.members, term.leader)
+        self._segments = max(self._segments, gate.begun)
+        # From here on it is the keeper that tells whether the launcher is there.
+        self._ready.set()
+        if self._interrupts is not None:
+            self._interrupts.defer_signals = True
+        terms.await_begin(numerics.fingerprint(self._device()))
+        stopped, failure = self._train(trainer, gate)
+        self._segments = max(self._segments, gate.begun)
+        self._flushed += lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
+        lost = self._link.finish(term, terms.check)
+        # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
+        session.barrier()
+        if session.leads:
+            save_dense(self._run / DENSE, self._dense.module, self._dense.optimizer, self._last_step)
+        counters = {
+            _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
+            for name, value in asdict(lanes.traffic.counters()).items()
+        }
+        end = TrainerEnd(
+            step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(),
+            traffic=counters, lost=tuple(lost), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals,
+        )  # fmt: skip
+        self._board.publish(end, term.number, self._trainer)
+        self._events.send(Ended())
+        if session.leads or terms.survives:
+            self._see_run_saved(session)
+
+    def _see_run_saved(self, session: TermSession) -> None:
+        """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
+
+        Until then another trainer may be lost that has not ended, and its lanes be taken over. Raises PeerLost then.
+        """
+        term = self._terms.term
+        while self._board.poll(RunSaved) is None:
+            self._terms.check()
+            if self._board.poll(Orphaned) is not None:
+                if session.leads:
+                    ended = {trainer: self._board.read(TrainerEnd, term.number, trainer) for trainer in term.members}
+                    end_alone(Run(self._run), self._schedule, ended, self._spec.totals)
+                return
+            time.sleep(BOARD_PAUSE.total_seconds())
+
+    def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None]:
+        """Run the program; returns whether training stopped early, and what went wrong if that is why."""
+        agreement = StopAgreement(self._board, leads=trainer.session.leads)
+
+        def on_step(report: StepReport) -> None:
+            self._last_step = report.step
+            self._totals.add(report)
+            self._events.send(StepEnded(report, time.monotonic()))
+            self._link.inject(self._faults, report.step)
+            self._link.tell()
+
+        def on_evaluation(report: EvaluationReport) -> None:
+            self._events.send(EvaluationEnded(report))
+
+        def while_waiting() -> None:
+            self._terms.check()
+            self._events.flush()
+            self._link.tell()
+
+        if agreement.reached(self._last_step):
+            trainer.commit_last()
+            return True, None
+        events = gate.events(while_waiting)
+        try:
+            return trainer.run(events, agreement.stop_after, on_step, on_evaluation) is not None, None
+        except StoppedAtSegment as stop:
+            # Every trainer is here, after the same step.
+            trainer.commit_last()
+            if stop.failure is None:
+                return True, None
+            return True, f"{stop.failure} (training stopped after step {self._last_step}, with everything saved)"
+        except LossNotFinite as error:
+            trainer.commit_last()
+            return True, (
+                f"{error}; training stopped as after step {self._last_step}, with everything saved; train anew with a lower --lr or "
+                "--dense-lr, or go on with --resume --allow-nan"
+            )
+
+    def _check_fingerprint(self) -> None:
+        """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
+        mine = numerics.fingerprint(self._device())
+        if self._spec.fingerprint is not None:
+            numerics.check(mine, self._spec.fingerprint, resumed=True)
+        elif self._trainer != self._terms.term.members[0]:
+            numerics.check(mine, self._board.read(Fingerprint).fields)
+        else:
+            self._board.publish(Fingerprint(mine))
+
+    def _device(self) -> str:
+        if self._job.device != "cuda":
+            return "cpu"
+        return f"cuda:{self._trainer % max(torch.cuda.device_count(), 1)}"

@@ -1,0 +1,110 @@
+"""A trainer's side of terms: the one that it is in, its group, whether it is over, and the way into the next (docs/internals/trainer.md, Terms)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.events import EventSender
+from foreload.trainer.cluster.facts import Orphaned, Term, TermBegins, TermOver
+from foreload.trainer.cluster.messages import LaunchSpec, Ready, TermLeft
+from foreload.trainer.cluster.term_watch import TermWatch
+from foreload.trainer.compute.commits import Standing
+from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport
+from foreload.trainer.errors import PeerLost, TrainerError
+from foreload.trainer.run.job import TrainJob
+
+BOARD_PAUSE = timedelta(milliseconds=5)  # between two looks for a fact that is waited for
+PATIENCE = timedelta(hours=1)  # for a peer's message where losses are survived: whether it is gone, the coordinator knows
+FORMING = timedelta(seconds=5)  # for a group to be formed then; when it begins, all members were there a moment ago
+
+
+class TrainerTerms:
+    """The terms of one trainer; its main thread uses it.
+
+    term: the one that it is in. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not survived.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Any,
+        board: Board,
+        events: EventSender,
+        trainer: int,
+        spec: LaunchSpec,
+        job: TrainJob,
+        device: str,
+        address: str,
+        connect: Callable[[], Any] | None,
+    ) -> None:
+        self._rendezvous, self._board, self._events, self._trainer = rendezvous, board, events, trainer
+        self._job, self._device, self._address = job, device, address
+        self.term = board.read(Term, spec.first_term)
+        survives = connect is not None and any(self.term.copies)
+        self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None and survives else None
+
+    @property
+    def survives(self) -> bool:
+        """Whether this trainer goes on in a further term where another one is lost."""
+        return self._watch is not None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While entered, the coordinator knows that this trainer is alive, where that matters."""
+        with self._watch or contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def transport(self) -> Iterator[Transport]:
+        """The group of the term, formed while entered, and interrupted when the term is over. Raises PeerLost, TrainerError."""
+        job, number, members = self._job, self.term.number, self.term.members
+        silence = PATIENCE if self.survives else job.peer_silence
+        transport: Transport
+        if job.device == "cuda":
+            if not torch.cuda.is_available():
+                raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
+            torch.cuda.set_device(self._device)
+            transport = NcclTransport(self._rendezvous, number, self._trainer, members, silence, torch.device(self._device))
+        else:
+            forming = FORMING if self.survives else silence
+            transport = GlooTransport(self._rendezvous, number, self._trainer, members, silence, self._address, forming)
+        try:
+            with self._watch.watching(number, transport) if self._watch is not None else contextlib.nullcontext():
+                yield transport
+        finally:
+            transport.close()
+
+    def await_begin(self, fingerprint: dict[str, str]) -> None:
+        """Tell that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
+        self._events.send(Ready(self.term.number, fingerprint))
+        while self._board.poll(TermBegins, self.term.number) is None:
+            self.check()
+            time.sleep(BOARD_PAUSE.total_seconds())
+
+    def check(self) -> None:
+        """Raise PeerLost if the term is over: whoever waits for another trainer by the board calls this again and again."""
+        if self.survives and self._board.poll(TermOver, self.term.number) is not None:
+            raise PeerLost(f"trainer {self._trainer}: term {self.term.number} is over")
+
+    def next(self, standing: Standing, why: str) -> None:
+        """Leave the term, and come into the next, which `term` then is. why: what was noticed.
+
+        Raises PeerLost where there will be none, since the coordinator is gone, and TrainerError where this trainer is no member of it.
+        """
+        self._events.send(TermLeft(self.term.number, standing.step, standing.copies, standing.stopping, why))
+        number = self.term.number + 1
+        while (term := self._board.poll(Term, number)) is None:
+            if self._board.poll(Orphaned) is not None:
+                raise PeerLost(f"{why}; and the launcher is gone, so no trainer takes over")
+            time.sleep(BOARD_PAUSE.total_seconds())
+        if self._trainer not in term.members:
+            raise TrainerError(
+                f"trainer {self._trainer}: was taken for lost after step {term.committed}, and the others went on without it; it stops"
+            )
+        self.term = term

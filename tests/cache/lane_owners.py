@@ -48,14 +48,14 @@ class Mortal(Store):
         self._dies, self.left, self._reached = dies, last, reached
 
     def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
-        self._strike(writes)
+        self._inject(writes)
         return super().attempt(reads, writes)
 
     def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
-        self._strike(writes)
+        self._inject(writes)
         super().exchange(reads, writes)
 
-    def _strike(self, writes: Sequence[Write]) -> None:
+    def _inject(self, writes: Sequence[Write]) -> None:
         if self._dies(writes):
             self.left -= 1
             if not self.left:

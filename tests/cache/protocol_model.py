@@ -40,7 +40,7 @@ class Rules:
     """The protocol's rules; each False is a protocol with one of them left out.
 
     reads_leave_first is none of them: reads and data of one exchange may be served in either order.
-    Of the writer: settled: what is decoded is read while no batch is between its phases. written_noted: whether a stripe was ever written is
+    Of the writer: flushed_first: what is decoded is read while no batch is between its phases. written_noted: whether a stripe was ever written is
     asked of all batches cut, not only of those stored. parity_awaited: parity is acknowledged before the next read phase is sent.
     parity_first: parity is sent before data. log_first: a batch is in the log before its first byte leaves. held_until_stored: it stays there until
     its data is acknowledged. exact_resend: after a broken connection a shard is trusted only with a marker that the phase allows (False: p,
@@ -57,7 +57,7 @@ class Rules:
     """
 
     reads_leave_first: bool = True
-    settled: bool = True
+    flushed_first: bool = True
     written_noted: bool = True
     parity_awaited: bool = True
     parity_first: bool = True

@@ -253,14 +253,14 @@ class Model:
         writer = world.writer
         whole = set(writer.views) == {OK}
         waiting = any(writer.later)
-        if waiting and not whole and self.rules.settled:
+        if waiting and not whole and self.rules.flushed_first:
             yield self._send(world, self._asking(writer, "flush"), list(writer.later))
             return
         for shard, view in enumerate(writer.views):
             if view == LOST:
                 yield self._taken_back(world, shard)
             elif view == REBUILDING:
-                yield self._mended(world, shard)
+                yield self._repaired(world, shard)
         if writer.n < self.last or waiting:
             yield self._read_phase(world)
         elif REBUILDING not in writer.views:
@@ -279,7 +279,7 @@ class Model:
         begun = writer._replace(views=put(writer.views, shard, REBUILDING), cursor=put(writer.cursor, shard, 0))
         return world._replace(servers=put(world.servers, shard, empty), writer=begun)
 
-    def _mended(self, world: World, shard: int) -> World:
+    def _repaired(self, world: World, shard: int) -> World:
         """Read for the next stripe of a rebuild; after the last, the marker says OK."""
         writer = world.writer._replace(rebuilt=shard)
         if writer.cursor[shard] < self.setting.stripes:
@@ -339,7 +339,7 @@ class Model:
         writer = writer._replace(later=((),) * self.setting.shards, parity_read=writer.replies)
         if writer.n == self.last:
             return world._replace(writer=writer._replace(phase="round", stored=True))
-        if None in readable and rules.settled:
+        if None in readable and rules.flushed_first:
             writer = self._asking(writer._replace(stored=writer.stored or rules.narrowed), "decode")
             return self._send(world, writer, self._read_alone(writer))
         self._check_rows(writer.n, readable, under_way)

@@ -18,7 +18,7 @@ from protocol_model import OK, WIDTH_BYTES, Cells, Change, Marker, Row, Setting
 
 NUMBERS_PER_TERM = 100  # 2^40 in the code
 
-Part = tuple[tuple[int, int], ...]  # some cells of a shard: stripe, value
+SomeCells = tuple[tuple[int, int], ...]  # some cells of a shard: stripe, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Contents(NamedTuple):
 class Command(NamedTuple):
     """One atomic write: some cells (stripe, new value) and a marker, None: left as it is."""
 
-    cells: Part
+    cells: SomeCells
     marker: Marker | None
 
 
@@ -134,7 +134,7 @@ class Owner(NamedTuple):
     queue: tuple[Ended, ...] = ()
     batch: Record | None = None
     taken: tuple[Ended, ...] = ()
-    parity: tuple[Part, ...] = ()  # by shard, the parity rows of the batch, until they are sent
+    parity: tuple[SomeCells, ...] = ()  # by shard, the parity rows of the batch, until they are sent
     record: Record | None = None  # what a new owner read from the log
 
     @property

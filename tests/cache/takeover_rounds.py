@@ -11,11 +11,11 @@ from takeover_model import (
     Contents,
     Ended,
     Owner,
-    Part,
     Record,
     Rules,
     Scope,
     Shard,
+    SomeCells,
     Told,
     World,
     WrongStep,
@@ -219,7 +219,7 @@ class Rounds:
         )
         return geometry.decode(g, readable)[m]
 
-    def _parity(self, world: World, owner: Owner, changes: list[Change]) -> tuple[Part, ...] | None:
+    def _parity(self, world: World, owner: Owner, changes: list[Change]) -> tuple[SomeCells, ...] | None:
         """The new parity rows, by shard; None where a shard refuses to be read."""
         geometry, k = self.scope.geometry, self.scope.k
         found = []

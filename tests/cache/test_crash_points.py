@@ -311,7 +311,7 @@ def compare_rows(stored: StoredRows, lane: int, truth: Journalled, last_batch: i
 ACTIONS = [
     "parity rows asked for", "parity rows read", "batch logged", "parity leaves", "parity acknowledged", "data leaves", "data acknowledged",
 ]  # fmt: skip
-LOSSES: list[tuple[int, str]] = [(shard, how) for shard in range(3) for how in ("gone", "empty", "older")]
+SHARD_LOSSES: list[tuple[int, str]] = [(shard, how) for shard in range(3) for how in ("gone", "empty", "older")]
 
 
 def killed_at(action: str, count: int) -> Callable[[str], None]:
@@ -348,7 +348,7 @@ def crash_torn(stores: LocalStores, folder: Path, k: int, r: int, phase: str, re
 
 
 @pytest.mark.parametrize("stores", ["three"], indirect=True)
-@pytest.mark.parametrize(("action", "loss"), covering(list(product(ACTIONS, [None, *LOSSES])), 3))
+@pytest.mark.parametrize(("action", "loss"), covering(list(product(ACTIONS, [None, *SHARD_LOSSES])), 3))
 def test_the_writer_dies_at_an_action_and_a_shard_is_lost_as_well(
     stores: LocalStores, tmp_path: Path, action: str, loss: tuple[int, str] | None
 ) -> None:

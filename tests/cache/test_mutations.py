@@ -46,7 +46,7 @@ def stores(tmp_path: Path) -> Iterator[LocalStores]:
 
 
 @contextmanager
-def trained(stores: LocalStores, folder: Path) -> Iterator[tuple[Recording, StoredRows, LaneProgram]]:
+def lane_trained(stores: LocalStores, folder: Path) -> Iterator[tuple[Recording, StoredRows, LaneProgram]]:
     """The store after a lane was trained on it, 2+1."""
     program = make_program(7, 15, SLOTS, SLOTS, EVALUATION_SLOTS)
     with Recording(stores.urls) as store, closing(FileLog(folder)) as log:
@@ -58,7 +58,7 @@ def trained(stores: LocalStores, folder: Path) -> Iterator[tuple[Recording, Stor
 
 def phases_stay_apart(stores: LocalStores, folder: Path) -> None:
     """No exchange carries the parity rows and the rows of one batch."""
-    with trained(stores, folder) as (store, _, _):
+    with lane_trained(stores, folder) as (store, _, _):
         exchanges = store.exchanges
     for _, writes in exchanges:
         sent = {Marker.parse(write.marker) for write in writes}
@@ -67,7 +67,7 @@ def phases_stay_apart(stores: LocalStores, folder: Path) -> None:
 
 def stripes_agree(stores: LocalStores, folder: Path) -> None:
     """Every parity row in the store is that of its members."""
-    with trained(stores, folder) as (store, stored, program):
+    with lane_trained(stores, folder) as (store, stored, program):
         assert check_stripes(store, stored, 0, program)
 
 

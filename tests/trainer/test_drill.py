@@ -78,7 +78,7 @@ def test_a_killed_shard_is_rebuilt_and_the_model_is_that_of_an_undisturbed_run(
     assert Run.open(run).saved_status().lost == []
     check_picture(run / DRILL)
     out = capsys.readouterr().out
-    assert f"store shard 1: struck by SIGKILL after step {at}" in out
+    assert f"store shard 1: SIGKILL after step {at}" in out
     assert (f"the model is that of an undisturbed run: digest {undisturbed}" in out) == ("--check" in further)
 
 

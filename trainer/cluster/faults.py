@@ -28,7 +28,7 @@ class Fault:
         local = LocalStores.find(stores)
         pid = local.pids[self.shard] if local is not None else None
         if pid is None:
-            raise TrainerError(f"drill: store shard {self.shard} has no server to be struck after step {self.step}; see {stores}")
+            raise TrainerError(f"drill: store shard {self.shard} has no server for a fault after step {self.step}; see {stores}")
         os.kill(pid, self.signal_number)
 
 

@@ -136,7 +136,7 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     assert ending is not None
     moments = observer.moments
     if moments is None:
-        raise TrainerError(f"drill: training stopped after step {ending.step}, before the store shard was to be struck")
+        raise TrainerError(f"drill: training stopped after step {ending.step}, before the fault was to be injected")
     timeline = observer.timeline
     begin = float(timeline.ended[0] - timeline.took[0])
     figures: dict[str, Any] = {
@@ -221,11 +221,11 @@ def text(summary: Mapping[str, Any]) -> str:
     def of_normal(name: str) -> str:
         return "-" if figures[name] is None else f"{figures[name]:.1%}"
 
-    struck = f"struck by {figures['signal']} after step {figures['step']}, {figures['struck_at_seconds']:.2f} s into the training"
+    fault = f"{figures['signal']} after step {figures['step']}, {figures['struck_at_seconds']:.2f} s into the training"
     lines = [
-        f"store shard {figures['shard']}: {struck}; its server was away for {figures['down_seconds']:g} s",
+        f"store shard {figures['shard']}: {fault}; its server was away for {figures['down_seconds']:g} s",
         f"given up {after('lost')}, back {after('back')}, whole {after('whole')}: {figures['rows_rebuilt']:,} rows rebuilt",
-        f"longest gap between steps {milliseconds(figures['longest_gap_seconds'])}, counted from the strike; "
+        f"longest gap between steps {milliseconds(figures['longest_gap_seconds'])}, counted from the fault; "
         f"median step {milliseconds(figures['median_step_seconds'])}",
         f"throughput, of {figures['samples_per_second_normal'] or 0:,.0f} samples a second: {of_normal('throughput_degraded')} while the shard was "
         f"lost, {of_normal('throughput_rebuilding')} while it was rebuilt",
@@ -256,9 +256,9 @@ def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str,
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.stairs(rates, edges - begin, baseline=0, fill=True, alpha=0.35, label="samples a second")
-    struck = "killed" if figures["signal"] == "SIGKILL" else "stopped"
+    fault = "killed" if figures["signal"] == "SIGKILL" else "stopped"
     after = {"lost": moments.lost, "back": moments.back, "whole": moments.whole}
-    shown = [(struck, moments.injected), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
+    shown = [(fault, moments.injected), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
     for place, (word, at) in enumerate(shown):
         axes.axvline(at - begin, color=f"C{place + 1}", label=f"{word}, {at - begin:.2f} s")
     if moments.lost is not None:
@@ -267,7 +267,7 @@ def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str,
         axes.axvspan(moments.back - begin, (moments.whole or end) - begin, color="C2", alpha=0.08)
     gap, median = (milliseconds(figures[name]) for name in ("longest_gap_seconds", "median_step_seconds"))
     axes.set_title(
-        f"Store shard {figures['shard']} {struck} after step {figures['step']}: longest gap {gap}, median step {median}"
+        f"Store shard {figures['shard']} {fault} after step {figures['step']}: longest gap {gap}, median step {median}"
     )
     axes.set_xlabel("seconds since training began")
     axes.set_ylabel("samples a second")

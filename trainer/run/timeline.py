@@ -13,7 +13,7 @@ _FEWEST_STEPS = 5  # of which a throughput is told
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """When a store shard was struck, when the first trainer went on without it, reached its server again, and the last one had it whole.
+    """When a fault was injected at a store shard, when the first trainer went on without it and reached its server again, and the last had it whole.
 
     Seconds on one clock; None: that did not happen.
     """
@@ -92,17 +92,17 @@ class StepTimes:
 def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
     """What losing the shard meant, in figures; None for what there is no measure of.
 
-    longest_gap_seconds is counted from the strike until the shard is whole again. Normal are the steps before the strike, without the first tenth of
+    longest_gap_seconds is counted from the fault until the shard is whole again. Normal are the steps before the fault, without the first tenth of
     them, and those after the shard is whole.
     """
     begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
-    struck = moments.injected
+    injected = moments.injected
     whole = end if moments.whole is None else moments.whole
-    normal = [(begin + (struck - begin) / 10, struck), (whole, end)]
+    normal = [(begin + (injected - begin) / 10, injected), (whole, end)]
     rate = timeline.throughput(*normal)
     figures = {
         "median_step_seconds": timeline.median_step(*normal[0]),
-        "longest_gap_seconds": timeline.longest_gap(struck, whole),
+        "longest_gap_seconds": timeline.longest_gap(injected, whole),
         "samples_per_second_normal": rate,
         "throughput_degraded": float("nan"),
         "throughput_rebuilding": float("nan"),
@@ -112,5 +112,5 @@ def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
     if moments.back is not None:
         figures["throughput_rebuilding"] = timeline.throughput((moments.back, whole)) / rate
     for name, moment in (("lost", moments.lost), ("back", moments.back), ("whole", moments.whole)):
-        figures[f"seconds_until_{name}"] = float("nan") if moment is None else moment - struck
+        figures[f"seconds_until_{name}"] = float("nan") if moment is None else moment - injected
     return {name: value if np.isfinite(value) else None for name, value in figures.items()}

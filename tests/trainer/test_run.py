@@ -241,6 +241,21 @@ def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None
     assert summary["auc"] == 0.7
 
 
+def test_a_step_of_which_a_lost_trainer_did_not_tell_counts_without_it(tmp_path: Path) -> None:
+    report = RunReport(tmp_path, Totals(), 0, 2, members=(4, 7))
+    report.step(4, step_report(0))
+    evaluated = EvaluationReport(step=0, epoch=0, samples=7, log_loss=0.6, auc=0.7, normalized_entropy=0.9)
+    report.evaluation(evaluated)
+    assert report.totals.steps == 0
+    report.now_members([4])
+    report.step(4, step_report(1))
+    report.evaluation(evaluated)  # the pass is run again, to the same end
+    report.close()
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("evaluation", 0), ("step", 0), ("step", 1)]
+    assert report.totals.rows_used == 80
+
+
 def test_a_summary_without_a_step_has_nulls(tmp_path: Path) -> None:
     report = RunReport(tmp_path, Totals(), 0, 0, members=(0,))
     assert report.summary()["samples_per_second"] is None

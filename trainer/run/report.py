@@ -226,8 +226,10 @@ class RunReport:
                 self._metrics.flush()
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """The metrics of an evaluation pass."""
+        """The metrics of an evaluation pass. One that is told again, since a trainer was lost behind it, is the same."""
         line = {"kind": "evaluation", **asdict(report)}
+        if line in self.evaluations:
+            return
         self.evaluations.append(line)
         with self._room():
             self._write(line)

@@ -13,6 +13,7 @@ from small_job import arguments, summary, synthetic_schedule
 
 from foreload.trainer.cli import main
 from foreload.trainer.run.directory import Run
+from foreload.trainer.run.event_log import read_events
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,17 @@ def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
     assert summary(run)["digest"] == undisturbed
     assert summary(run)["steps"] == 120
     assert Run.open(run).saved_status().term == 1 + len(gone)
+    events = list(read_events(run))
+    assert [event["kind"] for event in events if not event["kind"].startswith("lanes")] == [
+        *("call-began", "term-began"),
+        *len(gone) * ("trainer-lost", "term-began"),
+        "call-ended",
+    ]
+    assert [event["trainer"] for event in events if event["kind"] == "trainer-lost"] == gone
+    taken = {lane for event in events if event["kind"] == "lanes-taken-over" for lane in event["lanes"]}
+    assert taken >= {lane for lane in range(4) if lane * trainers // 4 in gone}
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    assert events[-1]["step"] == 119
 
 
 def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(
@@ -77,4 +89,7 @@ def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(
     status, _, err = job.end()
     assert status == 3
     assert "lost, and with it the last steps of lane" in err
+    lost, failed = list(read_events(run))[-2:]
+    assert (lost["kind"], failed["kind"], failed["code"]) == ("trainer-lost", "call-failed", "lanes-lost")
+    assert failed["cause"] in err
     assert "Traceback" not in err

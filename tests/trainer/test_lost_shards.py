@@ -30,6 +30,7 @@ from foreload.trainer.cluster.control import AskReplace, Replacing
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.event_log import EventLog, read_events
 from foreload.trainer.run.job import TrainJob
 
 
@@ -350,12 +351,12 @@ def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_k
 
 
 def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is_replaced(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
     spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
     job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls), "spare": ",".join(spares)})
-    shards = StoreShards(job, urls, None, True, RunObserver(), check=lambda url, in_use: None)
+    shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
 
     views = {trainer: [ShardStatus(url) for url in urls] for trainer in (0, 1)}
 
@@ -405,6 +406,13 @@ def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is
         "store shard 1: is lost; training goes on, its rows come from parity (it was reset)",
         "store shard 1: no server for it yet (it refuses)",
         "store shard 1: is whole again",
+    ]
+    assert [(event["kind"], event["shard"], event["cause"]) for event in read_events(tmp_path)] == [
+        ("shard-lost", 1, "it was closed"),
+        ("shard-replaced", 1, None),
+        ("shard-lost", 1, "it was reset"),
+        *2 * [("shard-replaced", 1, None)],
+        ("shard-rebuilt", 1, None),
     ]
     # A live server that the user replaces is no loss that asks for a spare.
     assert shards.want_replacement(AskReplace("0", "redis://127.0.0.1:21")) == Replacing(0, "redis://127.0.0.1:21")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_board import TIMEOUT
@@ -14,6 +17,7 @@ from foreload.trainer.cluster.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, 
 from foreload.trainer.cluster.messages import Ready, TermLeft
 from foreload.trainer.cluster.terms import first_term, next_term
 from foreload.trainer.errors import LanesLost
+from foreload.trainer.run.event_log import EventLog, read_events
 
 SILENCE = timedelta(seconds=5)
 
@@ -70,7 +74,16 @@ class Coordinator:
         self.killed: list[int] = []
         self.told: list[str] = []
         term = first_term(1, range(trainers), 4, copies, -1)
-        self.of = Membership(self.board, term, copies, SILENCE, self.terms.append, self._kill, self.told.append, lambda: self.now)
+        self._run = tempfile.TemporaryDirectory()
+        events = EventLog(Path(self._run.name), -1, 1)
+        self.of = Membership(
+            self.board, term, copies, SILENCE, self.terms.append, self._kill, self.told.append, events, lambda: self.now
+        )
+
+    @property
+    def noted(self) -> list[dict[str, Any]]:
+        """The events without their times."""
+        return [{name: value for name, value in event.items() if name != "time"} for event in read_events(Path(self._run.name))]
 
     def _kill(self, trainer: int) -> bool:
         self.killed.append(trainer)
@@ -113,6 +126,14 @@ def test_a_dead_trainer_ends_the_term_and_the_next_begins_when_the_others_have_l
     assert (job.terms, job.killed) == ([2], [1])
     assert "trainer 1: lost (was killed by SIGKILL); training goes on after step 8" in job.told[0]
     job.ready()
+    taker = job.of.term.hosts[2]
+    at = {"step": 8, "term": 2, "cause": None}
+    assert [event["kind"] for event in job.noted] == ["term-began", "trainer-lost", "lanes-taken-over", "term-began"]
+    assert job.noted[1:] == [
+        {"kind": "trainer-lost", "step": -1, "term": 1, "trainer": 1, "cause": "was killed by SIGKILL"},
+        {"kind": "lanes-taken-over", "lanes": [2], "from_trainer": 1, "to_trainer": taker} | at,
+        {"kind": "term-began", "members": [0, 2], "lanes": [0, 0, taker, 2]} | at,
+    ]
 
 
 def test_one_that_ended_in_order_is_not_missed() -> None:

@@ -14,10 +14,13 @@ from dataclasses import asdict, replace
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError, RowsLost
+from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages import LostRows, TrainerEnd
-from foreload.trainer.errors import ShardsLost
+from foreload.trainer.cluster.facts import Term
+from foreload.trainer.cluster.messages import Failed, LostRows, TrainerEnd
+from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
 from foreload.trainer.run.directory import CONTROL, STORES, Run
+from foreload.trainer.run.event_log import CallEnded, EventLog
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Stage, Status
 from foreload.trainer.run.report import Totals
@@ -66,6 +69,7 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], bef
     status = status_of(ended, totals, run.saved_status().term)
     manifest = run.manifest
     run.come_to_rest(replace(manifest, stages=(*manifest.stages[:-1], stage_of(schedule, ended))), status)
+    EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
     keep_schedule(run, schedule, status.step)
     told = f"its launcher was killed; {status.state} after step {status.step}, with everything saved"
     local = LocalStores.find(run.path / STORES)
@@ -90,6 +94,25 @@ def all_lost(told: Sequence[LostRows]) -> ShardsLost:
     shards = sorted({shard for one in told for shard in one.shards})
     counted = any(one.rows is not None for one in told)
     return ShardsLost(str(RowsLost(shards, told[0].covered, rows if counted else None)), shards)
+
+
+def reason(failures: Sequence[Failed], silent: Mapping[int, str], term: Term) -> ForeloadError:
+    """Why trainers ended before their time: rows that are lost; else the first reason that is not a lost peer; else who ended without a word.
+
+    silent: how those did.
+    """
+    causes = [failed for failed in failures if failed.code != PeerLost.code]
+    if lost := [failed.lost for failed in causes if failed.lost is not None]:
+        return all_lost(lost)
+    if causes:
+        return error_of(causes[0].code, causes[0].message)
+    for trainer, how in silent.items():
+        hosted = ", ".join(map(str, term.lanes_of(trainer)))
+        return TrainerError(
+            f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped, and the dense part since the last clean stop "
+            "is lost; --resume goes on from that stop if its rows are still there, or says what is missing"
+        )
+    return PeerLost(failures[0].message)
 
 
 def ended_how(status: int) -> str:

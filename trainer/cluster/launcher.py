@@ -42,6 +42,7 @@ from foreload.trainer.errors import RunError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import LOG, STORES, SUMMARY, Run, check_free, locked, open_stores
+from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest
@@ -126,6 +127,7 @@ class Launcher:
         self._interrupts = interrupts
         self._rendezvous = rendezvous
         self._group: TrainerGroup | None = None  # as soon as there is one
+        self._events: EventLog  # once this call has the run
         # A scheduler has started the other trainers itself, each as a call of `train`.
         self._spawned = range(1) if rendezvous is not None else range(job.trainers)
 
@@ -143,7 +145,10 @@ class Launcher:
         path = Path(self._job.run)
         if self._job.resume:
             with locked(Run.open(path).path) as lock:
-                return self._resume(schedule, lock)
+                before = Run.open(path, lock).status
+                self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
+                with self._events.failures():
+                    return self._resume(schedule, lock)
         check_free(path, self._job.overwrite)
         count = self._job.store.local
         urls = () if count else parse_urls(str(self._job.store))
@@ -156,7 +161,9 @@ class Launcher:
         with locked(path) as lock:
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
             start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
-            return self._with_stores(run, run.manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
+            self._events = EventLog(run.path, start.step, start.term)
+            with self._events.failures():
+                return self._with_stores(run, run.manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
 
     def _check_model(self, schedule: Schedule) -> None:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
@@ -216,10 +223,23 @@ class Launcher:
                 if run.status is not None:
                     # Before lanes are owned in it: where this call dies, the next begins with a higher one.
                     run.raise_term(start.term)
+                events = self._events
+                events.step, events.term = start.step, start.term
+                events.note(CallBegan(trainers=self._job.trainers, copies=self._job.copies_held, resumed=self._job.resume))
                 keep_schedule(run, schedule)
-                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, self._spare_check(manifest))
+                check = self._spare_check(manifest)
+                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
                 self._group = group = TrainerGroup(
-                    self._job, self._interrupts, run, manifest, start, schedule, shards, self._observer, self._start_process
+                    self._job,
+                    self._interrupts,
+                    run,
+                    manifest,
+                    start,
+                    schedule,
+                    shards,
+                    self._observer,
+                    self._start_process,
+                    events,
                 )
                 ending = group.train(self._rendezvous, self._spawned)
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.

@@ -10,6 +10,7 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.facts import Lease, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages import Ready, TermLeft
 from foreload.trainer.cluster.terms import next_term
+from foreload.trainer.run.event_log import EventLog, LanesTakenOver, TermBegan, TrainerLost
 
 LEAVE_TIMEOUT = timedelta(seconds=5)  # for a member to leave a term that is over; one that does not is lost, too
 FRUITLESS_TERMS = (
@@ -22,7 +23,8 @@ class Membership:
 
     term: the one that is on the board; ready: who has told in it that it can begin. copies: how many trainers have each lane; silence: after which
     one that renews no lease is lost, None where losses are not survived. raise_term: notes a term's number in RUN before anyone owns lanes in it.
-    kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: what the user is told, a line.
+    kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: what the user is told, a line; events: where what
+    befalls the run is noted.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class Membership:
         raise_term: Callable[[int], None],
         kill: Callable[[int], bool],
         tell: Callable[[str], None],
+        events: EventLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._board, self.term, self._copies, self._silence = board, term, copies, silence
         self._raise_term, self._kill, self._tell, self._clock = raise_term, kill, tell, clock
+        self._events = events
         self.ready: dict[int, Ready] = {}
         self.begun = False  # whether the term's steps have begun
         self._left: dict[int, TermLeft] = {}
@@ -102,10 +106,13 @@ class Membership:
                 last = present.pop()
                 self._lost[last] = f"the trainers cannot reach each other ({self._left[last].why})"
         killed = [self._kill(trainer) for trainer in self._lost]
+        for trainer, why in self._lost.items():
+            self._events.note(TrainerLost(trainer=trainer, cause=why))
         before = self.term
         self.term = next_term(before, {trainer: self._left[trainer] for trainer in present}, self._copies, all(killed))
         if self.term.committed > before.committed:
             self._fruitless = 0
+        self._note_takeovers(before)
         for trainer, why in self._lost.items():
             moved = [lane for lane, host in enumerate(before.hosts) if host == trainer]
             to = ", ".join(f"{lane} to trainer {self.term.hosts[lane]}" for lane in moved)
@@ -119,12 +126,22 @@ class Membership:
         self.ready, self._left, self._lost, self._over_at, self.begun = {}, {}, {}, None, False
         self._board.publish(self.term, self.term.number)
 
+    def _note_takeovers(self, before: Term) -> None:
+        """Note who has the lanes of those that were lost in a term, in the one that follows."""
+        self._events.step, self._events.term = self.term.committed, self.term.number
+        for trainer in self._lost:
+            for taker in self.term.members:
+                lanes = tuple(lane for lane in before.lanes_of(trainer) if self.term.hosts[lane] == taker)
+                if lanes:
+                    self._events.note(LanesTakenOver(lanes=lanes, from_trainer=trainer, to_trainer=taker))
+
     def begin(self) -> bool:
         """Have the term's steps begin if all members are ready; returns whether they did just now."""
         if self.begun or self._over_at is not None or not self.all_ready:
             return False
         self.begun = True
         self._board.publish(TermBegins(), self.term.number)
+        self._events.note(TermBegan(members=self.term.members, lanes=self.term.hosts))
         return True
 
     def _silent(self) -> list[int]:

@@ -15,6 +15,7 @@ from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
 from foreload.trainer.cluster.control import AskReplace, Refused, Replacing
 from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
 from foreload.trainer.run.job import TrainJob
 
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
@@ -35,8 +36,9 @@ class StoreShards:
         protected: bool,
         observer: RunObserver,
         check: Callable[[StoreUrl, Sequence[tuple[int, StoreUrl]]], None],
+        events: EventLog,
     ) -> None:
-        self.urls = list(urls)
+        self.urls, self._events = list(urls), events
         self.protected, self._observer, self._check = protected, observer, check
         self._restarted = local if protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
@@ -61,6 +63,7 @@ class StoreShards:
         for shard in range(self._restarted.count):
             if self._observer.may_start(shard) and self._restarted.restart(shard):
                 sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
+                self._events.note(ShardReplaced(shard=shard, cause="its server died, and was started again, empty"))
 
     @property
     def together(self) -> ShardSnapshot:
@@ -91,9 +94,11 @@ class StoreShards:
         for shard, status in after.changes_since(before).items():
             if status.state == LOST:
                 sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({status.why})\n")
+                self._events.note(ShardLost(shard=shard, cause=status.why))
                 self._shown[shard] = 0.0
             elif status.state == OK:
                 sys.stderr.write(f"store shard {shard}: is whole again\n")
+                self._events.note(ShardRebuilt(shard=shard))
         for shard, status in enumerate(after.shards):
             if status.state == REBUILDING and status.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
                 self._shown[shard] = status.rebuilt
@@ -139,4 +144,5 @@ class StoreShards:
         shard, url = self._wanted.popleft()
         self.urls[shard] = url
         self._spares = [spare for spare in self._spares if spare != url]
+        self._events.note(ShardReplaced(shard=shard, url=self.plain_urls[shard]))
         return shard, self.plain_urls[shard]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any, assert_never
 
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.errors import ForeloadError, error_of
+from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.control import (
@@ -30,7 +31,7 @@ from foreload.trainer.cluster.control import (
     RunStatus,
     Stopping,
 )
-from foreload.trainer.cluster.ending import all_lost, ended_how, first_of, stage_of, status_of
+from foreload.trainer.cluster.ending import ended_how, first_of, reason, stage_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
@@ -59,8 +60,9 @@ from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProc
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.terms import first_term
-from foreload.trainer.errors import PeerLost, TrainerError
+from foreload.trainer.errors import PeerLost
 from foreload.trainer.run.directory import Run
+from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
@@ -98,7 +100,9 @@ class TrainerGroup:
         shards: StoreShards,
         observer: RunObserver,
         start_process: StartProcess,
+        events: EventLog,
     ) -> None:
+        self._events = events
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
         self._observer, self._start_process = observer, start_process
         self._schedule, self._shards = schedule, shards
@@ -156,6 +160,7 @@ class TrainerGroup:
             self._raise_term,
             self._end_process,
             partial(print, file=sys.stderr),
+            self._events,
         )
         board.publish(spec)
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
@@ -170,6 +175,7 @@ class TrainerGroup:
             stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
             self._run.come_to_rest(replace(self.manifest, stages=stages), self.status)
             self.at_rest = True
+            self._events.note(CallEnded(state=self.status.state, cause=self.failure))
             keep_schedule(self._run, self._schedule, self.status.step)
             board.publish(RunSaved())
             self._await_exit()
@@ -213,11 +219,14 @@ class TrainerGroup:
             for command in self._run_requests.take():
                 self._tell_all(board, command)
             report.tick()
+            self._events.step = report.last_step
             if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._training):
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
             if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
                 self._stop_told = True
                 board.publish(StopWanted())
+                signals = [signal.Signals(number).name for number in self._interrupts.received]
+                self._events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
             time.sleep(POLL.total_seconds())
 
     def _await_exit(self) -> None:
@@ -293,23 +302,14 @@ class TrainerGroup:
         return True
 
     def _reason(self) -> ForeloadError:
-        """Why trainers ended before their time: rows that are lost; else the first reason that is not a lost peer; else who ended without a word."""
-        causes = [failed for _, failed in self._failures if failed.code != PeerLost.code]
-        if lost := [failed.lost for failed in causes if failed.lost is not None]:
-            return all_lost(lost)
-        if causes:
-            return error_of(causes[0].code, causes[0].message)
+        """Why trainers ended before their time."""
+        assert self._membership is not None
+        dead = {trainer: status for trainer, process in self._processes.items() if (status := process.poll()) is not None}
         heard = {trainer for trainer, _ in self._failures} | self._ended.keys()
-        for trainer, process in self._processes.items():
-            status = process.poll()
-            if status is not None and trainer not in heard:
-                assert self._membership is not None
-                hosted = ", ".join(map(str, self._membership.term.lanes_of(trainer)))
-                return TrainerError(
-                    f"trainer {trainer} (lanes {hosted}): {ended_how(status)}; the others were stopped, and the dense part since the last clean stop "
-                    "is lost; --resume goes on from that stop if its rows are still there, or says what is missing"
-                )
-        return PeerLost(self._failures[0][1].message)
+        silent = {trainer: ended_how(status) for trainer, status in dead.items() if trainer not in heard}
+        for trainer, how in silent.items():
+            self._events.note(TrainerLost(trainer=trainer, cause=how))
+        return reason([failed for _, failed in self._failures], silent, self._membership.term)
 
     def _finish(self, report: RunReport) -> Ending:
         """What all trainers' ends come to: sets status and failure, and writes the summary."""

@@ -76,6 +76,8 @@ class ParityRounds(Rounds):
         stats.fetched = fetches
         for batch, fetch in bases:
             batch.put_base(fetch.event.rows, self._stored.shapes)
+        if bases:
+            self._on_action("base read")
         self._on_stats(stats)
         if fetches:
             self._on_action("rows staged")

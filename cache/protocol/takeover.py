@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,20 +68,27 @@ class TakenLane:
 
 
 def take_over_lost(
-    stored: StoredRows, ownership: Ownership, log: BatchLog | None, copied: Mapping[int, CopiedLane], last_owner_dead: bool
+    stored: StoredRows,
+    ownership: Ownership,
+    log: BatchLog | None,
+    copied: Mapping[int, CopiedLane],
+    last_owner_dead: bool,
+    on_action: Callable[[str], None] = lambda action: None,
 ) -> dict[int, TakenLane]:
     """Take over lanes, of each of which `copied` has what a copy knows, from owners that are gone or seem to be; all in one go.
 
     Where a Traffic serves other lanes of these rows, between two of its rounds. log: where owners hold their batches, needed with parity.
     last_owner_dead: whether the owners before are known to be dead. A shard that cannot be fenced is lost in stored.shards; one that cannot be
-    trusted with a lane is to be rebuilt for it. A takeover that fails, or dies, may be followed by another, of a later term.
+    trusted with a lane is to be rebuilt for it. A takeover that fails, or dies, may be followed by another, of a later term. on_action: called with
+    what was done last, as the traffic's.
 
     Raises Fenced, StoreError, RowError for a row that is none of its versions, RowsLost where parity does not cover what is lost, and CacheError.
     """
     takings = [_Taking.of(stored, lane, one, ownership.term) for lane, one in copied.items()]
     _fence(stored, ownership, takings)
+    on_action("fenced")
     if not stored.placement.r:
-        _write_again(stored, takings)
+        _write_again(stored, takings, on_action)
         return {taking.lane: taking.taken(None) for taking in takings}
     if log is None:
         raise CacheError("takeover: needs the log of the batches where there is parity")
@@ -91,9 +98,10 @@ def take_over_lost(
             f"lanes {', '.join(map(str, copied))}: {fenced} of {stored.placement.shard_count} store shards could be fenced, must be more than "
             f"{stored.placement.r}, or the owner before may go on with the others; bring the servers back, or see that it is dead"
         )
-    _finish_batches(stored, log, takings, ownership.term)
+    _finish_batches(stored, log, takings, ownership.term, on_action)
     found = _look(stored, takings)
-    _begin(stored, log, takings)
+    on_action("rows looked at")
+    _begin(stored, log, takings, on_action)
     return {taking.lane: taking.taken(found[taking.lane]) for taking in takings}
 
 
@@ -205,7 +213,9 @@ def _attempt(stored: StoredRows, takings: Sequence[_Taking], reads: Sequence[Rea
 # With parity.
 
 
-def _finish_batches(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], term: int) -> None:
+def _finish_batches(
+    stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], term: int, on_action: Callable[[str], None]
+) -> None:
     """Bring every lane to the batch in the log, on the shards that are trusted."""
     for taking in takings:
         batch, (_, released) = adopted_batch(log, taking.lane, term), taking.copied.released
@@ -219,12 +229,14 @@ def _finish_batches(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking
         stale = [shard for shard, marker in taking.unfinished.markers.items() if marker.data < released]
         for shard in [*judged.refused, *judged.doubtful, *stale]:
             taking.distrust(stored, shard)
+    on_action("record held")
     unfinished = [taking.unfinished for taking in takings]
     written = play(stored, unfinished, lambda reads, writes: _attempt(stored, takings, reads, writes))
     by_key = {(key, shard): taking for taking in takings for shard, key in enumerate(stored.keys(taking.lane))}
     for write in written:
         if write.added is not None:
             by_key[write.key, write.shard].fields[write.shard] += write.added
+    on_action("batch finished")
 
 
 def _look(stored: StoredRows, takings: Sequence[_Taking]) -> dict[int, Rows]:
@@ -274,7 +286,7 @@ def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
     return None
 
 
-def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking]) -> None:
+def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], on_action: Callable[[str], None]) -> None:
     """Write the empty batch with which the new owner's begin; what is not trusted with a lane is emptied of it, to be rebuilt."""
     writes: list[tuple[_Taking, Write]] = []
     emptied: dict[int, list[tuple[bytes | str, ...]]] = {}
@@ -291,9 +303,11 @@ def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking]) -> Non
             own.held[shard] = taking.rows_on(shard) if marked else None
             marker = Marker(taking.number, taking.number, rebuilding=not trusted)
             writes.append((taking, stored.write(taking.lane, shard, *NO_ROWS, marker, 0)))
+    on_action("empty record held")
     if emptied:
         stored.store.ask(emptied)  # one that fails here does so below
     _attempt(stored, takings, [], [write for _, write in writes])
+    on_action("marker written")
     for taking, write in writes:
         if write.shard in stored.shards.lost:
             continue
@@ -309,7 +323,7 @@ def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking]) -> Non
 # Without parity.
 
 
-def _write_again(stored: StoredRows, takings: Sequence[_Taking]) -> None:
+def _write_again(stored: StoredRows, takings: Sequence[_Taking], on_action: Callable[[str], None]) -> None:
     """Write whatever may not be stored, whether it is or not; then the marker with which the new owner's batches begin."""
     for taking in takings:
         for shard, there in taking.found.items():
@@ -319,6 +333,7 @@ def _write_again(stored: StoredRows, takings: Sequence[_Taking]) -> None:
                 raise StoreError(f"store {stored.shards.urls[shard]}: {what}: it lost rows; {REMEDY}")
     writes = [(taking, write) for taking in takings for write in _writes(stored, taking)]
     stored.store.exchange([], [write for _, write in writes])
+    on_action("owed written")
     for taking, write in writes:
         assert write.added is not None
         taking.fields[write.shard] += write.added
@@ -334,6 +349,7 @@ def _write_again(stored: StoredRows, takings: Sequence[_Taking]) -> None:
             marker = Marker(taking.number, taking.number)
             markers.append((taking, stored.write(taking.lane, shard, *NO_ROWS, marker, 0)))
     stored.store.exchange([], [write for _, write in markers])
+    on_action("marker written")
     for taking, write in markers:
         stored.note(taking.lane, write)
         stored.shards.of(taking.lane).held[write.shard] = int(taking.held[write.shard])

@@ -15,7 +15,7 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import ShardsLooked, StopWanted, Term
-from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.cluster.messages import Commanded, CountRows, FaultInjected, ReplaceServer, Scrub, ShardsTold
 from foreload.trainer.cluster.run_requests import TrainerRequests
 from foreload.trainer.compute.hosted_lanes import HostedLanes
@@ -57,10 +57,10 @@ class CoordinatorLink:
         """What became of store shards, to be told at the next `tell`."""
         self._news.append((news, time.monotonic()))
 
-    def inject(self, faults: Sequence[Fault], step: int) -> None:
-        """Put in the faults that are due after a step."""
+    def inject(self, faults: Sequence[Fault | TrainerFault], step: int) -> None:
+        """Put in the store shards' faults that are due after a step."""
         for fault in faults:
-            if fault.step == step:
+            if isinstance(fault, Fault) and fault.step == step:
                 at = time.monotonic()
                 fault.inject(self._run / STORES)
                 self._events.send(FaultInjected(fault.shard, at))

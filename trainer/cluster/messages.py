@@ -11,7 +11,7 @@ from typing import Any
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Lag, Scrubbed
-from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.run.report import Totals
 
@@ -22,7 +22,7 @@ class LaunchSpec:
 
     first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
     batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
-    prefix, to go on from. faults: to be injected by the trainer that hosts lane 0. totals: of the run before this call.
+    prefix, to go on from. faults: as RunObserver has them. totals: of the run before this call.
     """
 
     job: dict[str, Any]
@@ -33,7 +33,7 @@ class LaunchSpec:
     fingerprint: dict[str, str] | None
     resumes: bool
     servers_return: bool  # servers of lost shards are started again, or others take their place
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Fault | TrainerFault, ...] = ()
     totals: Totals = field(default_factory=Totals)
 
 
@@ -99,6 +99,14 @@ class FaultInjected:
     """A fault was put in, at the server of a store shard."""
 
     shard: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFaultInjected:
+    """The trainer now sends itself a fault's signal. Told by its own thread alone, so not at STORE_POINTS or while it takes lanes over."""
+
+    fault: TrainerFault
     at: float
 
 
@@ -173,6 +181,7 @@ TrainerEvent = (
     | StepEnded
     | EvaluationEnded
     | FaultInjected
+    | TrainerFaultInjected
     | ShardsTold
     | ServerUnreachable
     | ScrubTold

@@ -55,6 +55,7 @@ from foreload.trainer.cluster.messages import (
     TrainerCommand,
     TrainerEnd,
     TrainerEvent,
+    TrainerFaultInjected,
 )
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
 from foreload.trainer.cluster.run_requests import RunRequests
@@ -272,7 +273,7 @@ class TrainerGroup:
                 self._run_requests.receive(trainer, event)
             case Failed():
                 self._failures.append((trainer, event))
-            case FaultInjected():
+            case FaultInjected() | TrainerFaultInjected():
                 pass  # the observer's
             case _:
                 assert_never(event)
@@ -294,6 +295,8 @@ class TrainerGroup:
 
     def _end_process(self, trainer: int) -> bool:
         """End a trainer that is lost, or only seems to be; returns whether it is dead."""
+        if not self._observer.may_kill(trainer):
+            return False
         process = self._processes.pop(trainer, None)
         if process is None:
             return False

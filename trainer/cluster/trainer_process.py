@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,15 @@ from foreload.trainer.cluster.coordinator_link import BOARD_PAUSE, CoordinatorLi
 from foreload.trainer.cluster.ending import end_alone
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import Fingerprint, Orphaned, RunSaved
-from foreload.trainer.cluster.faults import Fault
-from foreload.trainer.cluster.messages import Ended, EvaluationEnded, LaunchSpec, StepEnded, TrainerEnd
+from foreload.trainer.cluster.faults import Fault, FaultPoints, TrainerFault
+from foreload.trainer.cluster.messages import (
+    Ended,
+    EvaluationEnded,
+    LaunchSpec,
+    StepEnded,
+    TrainerEnd,
+    TrainerFaultInjected,
+)
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
 from foreload.trainer.cluster.trainer_terms import TrainerTerms
 from foreload.trainer.compute import numerics
@@ -68,13 +76,16 @@ class TrainerProcess:
         self._trainer, self._spec, self._store_urls, self._ready = trainer, spec, store_urls, ready
         self._job = TrainJob.of(spec.job)
         self._run = Path(self._job.run)
-        self._terms = TrainerTerms(rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect)
+        self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
+        self._terms = TrainerTerms(
+            rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, self._points.come_to
+        )
         self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts)
         self._last_step = spec.start_step
         self._totals = Totals()  # of this call's steps
         self._segments = 0  # how many of the schedule were begun
         self._flushed = 0  # rows written beyond the schedule
-        self._faults: list[Fault] = []  # of the trainer that hosts lane 0
+        self._faults: list[Fault | TrainerFault] = []  # of the trainer that hosts lane 0
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
@@ -95,6 +106,7 @@ class TrainerProcess:
                 store, placement, job.run_namespace, FileLog(self._run / LOG),
                 ownership=Ownership(self._terms.term.number, Run.open(self._run).manifest.identity),
                 on_shards=self._link.shard_news,
+                on_action=self._points.in_traffic if self._points.any else None,
             )  # fmt: skip
             self._run_terms(dense.parts(job, schedule), access)
 
@@ -106,6 +118,7 @@ class TrainerProcess:
             while True:
                 try:
                     with terms.transport() as transport:
+                        self._points.come_to("group formed")
                         session = join_term(parts, transport, terms.term.lane_map, terms.term.copy_map)
                         if before is None:
                             start = Start(self._spec.start_step, tuple(self._spec.last_batches))
@@ -123,8 +136,10 @@ class TrainerProcess:
                     before.lanes.traffic.probe()
                     if not terms.survives or before.commits is None:
                         raise
+                    self._points.come_to("term over")
                     terms.next(before.commits.standing(), str(error))
                     before.commits.roll_back(terms.term.committed)
+                    self._points.come_to("rolled back")
 
     def _continue(
         self, parts: TrainerParts, access: StoreAccess, session: TermSession, before: Trainer
@@ -144,6 +159,8 @@ class TrainerProcess:
         term = terms.term
         gate = SegmentGate(self._board, schedule, events, self._trainer, term.members, term.leader)
         self._segments = max(self._segments, gate.begun)
+        if self._points.any:
+            trainer.on_point = self._points.in_step
         # From here on it is the keeper that tells whether the launcher is there.
         self._ready.set()
         if self._interrupts is not None:
@@ -151,12 +168,15 @@ class TrainerProcess:
         terms.await_begin(numerics.fingerprint(self._device()))
         stopped, failure = self._train(trainer, gate)
         self._segments = max(self._segments, gate.begun)
+        self._points.come_to("last write-back")
         self._flushed += lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
+        self._points.come_to("last rows written")
         lost = self._link.finish(term, terms.check)
         # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
         session.barrier()
         if session.leads:
-            save_dense(self._run / DENSE, self._dense.module, self._dense.optimizer, self._last_step)
+            written = partial(self._points.come_to, "dense part written")
+            save_dense(self._run / DENSE, self._dense.module, self._dense.optimizer, self._last_step, written)
         counters = {
             _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
             for name, value in asdict(lanes.traffic.counters()).items()
@@ -167,6 +187,7 @@ class TrainerProcess:
         )  # fmt: skip
         self._board.publish(end, term.number, self._trainer)
         self._events.send(Ended())
+        self._points.come_to("ended")
         if session.leads or terms.survives:
             self._see_run_saved(session)
 
@@ -232,6 +253,9 @@ class TrainerProcess:
             numerics.check(mine, self._board.read(Fingerprint).fields)
         else:
             self._board.publish(Fingerprint(mine))
+
+    def _tell_fault(self, fault: TrainerFault) -> None:
+        self._events.send(TrainerFaultInjected(fault, time.monotonic()))
 
     def _device(self) -> str:
         if self._job.device != "cuda":

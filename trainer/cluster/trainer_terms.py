@@ -29,6 +29,7 @@ class TrainerTerms:
     """The terms of one trainer; its main thread uses it.
 
     term: the one that it is in. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not survived.
+    come_to: told the points of a takeover (`faults`).
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class TrainerTerms:
         device: str,
         address: str,
         connect: Callable[[], Any] | None,
+        come_to: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._rendezvous, self._board, self._events, self._trainer = rendezvous, board, events, trainer
         self._job, self._device, self._address = job, device, address
+        self._come_to = come_to
         self.term = board.read(Term, spec.first_term)
         survives = connect is not None and any(self.term.copies)
         self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None and survives else None
@@ -83,6 +86,7 @@ class TrainerTerms:
     def await_begin(self, fingerprint: dict[str, str]) -> None:
         """Tell that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
         self._events.send(Ready(self.term.number, fingerprint))
+        self._come_to("ready")
         while self._board.poll(TermBegins, self.term.number) is None:
             self.check()
             time.sleep(BOARD_PAUSE.total_seconds())
@@ -98,6 +102,7 @@ class TrainerTerms:
         Raises PeerLost where there will be none, since the coordinator is gone, and TrainerError where this trainer is no member of it.
         """
         self._events.send(TermLeft(self.term.number, standing.step, standing.copies, standing.stopping, why))
+        self._come_to("left")
         number = self.term.number + 1
         while (term := self._board.poll(Term, number)) is None:
             if self._board.poll(Orphaned) is not None:

@@ -27,7 +27,8 @@ class Trainer:
     """Runs events over hosted lanes, in one term. One thread uses it; the traffic with the store has a thread of its own.
 
     parts, lanes and copies outlive it: in the next term another Trainer goes on with them, in that term's session. commits: where lanes have
-    copies. on_point: told the named points of a step, and the step (for tests).
+    copies. on_point: told the named points of a step, and the step, in an evaluation
+    pass the training step before it (for tests and drills).
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Trainer:
         self.lanes.pass_boundary(event, plan.events, Clock())
         weights = self.lanes.weights()
         exchange.finish_rows(plan, weights)
+        self.on_point("evaluating", self._last_step)
         parts.module.eval()
         logits = {}
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,10 +17,16 @@ from foreload.trainer.errors import RunError
 _PARAMETER, _STATE, _STEP = "parameter/", "state/", "step"
 
 
-def save_dense(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save_dense(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    on_written: Callable[[], None] = lambda: None,
+) -> None:
     """Write parameters and optimizer state after training step `step`, by temporary file and rename; waits for as long as the disk is full.
 
-    Raises RunError where it cannot be written for another reason.
+    on_written: called between the two. Raises RunError where it cannot be written for another reason.
     """
     tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
     tensors |= {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
@@ -28,6 +35,7 @@ def save_dense(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, 
     def write() -> None:
         with replacing(path, durable=True) as temporary:
             temporary.write_bytes(data)
+            on_written()
 
     try:
         persist(path, write)

@@ -76,7 +76,9 @@ def take_over_copied(
     }
     copied = {copy.lane: _copied(copy, step, ends[copy.lane]) for copy in copies}
     taken = hosted.traffic.between_rounds(
-        lambda: take_over_lost(hosted.stored, access.ownership, access.log, copied, last_owner_dead)
+        lambda: take_over_lost(
+            hosted.stored, access.ownership, access.log, copied, last_owner_dead, access.on_action or (lambda action: None)
+        )
     )
     for copy in copies:
         lane, partition, of_lane = copy.lane, copy.partition, taken[copy.lane]

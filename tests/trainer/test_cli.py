@@ -29,6 +29,7 @@ def parsed_job(*arguments: str) -> TrainJob:
     [
         [],
         ["train"],
+        ["status"],
         ["evaluate"],
         ["export"],
         ["digest"],

@@ -59,6 +59,7 @@ def test_the_control_socket_answers_requests_and_refuses_others(tmp_path: Path, 
                 {"url": "redis://a:1", "state": "rebuilding", "why": "", "rebuilt": 0.25},
                 {"url": "redis://b:1", "state": "ok", "why": "", "rebuilt": 1.0},
             ]},
+            "members": [], "copies": [],
         }  # fmt: skip
         assert said(run, b'{"do": "fly"}') == {
             "error": "cannot do 'fly'; there are status, stop, replace, scrub, scrubbed, row_counts"

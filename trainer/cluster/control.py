@@ -30,9 +30,21 @@ _MALFORMED = 'a request is a line such as {"do": "status"}'
 
 
 @dataclass(frozen=True, slots=True)
+class CopyStatus:
+    """A copy of a lane, on a trainer that does not host it: slots seeded, of how many (0 where it has not told); complete: it lacks nothing."""
+
+    lane: int
+    trainer: int
+    slots: int
+    of: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus:
     """How a training is. lanes: of each, the trainer; trainers: process ids by number, of those that the launcher
-    started; shards: how they are for all trainers together, none while no trainer has told of any.
+    started; shards: how they are for all trainers together, none while no trainer has told of any. members: the trainers of the term; copies: of
+    lanes, none where one trainer has each.
     """
 
     state: Literal["starting", "training"]
@@ -41,6 +53,14 @@ class RunStatus:
     lanes: tuple[int, ...]
     trainers: dict[int, int]
     shards: ShardSnapshot
+    members: tuple[int, ...] = ()
+    copies: tuple[CopyStatus, ...] = ()
+
+    @property
+    def exposed(self) -> list[int]:
+        """The lanes whose trainer cannot be lost now: no other has a complete copy."""
+        whole = {copy.lane for copy in self.copies if copy.complete}
+        return [lane for lane in range(len(self.lanes)) if lane not in whole]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,8 +16,18 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import ShardsLooked, StopWanted, Term
 from foreload.trainer.cluster.faults import Fault, TrainerFault
-from foreload.trainer.cluster.messages import Commanded, CountRows, FaultInjected, ReplaceServer, Scrub, ShardsTold
+from foreload.trainer.cluster.messages import (
+    Commanded,
+    CopiesTold,
+    CountRows,
+    FaultInjected,
+    ReplaceServer,
+    Scrub,
+    SeededCopy,
+    ShardsTold,
+)
 from foreload.trainer.cluster.run_requests import TrainerRequests
+from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.run.directory import STORES
 
@@ -45,6 +55,8 @@ class CoordinatorLink:
         self._news: deque[tuple[ShardNews, float]] = deque()
         self._told: ShardSnapshot | None = None  # what the coordinator was told last
         self._commands = 0  # how many were taken from the board
+        self._copies: Callable[[], CopiesTold | None] = lambda: None
+        self._copies_told: CopiesTold | None = None
         self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
         self._asked_at = 0.0  # when the board was last looked at for commands, time.monotonic()
 
@@ -52,6 +64,15 @@ class CoordinatorLink:
         """Have run requests done by the traffic of these lanes, for those that are hosted then."""
         self._traffic = lanes.traffic
         self._requests = TrainerRequests(self._events, self._run, lanes.traffic, lambda: lanes.numbers, layouts)
+
+    def serve_copies(self, term: int, copies: Mapping[int, LaneCopy]) -> None:
+        """Tell of these copies of lanes from now on."""
+
+        def told() -> CopiesTold:
+            seeded = {lane: SeededCopy(copy.cursor, copy.partition.slots, copy.complete) for lane, copy in sorted(copies.items())}
+            return CopiesTold(term, seeded)
+
+        self._copies = told
 
     def shard_news(self, news: ShardNews) -> None:
         """What became of store shards, to be told at the next `tell`."""
@@ -86,6 +107,9 @@ class CoordinatorLink:
         # A change of state comes by the queue, in its order; here it is how much is rebuilt.
         if self._told is not None and shards != self._told and not shards.changes_since(self._told):
             self._tell_shards(shards, time.monotonic())
+        if (copies := self._copies()) is not None and copies != self._copies_told:
+            self._copies_told = copies
+            self._events.send(copies)
         self._requests.tell()
         while (commanded := self._board.poll(Commanded, self._commands)) is not None:
             self._commands += 1

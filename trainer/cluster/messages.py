@@ -119,6 +119,23 @@ class ShardsTold:
 
 
 @dataclass(frozen=True, slots=True)
+class SeededCopy:
+    """How far a copy of a lane is: slots that it holds, of how many; complete: the lane can be taken over from it."""
+
+    slots: int
+    of: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesTold:
+    """How the copies are that the trainer holds in a term, by lane: told when that changes, now and then."""
+
+    term: int
+    copies: dict[int, SeededCopy]
+
+
+@dataclass(frozen=True, slots=True)
 class ScrubTold:
     """How far the scrub of that number is in the trainer's lanes."""
 
@@ -183,6 +200,7 @@ TrainerEvent = (
     | FaultInjected
     | TrainerFaultInjected
     | ShardsTold
+    | CopiesTold
     | ServerUnreachable
     | ScrubTold
     | ScrubFailed

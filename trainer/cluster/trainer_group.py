@@ -36,9 +36,11 @@ from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.keeper import Keeper
+from foreload.trainer.cluster.lane_copies import LaneCopies
 from foreload.trainer.cluster.membership import Membership
 from foreload.trainer.cluster.messages import (
     Commanded,
+    CopiesTold,
     Ended,
     EvaluationEnded,
     Failed,
@@ -114,6 +116,7 @@ class TrainerGroup:
         self.at_rest = False
         self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.copies_held, start.step)
         self._membership: Membership | None = None
+        self._copies = LaneCopies(self._first, partial(print, file=sys.stderr), events)
         self._training = False  # whether all trainers were ready once
         self._processes: dict[int, StartedProcess] = {}
         self._ended: dict[int, TrainerEnd] = {}
@@ -206,6 +209,7 @@ class TrainerGroup:
                 if members.see(dead, self._ended):
                     # Who had ended sees to the lanes of those that had not.
                     self._ended.clear()
+                    self._copies.now_term(members.term)
                     report.now_members(members.term.members)
                     self._run_requests.now_members(members.term.members)
                     self._shards.now_trainers(members.term.members)
@@ -267,6 +271,8 @@ class TrainerGroup:
                 self._ended[trainer] = board.read(TrainerEnd, self._membership.term.number, trainer)
             case ShardsTold():
                 self._shards.told(trainer, event.shards)
+            case CopiesTold():
+                self._copies.told(trainer, event)
             case ServerUnreachable():
                 self._shards.unreachable(event)
             case ScrubTold() | ScrubFailed() | RowsCounted():
@@ -368,6 +374,8 @@ class TrainerGroup:
                     lanes=term.hosts,
                     trainers={trainer: process.pid for trainer, process in list(self._processes.items())},
                     shards=self._shards.together,
+                    members=term.members,
+                    copies=self._copies.status,
                 )
             case AskStop():
                 self._stop_wanted = True

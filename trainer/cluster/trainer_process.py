@@ -157,6 +157,8 @@ class TrainerProcess:
         """Train in a term, to the end or to a stop, and leave everything where the next one finds it. Raises PeerLost."""
         terms, lanes, session, schedule = self._terms, trainer.lanes, trainer.session, self._schedule
         term = terms.term
+        if trainer.commits is not None:
+            self._link.serve_copies(term.number, trainer.commits.copies)
         gate = SegmentGate(self._board, schedule, events, self._trainer, term.members, term.leader)
         self._segments = max(self._segments, gate.begun)
         if self._points.any:

@@ -21,6 +21,13 @@ def add_to(commands: Any) -> None:
     train.epilog = 'Every flag can also stand in the table [train] of a job file, as in `row-optimizer = "adagrad"`; flags win.'
     train.formatter_class = argparse.RawDescriptionHelpFormatter
     _add_settings(train)
+    status = add_plain(
+        commands, "status", _status, "how far a run is, and who has which lanes",
+        "Tells how far a run is. While it trains: its term, its trainers with their lanes and processes, which of them have copies of which "
+        "lanes and how far these are, and whether the loss of a trainer is survived now.",
+    )  # fmt: skip
+    status.add_argument("run", metavar="RUN", help="the folder that `foreload train --run` wrote")
+    add_json(status, "result")
     _add_drill(add_group(commands, "drill", "practise a failure"))
 
 
@@ -83,6 +90,13 @@ def _train(parsed: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 128 + ending.signal_number if ending.signal_number is not None else 0
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import status
+
+    found = status.run(parsed.run)
+    return tell(parsed, found, status.text(found))
 
 
 def _summary_text(summary: dict[str, Any]) -> str:

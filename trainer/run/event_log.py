@@ -107,6 +107,21 @@ class LanesMoved(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesIncomplete(RunEvent):
+    """Lanes have no complete copy for now: if their trainer is lost, so are their last steps."""
+
+    kind: ClassVar = "copies-incomplete"
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesComplete(RunEvent):
+    """Every lane has a complete copy again."""
+
+    kind: ClassVar = "copies-complete"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLost(RunEvent):
     """A store shard is lost: its rows come from parity."""
 

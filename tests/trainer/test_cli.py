@@ -37,6 +37,7 @@ def parsed_job(*arguments: str) -> TrainJob:
         ["stores", "status"],
         ["drill"],
         ["drill", "lost-shard"],
+        ["drill", "lost-trainer"],
         ["stores", "replace"],
         ["stores", "list"],
         ["stores", "delete"],

@@ -119,6 +119,75 @@ def test_without_a_schedule_clicks_are_made_up(
     assert "--run: drill holds a run already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("trainer", "at", "further"),
+    [
+        (1, 20, ["--trainers", "2", "--check"]),
+        pytest.param(0, 20, ["--trainers", "2", "--stop", "--peer-timeout", "1"], marks=pytest.mark.full),
+        pytest.param(0, LAST, ["--trainers", "2", "--store", "local:1"], marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_trainer_s_lanes_are_taken_over_and_the_model_is_that_of_an_undisturbed_run(
+    schedule: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    trainer: int,
+    at: int,
+    further: list[str],
+) -> None:
+    run = tmp_path / "run"
+    words = ["drill", "lost-trainer", str(schedule), "--run", str(run), *SMALL, "--digest"]
+    assert main([*words, "--at", str(at), "--trainer", str(trainer), *further]) == 0
+    told = summary(run)
+    figures = told["drill"]
+    assert (figures["step"], figures["trainer"], figures["went_on_after_step"]) == (at, trainer, at - 1)
+    assert figures["signal"] == ("SIGSTOP" if "--stop" in further else "SIGKILL")
+    assert figures["taken_over"] == [{"lanes": [trainer], "from_trainer": trainer, "to_trainer": 1 - trainer}]
+    assert 0 <= figures["seconds_until_noticed"] <= figures["seconds_until_taken_over"]
+    assert figures["seconds_until_whole"] is None, "no trainer is left for copies"
+    assert figures["bytes_taken_over"] > 0
+    assert figures["longest_gap_seconds"] > figures["median_step_seconds"] > 0
+    assert told["digest"] == figures.get("digest_undisturbed", undisturbed) == undisturbed
+    assert (told["state"], told["steps"]) == ("ended", STEPS)
+    check_picture(run / DRILL)
+    assert f"trainer {trainer}: {figures['signal']} in step {at}" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_copies_are_whole_again_after_a_trainer_of_three_was_killed(tmp_path: Path, undisturbed: str) -> None:
+    clicks = synthetic_schedule(tmp_path, STEPS * BATCH, lanes=3)
+    run = tmp_path / "run"
+    words = ["drill", "lost-trainer", str(clicks), "--run", str(run), *SMALL, "--trainers", "3", "--at", "20", "--check"]
+    assert main(words) == 0
+    figures = summary(run)["drill"]
+    assert 0 < figures["seconds_until_taken_over"] < figures["seconds_until_whole"]
+    assert figures["bytes_seeded"] > 0
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        (
+            ["--trainers", "1"],
+            "--copies: a drill that loses a trainer needs 2 at least, so that another goes on with its lanes; got 1",
+        ),
+        (["--copies", "1"], "--copies: a drill that loses a trainer needs 2 at least"),
+        (["--trainer", "2"], "--trainer: must be one of 2, 0 to 1; got 2"),
+        (["--at", "80"], "--at: must be a step of"),
+        (["--follow"], "--follow: cannot be given to a drill"),
+    ],
+)
+def test_what_trainers_cannot_be_drilled_is_refused_in_one_line_before_anything_is_made(
+    schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], further: list[str], message: str
+) -> None:
+    assert main(["drill", "lost-trainer", str(schedule), "--run", str(tmp_path / "run"), *further]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"foreload: error: {message}")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> None:
     opened = Schedule(schedule)
 

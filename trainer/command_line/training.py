@@ -51,8 +51,25 @@ def _add_drill(drills: Any) -> None:
         metavar="S",
         help="seconds until its server is back (default 1; with --stop 1 more than --store-timeout)",
     )
-    group.add_argument("--check", action="store_true", help="train again, undisturbed, and compare the digests of the two models")
+    _add_check(group)
     _add_settings(lost)
+    trainer = add_plain(
+        drills, "lost-trainer", _drill_trainer, "train, kill a trainer on the way, and see what that does to the training",
+        "Trains with copies, kills a trainer in a step, and goes on. Tells the longest gap between steps, who took over what, and draws it in "
+        "RUN/drill.png. Without SCHEDULE, clicks are made up; without --run, --store, --trainers and --copies, these are drill, local:3, 2 and 2.",
+    )  # fmt: skip
+    group = trainer.add_argument_group("the drill")
+    group.add_argument(
+        "--at", type=int, metavar="STEP", help="in this step (default: one of the second quarter, drawn by --seed)"
+    )
+    group.add_argument("--trainer", type=int, metavar="N", help="kill this trainer (default: drawn by --seed)")
+    group.add_argument("--stop", action="store_true", help="stop it for good (SIGSTOP), instead of killing it (SIGKILL)")
+    _add_check(group)
+    _add_settings(trainer)
+
+
+def _add_check(group: Any) -> None:
+    group.add_argument("--check", action="store_true", help="train again, undisturbed, and compare the digests of the two models")
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -121,13 +138,26 @@ def _summary_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _drill(parsed: argparse.Namespace) -> int:
-    values = _values(parsed)
-    values = {"run": "drill", "store": "local:3"} | values
+def _drilled_job(parsed: argparse.Namespace, **defaults: Any) -> tuple[TrainJob, bool]:
+    """The job of a drill, and whether its schedule is to be made up."""
+    values = {"run": "drill", "store": "local:3"} | defaults | _values(parsed)
     make = not values.get("schedule")
     if make:
         values["schedule"] = f"{values['run']}-schedule"
-    job = TrainJob.of(values)
+    return TrainJob.of(values), make
+
+
+def _drill_trainer(parsed: argparse.Namespace) -> int:
+    job, make = _drilled_job(parsed, trainers=2, copies=2)
+    from foreload.trainer.commands import lost_trainer
+
+    plan = lost_trainer.TrainerDrill(parsed.at, parsed.trainer, parsed.stop, parsed.check, make)
+    summary = lost_trainer.run(job, plan)
+    return tell(parsed, summary, lost_trainer.text(summary))
+
+
+def _drill(parsed: argparse.Namespace) -> int:
+    job, make = _drilled_job(parsed)
     from foreload.trainer.commands import drill
 
     plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)

@@ -8,10 +8,10 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
@@ -24,12 +24,11 @@ from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
 from foreload.trainer.run.job import TrainJob, under_scheduler
-from foreload.trainer.run.timeline import (
-    Moments,
-    StepTimes,
-    Timeline,
-    account,
-)
+from foreload.trainer.run.job_values import Servers
+from foreload.trainer.run.timeline import Moments, StepTimes, Timeline, account
+
+if TYPE_CHECKING:
+    from foreload.trainer.cluster.trainer_group import Ending
 
 MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
 _BINS = 120
@@ -120,10 +119,8 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     """
     _check(job, drill)
     check_free(Path(job.run), job.overwrite)
-    if drill.make and not (Path(job.schedule) / "schedule.json").exists():
-        from foreload.pipelines import prepare
-
-        prepare.run([*MADE_UP.split(), "--seed", str(job.seed), "--out", job.schedule])
+    if drill.make:
+        make_schedule(job)
     fault = choose_fault(job, drill, Schedule(job.schedule))
     down = drill.down_seconds
     if down is None:
@@ -150,7 +147,24 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     }
     summary = ending.summary | {"drill": figures}
     figures["picture"] = draw(Path(job.run) / DRILL, timeline, moments, figures)
-    if drill.check and not ending.stopped:
+    conclude(job, drill.check, ending, summary)
+    return summary
+
+
+def make_schedule(job: TrainJob) -> None:
+    """Make up the clicks of a drill and their schedule, if it is not there."""
+    if not (Path(job.schedule) / "schedule.json").exists():
+        from foreload.pipelines import prepare
+
+        prepare.run([*MADE_UP.split(), "--seed", str(job.seed), "--out", job.schedule])
+
+
+def conclude(job: TrainJob, check: bool, ending: Ending, summary: dict[str, Any]) -> None:
+    """Train again, undisturbed, where that is wanted, and write the summary with what came out. Raises TrainerError where the model is another one,
+    KeyboardInterrupt where a signal stopped the drill.
+    """
+    figures = summary["drill"]
+    if check and not ending.stopped:
         figures["digest_undisturbed"] = _undisturbed(job)
     write_json(Path(job.run) / SUMMARY, summary)
     if ending.signal_number is not None:
@@ -160,7 +174,6 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
             f"drill: the model is not that of an undisturbed run: digest {summary['digest']}, undisturbed {figures['digest_undisturbed']}; "
             f"this must not be: please report it with {job.run}/{SUMMARY}"
         )
-    return summary
 
 
 def _check(job: TrainJob, drill: Drill) -> None:
@@ -171,6 +184,15 @@ def _check(job: TrainJob, drill: Drill) -> None:
         raise SettingError(
             f"--store: a drill needs parity, which {job.store} has not; give local:3 or more without --parity off, or --parity 1+1"
         )
+    check_whole(job)
+    if drill.shard is not None and not 0 <= drill.shard < count:
+        raise SettingError(f"--shard: must be a store shard of {job.store}, 0 to {count - 1}; got {drill.shard}")
+    if drill.down_seconds is not None and not 0 <= drill.down_seconds <= MOST_DOWN_SECONDS:
+        raise SettingError(f"--down: must be 0 to {MOST_DOWN_SECONDS:g} seconds; got {drill.down_seconds:g}")
+
+
+def check_whole(job: TrainJob) -> None:
+    """Raise SettingError unless the job trains a whole schedule, in processes of its own."""
     for name in ("resume", "follow"):
         if getattr(job, name):
             raise SettingError(
@@ -178,22 +200,22 @@ def _check(job: TrainJob, drill: Drill) -> None:
             )
     if under_scheduler():
         raise SettingError("drill: must be started by itself, not by torchrun or another scheduler")
-    if drill.shard is not None and not 0 <= drill.shard < count:
-        raise SettingError(f"--shard: must be a store shard of {job.store}, 0 to {count - 1}; got {drill.shard}")
-    if drill.down_seconds is not None and not 0 <= drill.down_seconds <= MOST_DOWN_SECONDS:
-        raise SettingError(f"--down: must be 0 to {MOST_DOWN_SECONDS:g} seconds; got {drill.down_seconds:g}")
+
+
+def choose_step(job: TrainJob, at: int | None, schedule: Schedule, chance: random.Random) -> int:
+    """The step after which a fault comes: the one given, else one of the second quarter. Raises SettingError."""
+    first, end = schedule.header.first_step, schedule.header.end_step
+    # Late enough to see what is normal, and early enough to see what follows.
+    drawn = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1)
+    if at is not None and not first <= at < end:
+        raise SettingError(f"--at: must be a step of {schedule.path}, {first} to {end - 1}; got {at}")
+    return drawn if at is None else at
 
 
 def choose_fault(job: TrainJob, drill: Drill, schedule: Schedule) -> Fault:
     """What is done, and when: as the drill says, else drawn from the job's seed. Raises SettingError."""
-    first, end = schedule.header.first_step, schedule.header.end_step
     chance = random.Random(job.seed)
-    # Late enough to see what is normal, and early enough to see the rebuild.
-    step, shard = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1), chance.randrange(job.store.count)
-    if drill.at is not None:
-        step = drill.at
-        if not first <= step < end:
-            raise SettingError(f"--at: must be a step of {schedule.path}, {first} to {end - 1}; got {step}")
+    step, shard = choose_step(job, drill.at, schedule, chance), chance.randrange(job.store.count)
     if drill.shard is not None:
         shard = drill.shard
     return Fault(step, shard, signal.SIGSTOP if drill.stop else signal.SIGKILL)
@@ -203,7 +225,11 @@ def _undisturbed(job: TrainJob) -> str:
     """The digest of the same training without a fault."""
     sys.stderr.write("drill: training again, undisturbed\n")
     with tempfile.TemporaryDirectory(prefix="foreload-") as folder:
-        ending = train(replace(job, run=str(Path(folder) / "run"), namespace=None, overwrite=False, digest=True))
+        plain = replace(job, run=str(Path(folder) / "run"), namespace=None, overwrite=False, digest=True)
+        if job.store.local is None:
+            # Nothing of it is left on servers that are not its own, and the model is the same with any store.
+            plain = replace(plain, store=Servers.parse("--store", "local:1"), parity=None, spare=None)
+        ending = train(plain)
         assert ending is not None
         if ending.stopped:
             raise KeyboardInterrupt
@@ -244,6 +270,24 @@ def milliseconds(seconds: float | None) -> str:
 
 def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str, Any]) -> str | None:
     """Throughput over time with the moments; returns the file, None where there is nothing to draw with."""
+    end = float(timeline.ended[-1])
+    fault = "killed" if figures["signal"] == "SIGKILL" else "stopped"
+    after = {"lost": moments.lost, "back": moments.back, "whole": moments.whole}
+    shown = [(fault, moments.injected), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
+    spans = []
+    if moments.lost is not None:
+        spans.append((moments.lost, moments.back or end))
+    if moments.back is not None:
+        spans.append((moments.back, moments.whole or end))
+    gap, median = (milliseconds(figures[name]) for name in ("longest_gap_seconds", "median_step_seconds"))
+    title = f"Store shard {figures['shard']} {fault} after step {figures['step']}: longest gap {gap}, median step {median}"
+    return plot(path, timeline, shown, spans, title)
+
+
+def plot(
+    path: Path, timeline: Timeline, moments: Sequence[tuple[str, float]], spans: Sequence[tuple[float, float]], title: str
+) -> str | None:
+    """Throughput over time, with moments (what, when) and spans of time; returns the file, None where there is nothing to draw with."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -256,22 +300,14 @@ def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str,
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.stairs(rates, edges - begin, baseline=0, fill=True, alpha=0.35, label="samples a second")
-    fault = "killed" if figures["signal"] == "SIGKILL" else "stopped"
-    after = {"lost": moments.lost, "back": moments.back, "whole": moments.whole}
-    shown = [(fault, moments.injected), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
-    for place, (word, at) in enumerate(shown):
+    for place, (word, at) in enumerate(moments):
         axes.axvline(at - begin, color=f"C{place + 1}", label=f"{word}, {at - begin:.2f} s")
-    if moments.lost is not None:
-        axes.axvspan(moments.lost - begin, (moments.back or end) - begin, color="C3", alpha=0.08)
-    if moments.back is not None:
-        axes.axvspan(moments.back - begin, (moments.whole or end) - begin, color="C2", alpha=0.08)
-    gap, median = (milliseconds(figures[name]) for name in ("longest_gap_seconds", "median_step_seconds"))
-    axes.set_title(
-        f"Store shard {figures['shard']} {fault} after step {figures['step']}: longest gap {gap}, median step {median}"
-    )
+    for place, (since, until) in enumerate(spans):
+        axes.axvspan(since - begin, until - begin, color=("C3", "C2")[place % 2], alpha=0.08)
+    axes.set_title(title)
     axes.set_xlabel("seconds since training began")
     axes.set_ylabel("samples a second")
     axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=len(shown) + 1)
+    figure.legend(loc="outside lower center", ncols=len(moments) + 1)
     figure.savefig(path, dpi=110)
     return str(path)

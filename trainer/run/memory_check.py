@@ -19,11 +19,18 @@ def readable(size_bytes: float) -> str:
     return f"{size_bytes:.1f} GiB"
 
 
+def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
+    """Columns of the widest and of the narrowest row, optimizer state included; a partition's slots are as wide as the widest."""
+    rows = layouts(
+        schedule.header.features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(schedule.header.features)
+    )
+    return max(row.width for row in rows) + max(row.state_width for row in rows), min(row.width + row.state_width for row in rows)
+
+
 def check_fit(job: TrainJob, schedule: Schedule) -> str:
     """What the slots of a lane really take, staging included, in words. Raises SettingError if --memory, or prepare's, is less."""
     header, slots = schedule.header, max(schedule.slots)
-    rows = layouts(header.features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(header.features))
-    columns = max(row.width for row in rows) + max(row.state_width for row in rows)
+    columns, narrowest = columns_of(job, schedule)
     protected = job.code(job.store.count).r > 0
     taken = lane_bytes(slots, columns, with_base=protected)
     limit = job.memory.bytes if job.memory is not None else header.settings.get("memory_bytes")
@@ -32,7 +39,6 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
         further = job.copies_held - 1
         copy_bytes = slot_bytes(columns, with_base=False) * slots
         words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
-    narrowest = min(row.width + row.state_width for row in rows)
     if narrowest < columns:
         words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"
     if limit is not None and taken > limit:

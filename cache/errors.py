@@ -48,6 +48,12 @@ class RowsLost(CacheError):
         self.shards, self.covered, self.rows = list(shards), covered, rows
 
 
+class CopyLost(CacheError):
+    """A trainer that holds a lane's log does not hold it any more, or does not say so; or the term is over. The owner goes on in the next one."""
+
+    code = "copy-lost"
+
+
 class StoreError(CacheError):
     """A store shard does not do what it was asked; the message names the shard by its URL, the password masked."""
 

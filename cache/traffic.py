@@ -89,6 +89,7 @@ class Traffic:
         self._term = ownership.term
         self._counters = Counters()
         self._monitor = Monitor()
+        self.interrupt = self._monitor.interrupt  # any thread may; the traffic's own goes on, and takes what is handed over
         self._lanes = Lanes(self._monitor)
         self._background = Background(self._monitor)
         self._rounds = self._rounds_for(log, ownership, check_tags)
@@ -191,9 +192,8 @@ class Traffic:
             state = self._lanes[lane]
             if boundary <= state.last_boundary:
                 raise CacheError(f"lane {lane}: boundary {boundary} must follow {state.last_boundary}")
-            self._monitor.wait_until(
-                lambda: not state.unwritten_rows or state.unwritten_rows + len(changed) <= self._staging_rows
-            )
+            room = max(self._staging_rows - len(changed), 0)
+            self._monitor.wait_until(lambda: state.unwritten_rows <= room or self._monitor.interrupted is not None)
             state.last_boundary = boundary
             state.unwritten_rows += len(changed)
             state.boundaries.append(Boundary(boundary, len(changed), at_stop))

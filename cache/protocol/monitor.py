@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from foreload.cache.errors import CacheError
+from foreload.cache.errors import CacheError, CopyLost
 
 Answer = TypeVar("Answer")
 
@@ -16,12 +16,13 @@ Answer = TypeVar("Answer")
 class Monitor(threading.Condition):
     """A condition over the state that both sides see; whoever looks at that or changes it holds this.
 
-    Whatever the thread fails with is raised by every later wait of the trainer.
+    Whatever the thread fails with is raised by every later wait of the trainer. interrupted: what a wait raises that would have to wait.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.failure: BaseException | None = None
+        self.interrupted: CopyLost | None = None
         self.stopping = False
         self.signals = 1  # raised by whatever may give the thread something to do
         self._posted: deque[Callable[[], None]] = deque()
@@ -42,8 +43,16 @@ class Monitor(threading.Condition):
             self.failure = error
             self.notify_all()
 
+    def interrupt(self, error: CopyLost | None) -> None:
+        """From now on the trainer does not wait, but has this raised; None: it waits again."""
+        with self:
+            self.interrupted = error
+            self.notify_all()
+
     def wait_until(self, satisfied: Callable[[], bool], poll: timedelta | None = None) -> None:
-        """Wait until it is so; poll: asked that often even if nobody signals. Raises the thread's failure, and CacheError where it was stopped."""
+        """Wait until it is so; poll: asked that often even if nobody signals. Raises the thread's failure, CacheError where it was stopped, and
+        CopyLost while the trainer is interrupted.
+        """
         while True:
             if self.failure is not None:
                 raise self.failure
@@ -51,6 +60,8 @@ class Monitor(threading.Condition):
                 raise CacheError("traffic: is closed")
             if satisfied():
                 return
+            if self.interrupted is not None:
+                raise self.interrupted
             self.wait(poll.total_seconds() if poll is not None else None)
 
     def post(self, work: Callable[[], None]) -> None:
@@ -60,18 +71,39 @@ class Monitor(threading.Condition):
             self.signal()
 
     def ask(self, work: Callable[[], Answer]) -> Answer:
-        """`post` some work, and wait for what it returns. Raises as `wait_until` does."""
+        """`post` some work, and wait for what it returns. Raises as `wait_until` does, and CopyLost where the work does, which does not end the
+        thread.
+
+        Where the trainer is interrupted, work that has not begun is not done at all.
+        """
         answers: list[Answer] = []
+        refused: list[CopyLost] = []
+        begun = given_up = False
 
         def answer() -> None:
-            result = work()
+            nonlocal begun
             with self:
-                answers.append(result)
-                self.notify_all()
+                if given_up:
+                    return
+                begun = True
+            try:
+                answers.append(work())
+            except CopyLost as error:
+                refused.append(error)
+            self.wake()
 
         self.post(answer)
         with self:
-            self.wait_until(lambda: bool(answers))
+            try:
+                self.wait_until(lambda: bool(answers or refused))
+            except CopyLost:
+                given_up = not begun
+                while begun and self.failure is None and not self.stopping and not (answers or refused):
+                    self.wait()
+                if not (answers or refused):
+                    raise
+        if refused:
+            raise refused[0]
         return answers[0]
 
     def run_posted(self) -> bool:

@@ -1,4 +1,4 @@
-"""Messages between processes of one program over a Unix socket: JSON, bytes and descriptors. Nothing that is received is ever executed."""
+"""Messages between processes of one program over a socket: JSON, bytes and, over Unix sockets, descriptors. Nothing received is ever executed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,23 @@ def send(
     to: socket.socket, values: Mapping[str, Any], payload: bytes | memoryview = b"", descriptors: Sequence[int] = ()
 ) -> None:
     """Send a message, whole. Raises OSError where nobody is there to receive it."""
-    text = json.dumps(dict(values)).encode()
     payload = memoryview(payload).cast("B")
+    head = packed_head(values, len(payload))
     # Descriptors come with the first bytes.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-    to.sendmsg([_LENGTHS.pack(len(text), len(payload))], rights)
-    to.sendall(text)
+    sent = to.sendmsg([head[: _LENGTHS.size]], rights)
+    to.sendall(head[sent:])
     to.sendall(payload)
 
 
-def receive(source: socket.socket) -> Message | None:
-    """The next message; None at the end, also where it comes within one."""
+def packed_head(values: Mapping[str, Any], payload: int) -> bytes:
+    """What a message is sent as before its payload, which has so many bytes."""
+    text = json.dumps(dict(values)).encode()
+    return _LENGTHS.pack(len(text), payload) + text
+
+
+def receive(source: socket.socket, most: int | None = None) -> Message | None:
+    """The next message; None at the end, also where it comes within one. most: bytes that it may have; a longer one counts as the end, too."""
     size = array("i").itemsize * _MOST_DESCRIPTORS
     try:
         head, ancillary, _, _ = source.recvmsg(_LENGTHS.size, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
@@ -49,6 +55,8 @@ def receive(source: socket.socket) -> Message | None:
         if lengths is None:
             return None
         text_bytes, payload_bytes = _LENGTHS.unpack(lengths)
+        if most is not None and text_bytes + payload_bytes > most:
+            return None
         text, payload = _exactly(source, text_bytes), _exactly(source, payload_bytes)
     except ConnectionError:
         return None

@@ -180,7 +180,7 @@ class Owner:
         """Own these lanes, too, from the end of a step on; those that it has are at that step."""
 
         def take() -> dict[int, TakenLane]:
-            return take_over_lost(self.stored, self.ownership, self.log, copied, dead)
+            return take_over_lost(self.stored, self.ownership, self.log, copied, dead, self.on_action)
 
         # From here on it may die: who follows it has the same copies.
         self.handed = self.applied = self.began = step

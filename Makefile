@@ -43,7 +43,7 @@ lint: venv
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
-# Less than an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works.
+# About an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works.
 bench: venv
 	$(BIN)/python benchmarks/run_all.py $(if $(QUICK),--quick --docs build/docs)
 

@@ -36,6 +36,8 @@ MINUTES = {
     "growth": (4.0, 0.7),
     "store": (2.0, 0.4),
     "recovery": (14.0, 1.0),
+    "lost_trainer": (8.0, 2.0),
+    "copies": (8.0, 1.5),
     "oracle": (3.0, 0.4),
     "prepare": (8.0, 1.0),
     "locality": (2.0, 0.4),

@@ -1,4 +1,4 @@
-"""One trainer of Foreload's contender of bench_torchrec.py: a process that trains runs of steps (interleaved.py) among `ranks` trainers.
+"""One trainer of Foreload's contenders of bench_torchrec.py and bench_copies.py: a process that trains runs of steps (interleaved.py) among `ranks`.
 
     python benchmarks/foreload_rank.py '{"rank": 0, ...}'
 
@@ -24,14 +24,17 @@ import torch.distributed as dist  # noqa: E402
 
 from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
+from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.cluster.facts import contiguous_lanes  # noqa: E402
+from foreload.trainer.compute.exchange import REPLICA  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
+from foreload.trainer.compute.term_session import spread_copies  # noqa: E402
 from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
-from workload import SHARDS, job, last_batches  # noqa: E402
+from workload import PARITY, SHARDS, job, last_batches  # noqa: E402
 
 SILENCE = timedelta(minutes=10)  # after which a peer counts as lost: while another contender has its run, nothing is sent
 TOLD = ("seconds_compute", "seconds_exchange", "seconds_waiting", "rows_arrived", "rows_fetched", "rows_used", "bytes_sent")
@@ -39,7 +42,10 @@ TOLD = ("seconds_compute", "seconds_exchange", "seconds_waiting", "rows_arrived"
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a trainer is told. port: where rank 0 listens; urls: of the store shards."""
+    """What a trainer is told. port: where rank 0 listens; urls: of the store shards; copies: how many trainers have each lane.
+
+    log: a folder for write-back batches where the store has parity, else empty.
+    """
 
     rank: int
     ranks: int
@@ -47,6 +53,14 @@ class RankSpec:
     schedule: str
     model: str
     urls: Sequence[str]
+    copies: int = 1
+    log: str = ""
+
+
+def resident_bytes() -> int:
+    """Memory of this process, what it shares with others left out."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def main() -> None:
@@ -62,14 +76,18 @@ def main() -> None:
     interleaved = InterleavedRuns()
 
     def on_step(report: StepReport) -> None:
-        interleaved.step(report.loss, {name: getattr(report, name) for name in TOLD})
+        further = {name: getattr(report, name) for name in TOLD}
+        further |= {"replica_bytes_so_far": transport.bytes_sent[REPLICA], "resident_bytes": 0}
+        if interleaved.left == 1:
+            further["resident_bytes"] = resident_bytes()
+        interleaved.step(report.loss, further)
 
     with Store(list(spec.urls), timedelta(seconds=60)) as store:
         parts = dense.parts(training, schedule)
-        access = StoreAccess(store, Placement.spread(SHARDS), training.run_namespace)
-        trainer, events = begin_term(
-            parts, access, join_term(parts, transport, lane_map), Start(schedule.header.first_step - 1, last_batches(schedule))
-        )
+        log = FileLog(Path(spec.log)) if spec.log else None
+        access = StoreAccess(store, Placement.spread(SHARDS, *(PARITY if spec.log else (1, 0))), training.run_namespace, log)
+        session = join_term(parts, transport, lane_map, spread_copies(lane_map, spec.copies))
+        trainer, events = begin_term(parts, access, session, Start(schedule.header.first_step - 1, last_batches(schedule)))
         with trainer.lanes.traffic:
             ready()
             interleaved.begin()

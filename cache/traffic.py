@@ -142,17 +142,12 @@ class Traffic:
         return self.between_rounds(release)
 
     def between_rounds(self, work: Callable[[], Answer]) -> Answer:
-        """Have the thread do something while no batch of any lane is under way, and return what it returns.
+        """Do something while no batch of any lane is under way and the thread rests, and return what it returns.
 
         This is for whatever needs the store, or changes `stored.shards`, beside lanes that are served: taking over a lane, reading its rows.
         What it raises ends the traffic.
         """
-
-        def alone() -> Answer:
-            self._rounds.flush_pending()
-            return work()
-
-        return self._monitor.ask(alone)
+        return self._monitor.beside_rounds(self._rounds.flush_pending, work)
 
     def take(self, lane: int, event_index: int) -> Staged:
         """All arrivals of the lane's next event, waiting for them where need be. Events are taken in the order of the plan."""

@@ -50,7 +50,7 @@ def _checksum(words, tail):  # type: ignore[no-untyped-def]
     return mix(mix(mix(mix(a) ^ b) ^ c) ^ d)
 
 
-def _sum_of(header: np.ndarray, content: np.ndarray) -> np.int64:
+def checksum(header: np.ndarray, content: np.ndarray) -> np.int64:
     """The checksum of a record: header int64 [8], content uint8 [n], 8-byte-aligned."""
     whole = len(content) // 8 * 8
     of_content = _checksum(content[:whole].view(np.uint64), content[whole:])
@@ -131,7 +131,7 @@ class FileLog:
             at += part.nbytes
         header[:_WHOLE] = (_MAGIC, batch.number, len(batch.fields), batch.new.shape[1])
         header[_SHARDS], header[_BEFORE] = len(held), batch.before
-        header[_CHECKSUM] = _sum_of(header, np.frombuffer(file, np.uint8, at - _HEADER_BYTES, _HEADER_BYTES))
+        header[_CHECKSUM] = checksum(header, np.frombuffer(file, np.uint8, at - _HEADER_BYTES, _HEADER_BYTES))
         header[_WHOLE] = 1
         if (lane, term) not in self._begun:
             self._begun.add((lane, term))
@@ -169,7 +169,8 @@ class FileLog:
         return [(int(name[1] or 0), path) for name, path in named if name is not None]
 
     def _record(self, path: Path) -> LoggedBatch | None:
-        data = path.read_bytes()
+        # An array that may be written, as those that are summed when a record is held: `_checksum` is compiled for these.
+        data = np.fromfile(path, np.uint8)
         header = np.frombuffer(data, np.int64, _HEADER_BYTES // 8)
         number, count, row_bytes, shards = (int(header[place]) for place in (_NUMBER, _COUNT, _ROW_BYTES, _SHARDS))
         end = _HEADER_BYTES + count * (8 + 2 * row_bytes)
@@ -177,7 +178,7 @@ class FileLog:
             raise CacheError(f"{path}: is not the log of a write-back batch; it belongs to the run and cannot be made anew")
         previous = None
         if header[_MAGIC_AT] == _MAGIC:
-            if header[_CHECKSUM] != _sum_of(
+            if header[_CHECKSUM] != checksum(
                 header, np.frombuffer(data, np.uint8, end + 24 * shards - _HEADER_BYTES, _HEADER_BYTES)
             ):
                 return None

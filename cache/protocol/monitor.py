@@ -106,6 +106,39 @@ class Monitor(threading.Condition):
             raise refused[0]
         return answers[0]
 
+    def beside_rounds(self, prepare: Callable[[], object], work: Callable[[], Answer]) -> Answer:
+        """Do some work here, in the caller's thread, while the other one, having done `prepare`, rests between two rounds.
+
+        For what a trainer waits for: the thread has a lower priority. What either raises ends the thread, as its failure, which is raised here.
+        """
+        resting: list[bool] = []
+        over: list[BaseException | None] = []
+
+        def rest() -> None:
+            prepare()
+            with self:
+                resting.append(True)
+                self.notify_all()
+                while not over:
+                    self.wait()
+            if over[0] is not None:
+                raise over[0]
+
+        self.post(rest)
+        with self:
+            self.wait_until(lambda: bool(resting))
+        answers: list[Answer] = []
+        error: BaseException | None = None
+        try:
+            answers.append(work())
+        except BaseException as failed:
+            error = failed
+        with self:
+            over.append(error)
+            self.notify_all()
+            self.wait_until(lambda: bool(answers))
+        return answers[0]
+
     def run_posted(self) -> bool:
         """The thread's side: do what was posted; False if there was nothing."""
         worked = False

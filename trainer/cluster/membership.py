@@ -62,6 +62,11 @@ class Membership:
         """Whether every member can begin."""
         return self.ready.keys() == set(self.term.members)
 
+    @property
+    def changing(self) -> bool:
+        """Whether a term is over, and the next one has not begun: then somebody waits."""
+        return self._over_at is not None or not self.begun
+
     def receive(self, trainer: int, event: Ready | TermLeft) -> None:
         """What a member tells; of an earlier term it does not count."""
         if event.term != self.term.number or trainer in self._lost:

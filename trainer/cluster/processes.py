@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -121,6 +123,22 @@ class ChildProcess:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def pause(processes: Iterable[StartedProcess], at_most: timedelta) -> None:
+    """Return after a while, or as soon as one of these processes, none of which has ended by `poll`, ends."""
+    with contextlib.ExitStack() as stack:
+        watched = select.poll()
+        try:
+            for process in processes:
+                descriptor = os.pidfd_open(process.pid)
+                stack.callback(os.close, descriptor)
+                watched.register(descriptor, select.POLLIN)
+        except (AttributeError, OSError):
+            # No such call on this system, or none left.
+            time.sleep(at_most.total_seconds())
+            return
+        watched.poll(1000 * at_most.total_seconds())
 
 
 def program_path() -> str:

@@ -59,7 +59,7 @@ from foreload.trainer.cluster.messages import (
     TrainerEvent,
     TrainerFaultInjected,
 )
-from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
+from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart, pause
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.terms import first_term
@@ -71,7 +71,8 @@ from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport, Totals
 
-POLL = timedelta(milliseconds=30)  # between two looks at events, requests and processes
+POLL = timedelta(milliseconds=30)  # between two looks at events and requests
+CHANGE_POLL = timedelta(milliseconds=2)  # while trainers wait for their next term
 GRACE = timedelta(seconds=5)  # for trainers to say why one failed, and to leave when all is saved
 
 
@@ -232,7 +233,9 @@ class TrainerGroup:
                 board.publish(StopWanted())
                 signals = [signal.Signals(number).name for number in self._interrupts.received]
                 self._events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
-            time.sleep(POLL.total_seconds())
+            waited_for = self._training and members.survives and members.changing
+            alive = [process for trainer, process in self._processes.items() if trainer not in dead]
+            pause(alive, CHANGE_POLL if waited_for else POLL)
 
     def _await_exit(self) -> None:
         for process in self._processes.values():

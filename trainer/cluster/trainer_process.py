@@ -18,6 +18,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.rehearsal import rehearse_takeover
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
@@ -100,6 +101,8 @@ class TrainerProcess:
             load_dense(self._run / DENSE, dense.module, dense.optimizer, spec.start_step)
         if self._terms.term.leader == self._trainer:
             self._faults = list(spec.faults)
+        if self._terms.survives:
+            rehearse_takeover()
         placement = Placement.load(self._run / PLACEMENT)
         with Store.connect(self._store_urls, job.store_silence, placement.r) as store, self._terms.watched():
             access = StoreAccess(

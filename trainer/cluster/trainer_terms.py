@@ -20,9 +20,10 @@ from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Tra
 from foreload.trainer.errors import PeerLost, TrainerError
 from foreload.trainer.run.job import TrainJob
 
-BOARD_PAUSE = timedelta(milliseconds=5)  # between two looks for a fact that is waited for
+BOARD_PAUSE = timedelta(milliseconds=2)  # between two looks for a fact that is waited for
 PATIENCE = timedelta(hours=1)  # for a peer's message where losses are survived: whether it is gone, the coordinator knows
-FORMING = timedelta(seconds=5)  # for a group to be formed then; when it begins, all members were there a moment ago
+FIRST_FORMING = timedelta(minutes=5)  # for the first group to be formed: trainers are still starting
+FORMING = timedelta(seconds=5)  # for a later one; when it begins, all members were there a moment ago
 
 
 class TrainerTerms:
@@ -49,6 +50,7 @@ class TrainerTerms:
         self._job, self._device, self._address = job, device, address
         self._come_to = come_to
         self.term = board.read(Term, spec.first_term)
+        self._first_term = spec.first_term
         survives = connect is not None and any(self.term.copies)
         self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None and survives else None
 
@@ -75,7 +77,7 @@ class TrainerTerms:
             torch.cuda.set_device(self._device)
             transport = NcclTransport(self._rendezvous, number, self._trainer, members, silence, torch.device(self._device))
         else:
-            forming = FORMING if self.survives else silence
+            forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
             transport = GlooTransport(self._rendezvous, number, self._trainer, members, silence, self._address, forming)
         try:
             with self._watch.watching(number, transport) if self._watch is not None else contextlib.nullcontext():

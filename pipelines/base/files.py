@@ -27,7 +27,8 @@ _FULL_PAUSE_SECONDS = 0.5
 def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
     """A temporary name beside path, for a file or folder that is renamed to it at the end: it is there whole, or not at all.
 
-    The name is of this attempt alone, so that others may write the same file at the same time. durable: a file is forced to disk first.
+    The name is of this attempt alone, so that others may write the same file at the same time. durable: on return a file is on the disk; if the
+    power is lost before that, the old one or the new one is there, whole.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
@@ -36,12 +37,24 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
             with open(temporary, "rb") as written:
                 os.fsync(written.fileno())
         os.replace(temporary, path)
+        if durable:
+            _sync_folder(path.parent)
     except BaseException:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force to disk which files are in a folder; a file system that cannot is left alone."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def unwritable(path: Path) -> str:
@@ -56,9 +69,9 @@ def unwritable(path: Path) -> str:
     return ""
 
 
-def write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
-    """Write a file whole, or not at all."""
-    with replacing(path) as temporary:
+def write_atomically(path: Path, data: bytes | pa.Buffer, durable: bool = False) -> None:
+    """Write a file whole, or not at all. durable: as `replacing` has it."""
+    with replacing(path, durable) as temporary:
         temporary.write_bytes(data)
 
 
@@ -101,10 +114,10 @@ def _canonical(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def write_json(path: Path, value: object) -> str:
-    """Write canonical JSON atomically; returns its SHA-256."""
+def write_json(path: Path, value: object, durable: bool = False) -> str:
+    """Write canonical JSON atomically; returns its SHA-256. durable: as `replacing` has it."""
     data = _canonical(value)
-    write_atomically(path, data)
+    write_atomically(path, data, durable)
     return hashlib.sha256(data).hexdigest()
 
 

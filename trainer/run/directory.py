@@ -176,8 +176,8 @@ class Run:
             ) from error
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Publish the manifest, whole."""
-        write_json(self.path / MANIFEST, asdict(manifest))
+        """Publish the manifest, whole and on the disk."""
+        write_json(self.path / MANIFEST, asdict(manifest), durable=True)
 
     @property
     def status(self) -> Status | None:
@@ -192,8 +192,8 @@ class Run:
             ) from error
 
     def write_status(self, status: Status) -> None:
-        """Publish how far the run is: to be called when the rows and the dense part are there."""
-        write_json(self.path / STATUS, asdict(status))
+        """Publish how far the run is, whole and on the disk: to be called when the rows and the dense part are there."""
+        write_json(self.path / STATUS, asdict(status), durable=True)
 
     def raise_term(self, term: int) -> None:
         """Note that lanes are owned in a term from now on. Raises RunError where a higher one was noted, OSError."""

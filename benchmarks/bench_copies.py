@@ -82,7 +82,7 @@ def contender(name: str, schedule: Schedule, model: str, stores: LocalStores, lo
     """Two trainers on a copy of the filled store. log: empty without parity."""
     spec = {
         "ranks": RANKS, "port": free_port(), "schedule": str(schedule.path), "model": model, "urls": list(stores.urls),
-        "copies": COPIES[name], "log": log,
+        "copies": COPIES[name], "log": log, "bound": True,
     }  # fmt: skip
     script = str(ROOT / "benchmarks" / "foreload_rank.py")
     return Ranks(

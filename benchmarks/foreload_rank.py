@@ -8,6 +8,7 @@ It is put together as `foreload.trainer.cluster.worker` does it; only the launch
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ TOLD = ("seconds_compute", "seconds_exchange", "seconds_waiting", "rows_arrived"
 class RankSpec:
     """What a trainer is told. port: where rank 0 listens; urls: of the store shards; copies: how many trainers have each lane.
 
-    log: a folder for write-back batches where the store has parity, else empty.
+    log: a folder for write-back batches where the store has parity, else empty; bound: the process runs on one core alone, each rank on another.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class RankSpec:
     urls: Sequence[str]
     copies: int = 1
     log: str = ""
+    bound: bool = False
 
 
 def resident_bytes() -> int:
@@ -66,6 +68,9 @@ def resident_bytes() -> int:
 def main() -> None:
     """Run the trainer that the command line describes."""
     spec = RankSpec(**json.loads(sys.argv[1]))
+    if spec.bound:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[spec.rank % len(cores)]})
     numerics.set_up(1)
     schedule = Schedule(spec.schedule)
     training = TrainJob.of(job(Path(spec.schedule), spec.model))

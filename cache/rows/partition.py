@@ -65,13 +65,16 @@ def _leave(slots, here, stored_tag, left, left_stored_tag):  # type: ignore[no-u
 
 
 @nb.njit(nogil=True, cache=True)
-def _train(slots, tag, new_tag, table, tables):  # type: ignore[no-untyped-def]
-    """Set tag[slot] = new_tag, and give the tables (int16 [n]) of who sits there."""
+def _train(slots, tag, new_tag, table, tables, tags_before):  # type: ignore[no-untyped-def]
+    """Set tag[slot] = new_tag, and give the tables (int16 [n]) of who sits there, and the tags before (int32 [n], or [0]: these are not wanted)."""
+    keeps = tags_before.size == slots.size
     last = slots.size - 1
     for i in range(slots.size):
         ahead = slots[min(i + _AHEAD, last)]
         prefetch(tag, ahead)
         prefetch(table, ahead)
+        if keeps:
+            tags_before[i] = tag[slots[i]]
         tag[slots[i]] = new_tag
         tables[i] = table[slots[i]]
 
@@ -231,10 +234,15 @@ class Partition:
             if self.base_known is not None:
                 self.base_known[slots] = True if ended.base_known is None else ended.base_known
 
-    def mark_trained(self, slots: np.ndarray, step: int) -> np.ndarray:
-        """Note that training step `step` changes the rows in `slots`: their tag is step + 1. Returns their tables, int16."""
+    def mark_trained(self, slots: np.ndarray, step: int, before: np.ndarray | None = None) -> np.ndarray:
+        """Note that training step `step` changes the rows in `slots`: their tag is step + 1. Returns their tables, int16.
+
+        before: int32 [slots], which then has their tags before.
+        """
         tables = np.empty(len(slots), np.int16)
-        _train(slots, self.occupants.tag, step + 1, self.occupants.table, tables)
+        _train(
+            slots, self.occupants.tag, step + 1, self.occupants.table, tables, np.empty(0, np.int32) if before is None else before
+        )
         return tables
 
     def occupied(self) -> np.ndarray:

@@ -218,9 +218,12 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> No
         for slot, k, g in zip(slots, numbers, gradient, strict=True):
             expected_update(tables[k], rates[k], w[slot], s[slot], g)
     for kernels in VARIANTS:
-        updated, new_state = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
-        kernels.apply(updated, new_state, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules)
-        assert (bits(updated), bits(new_state)) == (bits(w), bits(s)), type(kernels).__name__
+        before = torch.empty(count, rules.width), torch.empty(count, rules.state_width)
+        for kept in (None, before):
+            updated, new_state = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
+            kernels.apply(updated, new_state, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules, kept)
+            assert (bits(updated), bits(new_state)) == (bits(w), bits(s)), type(kernels).__name__
+        assert (bits(before[0]), bits(before[1])) == (bits(weights[slots]), bits(state[slots])), type(kernels).__name__
 
 
 @pytest.mark.parametrize("kernels", VARIANTS, ids=lambda kernels: type(kernels).__name__)

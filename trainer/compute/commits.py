@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from torch import Tensor
+
 from foreload.pipelines.schedule.format import Event
 from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.exchange import ExchangePlan
@@ -76,9 +79,13 @@ class Commits:
         if self._seeds_first:
             self._replication.seeding.seed_all(self.committed)
 
-    def save(self, plan: ExchangePlan) -> None:
-        """Save what a step is about to change, while its gradients are under way."""
-        self._undo.save(self._lanes.partitions, {lane: plan.events[lane].slots for lane in self._lanes.partitions})
+    def save_dense(self) -> None:
+        """Save the dense part that a step is about to change, while its gradients are under way."""
+        self._undo.save_dense()
+
+    def keep(self, lane: int, slots: np.ndarray) -> tuple[np.ndarray, tuple[Tensor, Tensor]]:
+        """Room for what a lane's rows were before the step that begins to change them: as `StepUndo.keep` has it."""
+        return self._undo.keep(lane, self._lanes.partitions[lane], slots)
 
     def begin_apply(self, event: Event) -> None:
         """A step begins to change what was saved; the one before is committed."""

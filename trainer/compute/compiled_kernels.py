@@ -193,17 +193,27 @@ def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) 
 
 @_compile
 def _apply(
-    weights: np.ndarray, state: np.ndarray, slots: np.ndarray, tables: np.ndarray, gradient: np.ndarray, rules: UpdateRules
+    weights: np.ndarray,
+    state: np.ndarray,
+    slots: np.ndarray,
+    tables: np.ndarray,
+    gradient: np.ndarray,
+    rules: UpdateRules,
+    weights_before: np.ndarray,
+    state_before: np.ndarray,
 ) -> None:
     """One update of each row weights[slots[i]], state[slots[i]] by gradient[i], by the rule of tables[i].
 
     Before: slots are distinct, so the order of the rows does not matter, and each row sees its own gradient alone. After: SGD and Adagrad went
     through the row's columns one by one; row-wise Adagrad added the mean of the part's squares to the part's one state number first, and then divided
     all of its columns by that one root. Columns beyond the table's width were neither read nor written.
+
+    weights_before, state_before: what stood in the rows, where there are as many rows in them; without any, nothing is kept.
     """
     kinds, rates, widths, parts, part_offsets = rules.kinds, rules.rates, rules.widths, rules.parts, rules.part_offsets
     columns, state_columns, last = weights.shape[1], state.shape[1], slots.size - 1
     scratch = np.empty(8, np.float32)
+    keeps = weights_before.shape[0] == slots.size
     for i in range(slots.size):
         ahead = np.int64(slots[min(i + _AHEAD, last)])
         for j in range(0, columns, _LINE):
@@ -211,6 +221,11 @@ def _apply(
         for j in range(0, state_columns, _LINE):
             prefetch(state, ahead * state_columns + j)
         r, k = np.int64(slots[i]), tables[i]
+        if keeps:
+            for j in range(columns):
+                weights_before[i, j] = weights[r, j]
+            for j in range(state_columns):
+                state_before[i, j] = state[r, j]
         kind, lr, width = kinds[k], rates[k], np.int64(widths[k])
         if kind == SGD:
             for j in range(width):
@@ -246,19 +261,31 @@ def _apply(
 
 @_compile
 def _apply_rowwise(
-    weights: np.ndarray, state: np.ndarray, slots: np.ndarray, tables: np.ndarray, gradient: np.ndarray, rates: np.ndarray
+    weights: np.ndarray,
+    state: np.ndarray,
+    slots: np.ndarray,
+    tables: np.ndarray,
+    gradient: np.ndarray,
+    rates: np.ndarray,
+    weights_before: np.ndarray,
+    state_before: np.ndarray,
 ) -> None:
     """`_apply` where every table has rows of one part, as wide as the partition and a multiple of COLUMNS, under row-wise Adagrad.
 
     Before and after are the same. Without the other cases in its way it takes less than half the time.
     """
     columns, last = weights.shape[1], slots.size - 1
+    keeps = weights_before.shape[0] == slots.size
     for i in range(slots.size):
         ahead = np.int64(slots[min(i + _AHEAD, last)])
         for j in range(0, columns, _LINE):
             prefetch(weights, ahead * columns + j)
         prefetch(state, ahead)
         r = np.int64(slots[i])
+        if keeps:
+            for j in range(0, columns, COLUMNS):
+                copy(weights, r * columns + j, weights_before, i * columns + j)
+            state_before[i, 0] = state[r, 0]
         s = state[r, 0] + eight_sums_of_squares(gradient, i * columns, columns // 8) / np.float32(columns)
         state[r, 0] = s
         root = np.sqrt(s) + EPSILON
@@ -302,9 +329,18 @@ class CompiledKernels(Kernels):
         _add_part(total.numpy(), users, np.uint64(lane), part.numpy())
 
     def apply(
-        self, weights: Tensor, state: Tensor, slots: np.ndarray, tables: np.ndarray, gradient: Tensor, rules: UpdateRules
+        self,
+        weights: Tensor,
+        state: Tensor,
+        slots: np.ndarray,
+        tables: np.ndarray,
+        gradient: Tensor,
+        rules: UpdateRules,
+        before: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        kept = (weights[:0], state[:0]) if before is None else before
+        rows = weights.numpy(), state.numpy(), slots, tables, gradient.numpy()
         if rules.rowwise and rules.width % COLUMNS == 0:
-            _apply_rowwise(weights.numpy(), state.numpy(), slots, tables, gradient.numpy(), rules.rates)
+            _apply_rowwise(*rows, rules.rates, kept[0].numpy(), kept[1].numpy())
         else:
-            _apply(weights.numpy(), state.numpy(), slots, tables, gradient.numpy(), rules)
+            _apply(*rows, rules, kept[0].numpy(), kept[1].numpy())

@@ -50,11 +50,18 @@ class Kernels(Protocol):
         """
 
     def apply(
-        self, weights: Tensor, state: Tensor, slots: np.ndarray, tables: np.ndarray, gradient: Tensor, rules: UpdateRules
+        self,
+        weights: Tensor,
+        state: Tensor,
+        slots: np.ndarray,
+        tables: np.ndarray,
+        gradient: Tensor,
+        rules: UpdateRules,
+        before: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """One update of each row weights[slots[i]] and state[slots[i]] by gradient[i], by the rule of its table.
 
         weights: float32 [slots, W]; state: float32 [slots, S], S the widest state; slots: int32 [U] without repetition; tables: int16 [U]; gradient:
         float32 [U, W]. After: every row in `slots` is one step further within its table's columns; what lies beyond them, and all other slots, are as
-        before.
+        before. before: float32 [U, W] and [U, S], which then have these rows' weights and state as they were.
         """

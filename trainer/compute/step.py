@@ -116,7 +116,7 @@ class TrainingStep:
         def meanwhile() -> None:
             self._point("gradients sent")
             if commits is not None:
-                commits.save(self._plan)
+                commits.save_dense()
 
         self._totals = exchange.sum_row_gradients(self._plan, rows, meanwhile)
         losses = gradients[0].loss.reshape(1) if self._dense_sum is None else exchange.add_dense(self._dense_sum)
@@ -136,8 +136,9 @@ class TrainingStep:
             commits.begin_apply(self.event)
         for lane, partition in self._lanes.partitions.items():
             slots = self._plan.events[lane].slots
-            tables = partition.mark_trained(slots, self.event.step)
-            parts.kernels.apply(partition.weights, partition.state, slots, tables, self._totals[lane], parts.rules)
+            tags, before = (None, None) if commits is None else commits.keep(lane, slots)
+            tables = partition.mark_trained(slots, self.event.step, tags)
+            parts.kernels.apply(partition.weights, partition.state, slots, tables, self._totals[lane], parts.rules, before)
         self._clock.lap("compute")
         self._point("rows applied")
         dense_sum, self._dense_sum = self._dense_sum, None

@@ -71,8 +71,18 @@ class TorchKernels(Kernels):
         total.index_copy_(0, places, torch.where(first[:, None], part, total.index_select(0, places) + part))
 
     def apply(
-        self, weights: Tensor, state: Tensor, slots: np.ndarray, tables: np.ndarray, gradient: Tensor, rules: UpdateRules
+        self,
+        weights: Tensor,
+        state: Tensor,
+        slots: np.ndarray,
+        tables: np.ndarray,
+        gradient: Tensor,
+        rules: UpdateRules,
+        before: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        if before is not None:
+            for source, kept in zip((weights, state), before, strict=True):
+                kept.copy_(source.index_select(0, self._long(slots)))
         for k in np.unique(tables):
             rows = np.flatnonzero(tables == k)
             places, width = self._long(slots[rows]), int(rules.widths[k])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from foreload.cache.rows.partition import Partition
-from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.parts import TrainerParts
 
 
@@ -28,20 +27,17 @@ class _Saved:
     parameters: list[Tensor] = field(default_factory=list)
     optimizer: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
 
-    def copy_of(self, lane: int, name: str, rows: Tensor, slots: np.ndarray, kernels: Kernels) -> Tensor:
-        """rows[slots], in this memory."""
+    def room(self, lane: int, name: str, rows: Tensor, slots: np.ndarray) -> Tensor:
+        """Room for rows[slots], in this memory."""
         size, memory = slots.size * rows.shape[1], self.memory.get((lane, name))
         if memory is None or memory.numel() < size:
             memory = self.memory[lane, name] = torch.empty(size + size // 4, device=rows.device)
-        out = memory[:size].view(slots.size, rows.shape[1])
-        if size:
-            kernels.take_rows(rows, slots, out)
-        return out
+        return memory[:size].view(slots.size, rows.shape[1])
 
 
 class StepUndo:
-    """The state before the last step applied, wholly or in part, and before that, the state before the next one: it is saved while the trainer
-    waits for others, when the last step may still have to be undone.
+    """The state before the last step applied, wholly or in part. Rows are kept by what changes them, which reads them anyway; the dense part is saved
+    while the trainer waits for others, when the step before may still have to be undone.
     """
 
     def __init__(self, parts: TrainerParts) -> None:
@@ -49,14 +45,10 @@ class StepUndo:
         self._current, self._next = _Saved(), _Saved()
         self._in_force = False
 
-    def save(self, partitions: Mapping[int, Partition], slots: Mapping[int, np.ndarray]) -> None:
-        """Save what the next step is about to change, and the dense part. slots: by lane, int32, of rows that it uses."""
-        saved, kernels = self._next, self._parts.kernels
+    def save_dense(self) -> None:
+        """Save the dense part before the next step changes it."""
+        saved = self._next
         saved.rows.clear()
-        for lane, partition in partitions.items():
-            which = slots[lane]
-            copies = [saved.copy_of(lane, name, getattr(partition, name), which, kernels) for name in ("weights", "state")]
-            saved.rows.append((partition, which, partition.occupants.tag[which], *copies))
         parameters, optimizer = self._parts.parameters, self._parts.optimizer
         with torch.no_grad():
             if not saved.parameters:
@@ -68,6 +60,16 @@ class StepUndo:
     def begin(self) -> None:
         """The step of which was saved begins to change what it changes: from now on it is the one that can be undone."""
         self._current, self._next, self._in_force = self._next, self._current, True
+
+    def keep(self, lane: int, partition: Partition, slots: np.ndarray) -> tuple[np.ndarray, tuple[Tensor, Tensor]]:
+        """Room for the tags, int32, and for weights and state of rows of a lane that the step which has begun is about to change: whoever changes
+        them puts there what they were. slots: int32, of all these rows.
+        """
+        saved = self._current
+        tags = np.empty(slots.size, np.int32)
+        weights, state = (saved.room(lane, name, getattr(partition, name), slots) for name in ("weights", "state"))
+        saved.rows.append((partition, slots, tags, weights, state))
+        return tags, (weights, state)
 
     def restore(self) -> None:
         """Undo the step that began last, if that was not committed since."""

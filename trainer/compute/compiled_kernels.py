@@ -192,6 +192,13 @@ def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) 
 
 
 @_compile
+def _keep(rows: np.ndarray, place: np.int64, kept: np.ndarray, at: int) -> None:
+    """kept[at] = rows[place]."""
+    for j in range(rows.shape[1]):
+        kept[at, j] = rows[place, j]
+
+
+@_compile
 def _apply(
     weights: np.ndarray,
     state: np.ndarray,
@@ -199,21 +206,19 @@ def _apply(
     tables: np.ndarray,
     gradient: np.ndarray,
     rules: UpdateRules,
-    weights_before: np.ndarray,
-    state_before: np.ndarray,
+    before: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """One update of each row weights[slots[i]], state[slots[i]] by gradient[i], by the rule of tables[i].
 
     Before: slots are distinct, so the order of the rows does not matter, and each row sees its own gradient alone. After: SGD and Adagrad went
     through the row's columns one by one; row-wise Adagrad added the mean of the part's squares to the part's one state number first, and then divided
-    all of its columns by that one root. Columns beyond the table's width were neither read nor written.
-
-    weights_before, state_before: what stood in the rows, where there are as many rows in them; without any, nothing is kept.
+    all of its columns by that one root. Columns beyond the table's width were neither read nor written. before: has what stood in the rows, if it has
+    as many rows; else nothing is kept.
     """
     kinds, rates, widths, parts, part_offsets = rules.kinds, rules.rates, rules.widths, rules.parts, rules.part_offsets
     columns, state_columns, last = weights.shape[1], state.shape[1], slots.size - 1
     scratch = np.empty(8, np.float32)
-    keeps = weights_before.shape[0] == slots.size
+    keeps = before[0].shape[0] == slots.size
     for i in range(slots.size):
         ahead = np.int64(slots[min(i + _AHEAD, last)])
         for j in range(0, columns, _LINE):
@@ -222,10 +227,8 @@ def _apply(
             prefetch(state, ahead * state_columns + j)
         r, k = np.int64(slots[i]), tables[i]
         if keeps:
-            for j in range(columns):
-                weights_before[i, j] = weights[r, j]
-            for j in range(state_columns):
-                state_before[i, j] = state[r, j]
+            _keep(weights, r, before[0], i)
+            _keep(state, r, before[1], i)
         kind, lr, width = kinds[k], rates[k], np.int64(widths[k])
         if kind == SGD:
             for j in range(width):
@@ -267,15 +270,14 @@ def _apply_rowwise(
     tables: np.ndarray,
     gradient: np.ndarray,
     rates: np.ndarray,
-    weights_before: np.ndarray,
-    state_before: np.ndarray,
+    before: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """`_apply` where every table has rows of one part, as wide as the partition and a multiple of COLUMNS, under row-wise Adagrad.
 
     Before and after are the same. Without the other cases in its way it takes less than half the time.
     """
     columns, last = weights.shape[1], slots.size - 1
-    keeps = weights_before.shape[0] == slots.size
+    keeps, (weights_before, state_before) = before[0].shape[0] == slots.size, before
     for i in range(slots.size):
         ahead = np.int64(slots[min(i + _AHEAD, last)])
         for j in range(0, columns, _LINE):
@@ -338,9 +340,11 @@ class CompiledKernels(Kernels):
         rules: UpdateRules,
         before: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        kept = (weights[:0], state[:0]) if before is None else before
+        empty = weights[:0], state[:0]
+        kept_weights, kept_state = empty if before is None else before
+        kept = kept_weights.numpy(), kept_state.numpy()
         rows = weights.numpy(), state.numpy(), slots, tables, gradient.numpy()
         if rules.rowwise and rules.width % COLUMNS == 0:
-            _apply_rowwise(*rows, rules.rates, kept[0].numpy(), kept[1].numpy())
+            _apply_rowwise(*rows, rules.rates, kept)
         else:
-            _apply(*rows, rules, kept[0].numpy(), kept[1].numpy())
+            _apply(*rows, rules, kept)

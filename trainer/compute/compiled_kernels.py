@@ -193,9 +193,10 @@ def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) 
 
 @_compile
 def _keep(rows: np.ndarray, place: np.int64, kept: np.ndarray, at: int) -> None:
-    """kept[at] = rows[place]."""
-    for j in range(rows.shape[1]):
-        kept[at, j] = rows[place, j]
+    """kept[at] = rows[place], where kept has as many rows; one without any keeps nothing."""
+    if at < kept.shape[0]:
+        for j in range(rows.shape[1]):
+            kept[at, j] = rows[place, j]
 
 
 @_compile
@@ -212,13 +213,11 @@ def _apply(
 
     Before: slots are distinct, so the order of the rows does not matter, and each row sees its own gradient alone. After: SGD and Adagrad went
     through the row's columns one by one; row-wise Adagrad added the mean of the part's squares to the part's one state number first, and then divided
-    all of its columns by that one root. Columns beyond the table's width were neither read nor written. before: has what stood in the rows, if it has
-    as many rows; else nothing is kept.
+    all of its columns by that one root. Columns beyond the table's width were neither read nor written. before: as `_keep` has it.
     """
     kinds, rates, widths, parts, part_offsets = rules.kinds, rules.rates, rules.widths, rules.parts, rules.part_offsets
     columns, state_columns, last = weights.shape[1], state.shape[1], slots.size - 1
     scratch = np.empty(8, np.float32)
-    keeps = before[0].shape[0] == slots.size
     for i in range(slots.size):
         ahead = np.int64(slots[min(i + _AHEAD, last)])
         for j in range(0, columns, _LINE):
@@ -226,9 +225,8 @@ def _apply(
         for j in range(0, state_columns, _LINE):
             prefetch(state, ahead * state_columns + j)
         r, k = np.int64(slots[i]), tables[i]
-        if keeps:
-            _keep(weights, r, before[0], i)
-            _keep(state, r, before[1], i)
+        _keep(weights, r, before[0], i)
+        _keep(state, r, before[1], i)
         kind, lr, width = kinds[k], rates[k], np.int64(widths[k])
         if kind == SGD:
             for j in range(width):

@@ -109,7 +109,8 @@ class Monitor(threading.Condition):
     def beside_rounds(self, prepare: Callable[[], object], work: Callable[[], Answer]) -> Answer:
         """Do some work here, in the caller's thread, while the other one, having done `prepare`, rests between two rounds.
 
-        For what a trainer waits for: the thread has a lower priority. What either raises ends the thread, as its failure, which is raised here.
+        For what a trainer waits for: the thread has a lower priority. What either raises ends the thread, as its failure, which is raised here; but
+        not CopyLost, of the work or of a trainer that is interrupted: then the thread goes on.
         """
         resting: list[bool] = []
         over: list[BaseException | None] = []
@@ -126,7 +127,12 @@ class Monitor(threading.Condition):
 
         self.post(rest)
         with self:
-            self.wait_until(lambda: bool(resting))
+            try:
+                self.wait_until(lambda: bool(resting))
+            except CopyLost:
+                over.append(None)
+                self.notify_all()
+                raise
         answers: list[Answer] = []
         error: BaseException | None = None
         try:
@@ -134,8 +140,10 @@ class Monitor(threading.Condition):
         except BaseException as failed:
             error = failed
         with self:
-            over.append(error)
+            over.append(None if isinstance(error, CopyLost) else error)
             self.notify_all()
+            if isinstance(error, CopyLost):
+                raise error
             self.wait_until(lambda: bool(answers))
         return answers[0]
 

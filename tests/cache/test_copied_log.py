@@ -230,6 +230,28 @@ def test_a_copy_that_is_gone_ends_the_term_and_the_owner_goes_on_in_the_next(
     check_all(urls, histories, PARITY, last)
 
 
+def test_a_takeover_that_loses_a_holder_leaves_the_traffic_at_work(
+    urls: Sequence[str], histories: Mapping[int, History], trainers: list[Trainer], tmp_path: Path
+) -> None:
+    owner = owner_of(trainers[0], urls, histories, tmp_path, 1).begin()
+    owner.train(4)
+    traffic = owner.traffic
+    assert traffic is not None
+
+    def takes_over() -> None:
+        raise CopyLost("trainer 1 is gone")
+
+    with pytest.raises(CopyLost, match="trainer 1 is gone"):
+        traffic.between_rounds(takes_over)
+    traffic.interrupt(CopyLost("term 1 is over"))
+    traffic.interrupt(None)
+    assert traffic.between_rounds(lambda: 5) == 5
+    owner.train()
+    last = {lane: traffic.last_batch(lane) for lane in LANES}
+    owner.abandon()
+    check_all(urls, histories, PARITY, last)
+
+
 def test_a_new_holder_gets_what_is_held_and_late_messages_change_nothing(trainers: list[Trainer]) -> None:
     log, one, two = trainers[0].log, trainers[1], trainers[2]
     log.begin_term(holders(trainers, (1,)), ())

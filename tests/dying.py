@@ -39,7 +39,7 @@ class Died(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A trainer dies when it comes to a point, of that training step or, where the traffic's thread says so, the first time after its beginning.
+    """A trainer dies when it comes to a point the first time after that training step began.
 
     dies: false: it only loses its peers there, and they it, and goes on in the next term. term: the number of that in which it happens; None: any.
     """
@@ -317,7 +317,7 @@ class _OneTrainer:
         for death in self._all.deaths:
             if (
                 (death.trainer, death.point) == (self._number, point)
-                and death.step in (self._step, -1)
+                and death.step <= self._step
                 and death.term in (self._term, None)
             ):
                 if death.dies:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import tempfile
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from test_board import TIMEOUT
 
 from foreload.trainer.cluster.board import Board, host_store
 from foreload.trainer.cluster.facts import Lease, Term, TermBegins, TermOver
-from foreload.trainer.cluster.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, Membership
+from foreload.trainer.cluster.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, UNCOVERED_TIMEOUT, Membership
 from foreload.trainer.cluster.messages import Ready, TermLeft
 from foreload.trainer.cluster.terms import first_term, next_term
 from foreload.trainer.errors import LanesLost
@@ -74,8 +76,9 @@ class Coordinator:
         self.killed: list[int] = []
         self.told: list[str] = []
         term = first_term(1, range(trainers), 4, copies, -1)
-        self._run = tempfile.TemporaryDirectory()
-        events = EventLog(Path(self._run.name), -1, 1)
+        self._run = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self._run)
+        events = EventLog(self._run, -1, 1)
         self.of = Membership(
             self.board, term, copies, SILENCE, self.terms.append, self._kill, self.told.append, events, lambda: self.now
         )
@@ -83,7 +86,7 @@ class Coordinator:
     @property
     def noted(self) -> list[dict[str, Any]]:
         """The events without their times."""
-        return [{name: value for name, value in event.items() if name != "time"} for event in read_events(Path(self._run.name))]
+        return [{name: value for name, value in event.items() if name != "time"} for event in read_events(self._run)]
 
     def _kill(self, trainer: int) -> bool:
         self.killed.append(trainer)
@@ -143,14 +146,65 @@ def test_one_that_ended_in_order_is_not_missed() -> None:
     assert job.board.poll(TermOver, 1) is None
 
 
-def test_one_that_does_not_leave_is_lost_too_and_with_it_what_it_alone_has() -> None:
+def test_one_that_has_ended_and_is_dead_is_lost_once_others_have_to_go_on() -> None:
+    job = Coordinator(3)
+    job.ready()
+    dead = {2: "was killed by SIGKILL"}
+    assert not job.of.see(dead, [1, 2])
+    job.leave(0, 1, step=9)
+    assert job.of.see(dead, [1, 2])
+    assert "trainer 2: lost (was killed by SIGKILL)" in job.told[0]
+
+
+def test_one_that_does_not_leave_is_lost_too() -> None:
+    job = Coordinator(4)
+    job.ready()
+    job.leave(0, 1, 2, step=3)
+    assert not job.of.see({}, ())
+    job.now += LEAVE_TIMEOUT.total_seconds()
+    assert job.of.see({}, ())
+    assert job.of.term.members == (0, 1, 2)
+    assert "it does not leave the term" in job.told[0]
+
+
+def test_one_that_alone_has_lanes_and_may_be_alive_is_waited_for() -> None:
     job = Coordinator(4)
     job.ready()
     job.of.see({1: "gone"}, ())
     job.leave(0, step=3)
     job.now += LEAVE_TIMEOUT.total_seconds()
+    assert not job.of.see({1: "gone"}, ())
+    assert not job.of.see({1: "gone"}, ())
+    assert len(job.told) == 1
+    assert "it does not leave the term; waited for, since no other trainer has a complete copy of lane" in job.told[0]
+    assert not job.killed
+    job.leave(2, 3, step=4)
+    assert job.of.see({1: "gone"}, ())
+    assert (job.of.term.members, job.of.term.committed, job.killed) == ((0, 2, 3), 3, [1])
+
+
+def test_nobody_is_waited_for_for_ever() -> None:
+    job = Coordinator(4)
+    job.ready()
+    job.of.see({1: "gone"}, ())
+    job.leave(0, step=3)
+    job.now += UNCOVERED_TIMEOUT.total_seconds() + 1
     with pytest.raises(LanesLost):
         job.of.see({1: "gone"}, ())
+
+
+def test_the_only_one_that_is_left_may_be_silent() -> None:
+    job = Coordinator(2)
+    job.ready()
+    job.board.publish(Lease(0), 0)
+    job.of.see({1: "gone"}, ())
+    job.leave(0, step=3)
+    assert job.of.see({1: "gone"}, ())
+    job.ready()
+    for _ in range(20):
+        assert not job.of.see({1: "gone"}, ())
+        job.now += SILENCE.total_seconds() / 10
+    assert job.board.poll(TermOver, 2) is None
 
 
 def test_a_trainer_that_renews_no_lease_is_lost_unless_the_coordinator_itself_was_stopped() -> None:

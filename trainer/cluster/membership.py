@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
 
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.facts import Lease, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages import Ready, TermLeft
 from foreload.trainer.cluster.terms import next_term
+from foreload.trainer.compute.succession import next_hosts
 from foreload.trainer.run.event_log import EventLog, LanesTakenOver, TermBegan, TrainerLost
 
-LEAVE_TIMEOUT = timedelta(seconds=5)  # for a member to leave a term that is over; one that does not is lost, too
+# For a member that is alive to leave a term that is over, which it may not see before a store shard that it asks has been silent for too long, or a
+# group has failed to form; one that does not is lost, too.
+LEAVE_TIMEOUT = timedelta(seconds=30)
+# For members that are silent, or do not leave, where the others have no complete copy of their lanes: as long as they are not dead, all may go on.
+UNCOVERED_TIMEOUT = timedelta(seconds=300)
+_SILENT, _LATE = "it is silent", "it does not leave the term"
 FRUITLESS_TERMS = (
     3  # ended in a row without a step committed, all members alive: then one of them must go, since two cannot reach each other
 )
@@ -47,6 +53,7 @@ class Membership:
         self._left: dict[int, TermLeft] = {}
         self._lost: dict[int, str] = {}  # of this term: who is gone, and why
         self._over_at: float | None = None  # when the term was ended
+        self._waited_for: list[int] = []  # whom the user was told of
         self._fruitless = 0
         self._leases: dict[int, tuple[int, float]] = {}  # trainer -> its last count, and when that came
         self._looked_at = clock()
@@ -69,12 +76,14 @@ class Membership:
 
     def receive(self, trainer: int, event: Ready | TermLeft) -> None:
         """What a member tells; of an earlier term it does not count."""
-        if event.term != self.term.number or trainer in self._lost:
+        if event.term != self.term.number:
             return
         match event:
             case Ready():
                 self.ready[trainer] = event
-            case TermLeft():
+            case TermLeft() if self._lost.get(trainer, _SILENT) in (_SILENT, _LATE):
+                # It has come back in time.
+                self._lost.pop(trainer, None)
                 self._left[trainer] = event
 
     def see(self, gone: Mapping[int, str], ended: Iterable[int]) -> bool:
@@ -84,23 +93,42 @@ class Membership:
         """
         if not self.survives:
             return False
-        for trainer in self.term.members:
-            if trainer in gone and trainer not in ended:
-                self._lost.setdefault(trainer, gone[trainer])
+        dead = {trainer: gone[trainer] for trainer in self.term.members if trainer in gone}
+        self._lost = {trainer: why for trainer, why in dead.items() if trainer not in ended} | self._lost
         for trainer in self._silent():
-            self._lost.setdefault(trainer, "it is silent")
+            if trainer not in self._left:
+                self._lost.setdefault(trainer, _SILENT)
         if self._over_at is None:
             if not self._lost and not self._left:
                 return False
             self._over_at = self._clock()
             self._board.publish(TermOver(), self.term.number)
+        # Who has ended is needed, too, by those that have not.
+        self._lost = dead | self._lost
         present = [trainer for trainer in self.term.members if trainer not in self._lost]
         late = [trainer for trainer in present if trainer not in self._left]
         if late and self._clock() - self._over_at < LEAVE_TIMEOUT.total_seconds():
             return False
         for trainer in late:
-            self._lost[trainer] = "it does not leave the term"
-        self._begin_next([trainer for trainer in present if trainer in self._left])
+            self._lost[trainer] = _LATE
+        there = [trainer for trainer in present if trainer in self._left]
+        if self._is_waited_for(there, gone):
+            return False
+        self._begin_next(there)
+        return True
+
+    def _is_waited_for(self, there: list[int], gone: Container[int]) -> bool:
+        """Whether one that is lost, but not known to be dead, may have lanes that nobody else has, and is waited for."""
+        alive = [trainer for trainer in self._lost if trainer not in gone]
+        complete = [[trainer for trainer in there if lane in self._left[trainer].copies] for lane in range(len(self.term.hosts))]
+        lacking = [lane for lane, host in enumerate(next_hosts(self.term.hosts, complete, there)) if host is None]
+        assert self._over_at is not None
+        if not alive or not lacking or self._clock() - self._over_at > UNCOVERED_TIMEOUT.total_seconds():
+            return False
+        if self._waited_for != alive:
+            named = ", ".join(f"trainer {trainer}: {self._lost[trainer]}" for trainer in alive)
+            self._tell(f"{named}; waited for, since no other trainer has a complete copy of lane {', '.join(map(str, lacking))}")
+        self._waited_for = alive
         return True
 
     def _begin_next(self, present: list[int]) -> None:
@@ -129,6 +157,7 @@ class Membership:
             )
         self._raise_term(self.term.number)
         self.ready, self._left, self._lost, self._over_at, self.begun = {}, {}, {}, None, False
+        self._waited_for = []
         self._board.publish(self.term, self.term.number)
 
     def _note_takeovers(self, before: Term) -> None:
@@ -150,8 +179,10 @@ class Membership:
         return True
 
     def _silent(self) -> list[int]:
-        """Members whose lease has run out."""
+        """Members whose lease has run out; none where there is only one, whose lanes nobody else has."""
         assert self._silence is not None
+        if len(self.term.members) == 1:
+            return []
         now = self._clock()
         # Where this process was stopped itself, nobody can be blamed for its silence meanwhile.
         if now - self._looked_at > self._silence.total_seconds() / 2:

@@ -257,7 +257,10 @@ class TrainerGroup:
     def _receive(self, trainer: int, event: TrainerEvent, board: Board, report: RunReport) -> None:
         assert self._membership is not None
         if trainer not in self._membership.term.members:
-            return  # it was taken for lost, and the others went on without it
+            # It was taken for lost, and the others went on without it.
+            if isinstance(event, Failed):
+                sys.stderr.write(f"trainer {trainer}: was lost, and has stopped now: {event.message}\n")
+            return
         self._observer.see(trainer, event)
         match event:
             case TermLeft():

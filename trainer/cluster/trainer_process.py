@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +179,7 @@ class TrainerProcess:
         # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
         session.barrier()
         if session.leads:
-            written = partial(self._points.come_to, "dense part written")
-            save_dense(self._run / DENSE, self._dense.module, self._dense.optimizer, self._last_step, written)
+            save_dense(self._run / DENSE, self._dense.module, self._dense.optimizer, self._last_step, self._on_dense_written)
         counters = {
             _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
             for name, value in asdict(lanes.traffic.counters()).items()
@@ -258,6 +256,11 @@ class TrainerProcess:
             numerics.check(mine, self._board.read(Fingerprint).fields)
         else:
             self._board.publish(Fingerprint(mine))
+
+    def _on_dense_written(self) -> None:
+        self._points.come_to("dense part written")
+        # Where this trainer stood still meanwhile, the run may have gone far beyond it.
+        self._terms.check()
 
     def _tell_fault(self, fault: TrainerFault) -> None:
         self._events.send(TrainerFaultInjected(fault, time.monotonic()))

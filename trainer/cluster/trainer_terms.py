@@ -78,7 +78,9 @@ class TrainerTerms:
             transport = NcclTransport(self._rendezvous, number, self._trainer, members, silence, torch.device(self._device))
         else:
             forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
-            transport = GlooTransport(self._rendezvous, number, self._trainer, members, silence, self._address, forming)
+            transport = GlooTransport(
+                self._rendezvous, number, self._trainer, members, silence, self._address, forming, self.check
+            )
         try:
             with self._watch.watching(number, transport) if self._watch is not None else contextlib.nullcontext():
                 yield transport

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import PeerLost
 
 BARRIER_KIND = (1 << 31) - 1
+_PEERS_PAUSE = timedelta(milliseconds=2)  # between two looks whether all peers have come
 
 # torch's stubs leave out part of what these classes have.
 _Gloo: Any = dist.ProcessGroupGloo
@@ -118,9 +119,10 @@ class GlooTransport(Transport):
         timeout: timedelta,
         address: str = "127.0.0.1",
         forming: timedelta | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """store: the run's rendezvous store; address: of this trainer's own network interface; forming: how long peers may take to come, `timeout`
-        by default.
+        by default; check: called while they are waited for, raises where they are not to be waited for any more.
 
         Raises PeerLost if a peer does not come, SettingError if the address is none of this machine.
         """
@@ -139,6 +141,11 @@ class GlooTransport(Transport):
         group = dist.PrefixStore(f"term/{term}/gloo", store)
         try:
             group.set(f"ports/{self.rank}", ",".join(map(str, listening)))
+            # gloo's own wait cannot be interrupted: begun only when all are there.
+            deadline = time.monotonic() + (forming or timeout).total_seconds()
+            while time.monotonic() < deadline and not group.check([f"ports/{rank}" for rank in range(self.world)]):
+                check()
+                time.sleep(_PEERS_PAUSE.total_seconds())
             self._group = _Gloo(group, self.rank, self.world, options)
             told = [group.get(f"ports/{rank}").decode() for rank in range(self.world)]
         except RuntimeError as error:

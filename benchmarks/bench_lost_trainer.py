@@ -5,6 +5,7 @@ python benchmarks/bench_lost_trainer.py [--quick] [--out DIR] [--pairs N]
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -22,7 +23,9 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
 from shard_loss import Pulse, launched, run_training
+from torchft_environment import TORCHFT
 from trainer_loss import TrainerFault, TrainerInjector, TrainerLoss
+from virtual_environment import NotToBeHad
 from workload import BATCH, ROOT, SEED
 
 LANES = 4
@@ -30,6 +33,7 @@ COPIES = 2
 ROWS = "--rows {rows} --values 20000 --epochs {epochs} --slots 10000"  # so few slots that rows are fetched and written back in every step
 TIMEOUT_SECONDS = 5.0  # --peer-timeout's default with copies
 MEDIAN_SECONDS, MOST_SECONDS = 0.25, 0.5  # that a gap may take beyond an ordinary step
+PARAMETERS = 60_000  # of the dense part that torchft's replicas train, about those of the small model
 CALM = (1.5, 40)  # seconds and steps between two losses
 KILL, KILL_LEADER, STOP = (
     TrainerFault(signal.SIGKILL, False),
@@ -95,9 +99,10 @@ class Gap:
 
 def schedule_of(folder: Path, quick: bool) -> Schedule:
     """Epochs over the same samples in four lanes."""
-    out = folder / "gaps-4-lanes"
+    rows, epochs = (200_000, 6) if quick else (300_000, 8)
+    out = folder / f"gaps-{rows}-{epochs}"
     if not (out / "schedule.json").exists():
-        words = ROWS.format(rows=200_000 if quick else 400_000, epochs=6 if quick else 24).split()
+        words = ROWS.format(rows=rows, epochs=epochs).split()
         tell(f"preparing the schedule of the gaps: {out}")
         given = ["--format", "synthetic", "--batch-size", str(BATCH), "--seed", str(SEED), "--lanes", str(LANES)]
         command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, *words, "--out", str(out), "--overwrite"]
@@ -200,6 +205,45 @@ def measure(folder: Path, quick: bool, rounds: int, budget: Budget) -> list[Gap]
     return gaps
 
 
+def torchft(step_seconds: float, quick: bool) -> tuple[Claim | None, Table | None, str]:
+    """torchft's replicas that lose one after the other: the claim, a table, and a note. step_seconds: of an ordinary step."""
+    try:
+        if quick and not TORCHFT.is_there():
+            raise NotToBeHad("--quick does not make its virtual environment; python benchmarks/torchft_environment.py does")
+        python = TORCHFT.make()
+    except NotToBeHad as error:
+        tell(f"skipped: torchft could not be had: {error}")
+        return None, None, f"torchft could not be had: {error}"
+    rows: list[list[Cell]] = []
+    gaps: list[float] = []
+    for seed, replicas in enumerate((3,) if quick else (3, 4, 3, 2)):
+        spec = {"replicas": replicas, "kills": replicas - 1, "parameters": PARAMETERS, "step_seconds": step_seconds, "seed": seed}
+        command = [str(python), str(ROOT / "benchmarks" / "torchft_contender.py"), json.dumps(spec)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        if done.returncode:
+            return None, None, f"torchft's contender failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
+        for count, kill in enumerate(json.loads(done.stdout.splitlines()[-1])):
+            rows.append([replicas - count, f"{1000 * kill['gap']:.0f}", f"{1000 * kill['step']:.1f}"])
+            gaps.append(kill["gap"] - kill["step"])
+            tell(f"torchft, {replicas - count} replicas: gap {1000 * kill['gap']:.0f} ms, step {1000 * kill['step']:.0f}")
+    claim = Claim(
+        f"gap after SIGKILL, s beyond a step, torchft's nightly, median of {len(gaps)}",
+        "told beside",
+        "none",
+        statistics.median(gaps),
+    )
+    note = (
+        f"torchft {TORCHFT.installed[-1][0]}: replicas of a dense part of {PARAMETERS:,} parameters alone, over gloo, one thread each, its "
+        "lighthouse on the same machine; quorums wait 100 ms for those that they know. It has no embedding rows, and a killed replica's samples "
+        "are not trained."
+    )
+    return (
+        claim,
+        Table("Losses of replicas under torchft's nightly", ["replicas", "longest gap, ms", "median step, ms"], rows),
+        note,
+    )
+
+
 def main() -> None:
     """Measure and save."""
     given = arguments(__doc__, pairs=(1, 1))
@@ -213,6 +257,10 @@ def main() -> None:
         "A gap is counted from the signal, between "
         "the moments at which steps are committed.",
     ]
+    claim, table, note = torchft(0.02, given.quick)
+    claims = [*gap_claims(gaps), *([] if claim is None else [claim])]
+    tables = [gap_table(gaps), *([] if table is None else [table])]
+    notes.append(note)
     settings: dict[str, str | int | float | bool] = {
         "lanes": LANES,
         "copies": COPIES,
@@ -220,7 +268,7 @@ def main() -> None:
         "quick": given.quick,
     }
     save(
-        Results("lost_trainer", "Losing a trainer", gap_claims(gaps), [gap_table(gaps)], settings=settings, notes=notes),
+        Results("lost_trainer", "Losing a trainer", claims, tables, settings=settings, notes=notes),
         given.out,
     )
 

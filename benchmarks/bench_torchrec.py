@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torchrec_environment
 from comparison import Claim, Results, Table, alternate, arguments, cpu_capability, ratio, save, spread, tell
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
@@ -24,7 +23,8 @@ from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.numerics import ENVIRONMENTS
 from interleaved import Ranks
 from lanes import LanesWorkload
-from torchrec_environment import NotToBeHad
+from torchrec_environment import TORCHREC
+from virtual_environment import NotToBeHad
 from workload import BATCH, DIM, FULL, LR, MODELS, QUICK, ROOT, SEED, SLOTS, describe, shares
 
 RANKS = 2
@@ -209,9 +209,9 @@ def main() -> None:
     plans = {model: replace(plan, pairs=min(plan.pairs, given.pairs)) for model, plan in plans.items()}
     title = "Two trainers, beside TorchRec"
     try:
-        if given.quick and not torchrec_environment.is_there():
+        if given.quick and not TORCHREC.is_there():
             raise NotToBeHad("--quick does not make its virtual environment; python benchmarks/torchrec_environment.py does")
-        python = torchrec_environment.make()
+        python = TORCHREC.make()
     except NotToBeHad as error:
         tell(f"skipped: TorchRec could not be had: {error}")
         claims = [Claim(CLAIM[0].format(model), *CLAIM[1:], None, note=f"TorchRec could not be had: {error}") for model in plans]

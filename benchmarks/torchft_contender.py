@@ -22,7 +22,9 @@ from itertools import pairwise
 from typing import Any
 
 CALM_SECONDS = 3.0  # before each kill, and after it
-JOIN_MS, TICK_MS = 100, 10  # how long a quorum waits for those that it knows, and how often it looks
+# How long a quorum waits for those that it knows, how often it looks, and after what silence one is gone (5,000 by default), for which it waits where
+# it would be half of all or less.
+JOIN_MS, TICK_MS, HEARTBEAT_MS = 100, 10, 500
 TIMEOUT = timedelta(seconds=5)
 
 
@@ -103,7 +105,9 @@ def control(spec: dict[str, Any]) -> list[dict[str, float]]:
     """Start the replicas, kill some one after the other; what each kill did."""
     from torchft.coordination import LighthouseServer
 
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=JOIN_MS, quorum_tick_ms=TICK_MS)
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=JOIN_MS, quorum_tick_ms=TICK_MS, heartbeat_timeout_ms=HEARTBEAT_MS
+    )
     replicas = Replicas({**spec, "lighthouse": lighthouse.address()})
     moments = random.Random(spec.get("seed", 0))
     gaps = []

@@ -85,6 +85,8 @@ class TrainerProcess:
         self._totals = Totals()  # of this call's steps
         self._segments = 0  # how many of the schedule were begun
         self._flushed = 0  # rows written beyond the schedule
+        # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
+        self._over: PeerLost | None = None
         self._faults: list[Fault | TrainerFault] = []  # of the trainer that hosts lane 0
 
     def run(self) -> None:
@@ -138,6 +140,7 @@ class TrainerProcess:
                     before.lanes.traffic.probe()
                     if not terms.survives or before.commits is None:
                         raise
+                    self._over = error
                     self._points.come_to("term over")
                     terms.next(before.commits.standing(), str(error))
                     before.commits.roll_back(terms.term.committed)
@@ -216,6 +219,7 @@ class TrainerProcess:
         def on_step(report: StepReport) -> None:
             self._last_step = report.step
             self._totals.add(report)
+            self._over = None
             self._events.send(StepEnded(report, time.monotonic()))
             self._link.inject(self._faults, report.step)
             self._link.tell()

@@ -84,6 +84,8 @@ class Replicas:
         while time.monotonic() < deadline:
             there = self.alive()
             since = time.monotonic() - CALM_SECONDS
+            if not there:
+                return
             if all(
                 self.times[number]
                 and (recent := [by for at, by in self.times[number] if at > since])
@@ -120,6 +122,9 @@ def control(spec: dict[str, Any]) -> list[dict[str, float]]:
             replicas.processes[victim].send_signal(signal.SIGKILL)
             replicas.processes[victim].wait()
             replicas.await_together(killed + 60)
+            if not replicas.alive():
+                gaps.append({"gap": float("inf"), "step": 0.0})  # none has survived it
+                break
             longest, steps = 0.0, []
             for number in replicas.alive():
                 ends = [at for at, _ in replicas.times[number]]

@@ -205,15 +205,15 @@ def measure(folder: Path, quick: bool, rounds: int, budget: Budget) -> list[Gap]
     return gaps
 
 
-def torchft(step_seconds: float, quick: bool) -> tuple[Claim | None, Table | None, str]:
-    """torchft's replicas that lose one after the other: the claim, a table, and a note. step_seconds: of an ordinary step."""
+def torchft(step_seconds: float, quick: bool) -> tuple[Table | None, str]:
+    """torchft's replicas that lose one after the other: a table, and a note. step_seconds: of an ordinary step."""
     try:
         if quick and not TORCHFT.is_there():
             raise NotToBeHad("--quick does not make its virtual environment; python benchmarks/torchft_environment.py does")
         python = TORCHFT.make()
     except NotToBeHad as error:
         tell(f"skipped: torchft could not be had: {error}")
-        return None, None, f"torchft could not be had: {error}"
+        return None, f"torchft could not be had: {error}"
     rows: list[list[Cell]] = []
     gaps: list[float] = []
     for seed, replicas in enumerate((3,) if quick else (3, 4, 3, 2)):
@@ -221,27 +221,18 @@ def torchft(step_seconds: float, quick: bool) -> tuple[Claim | None, Table | Non
         command = [str(python), str(ROOT / "benchmarks" / "torchft_contender.py"), json.dumps(spec)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         if done.returncode:
-            return None, None, f"torchft's contender failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
+            return None, f"torchft's contender failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
         for count, kill in enumerate(json.loads(done.stdout.splitlines()[-1])):
             rows.append([replicas - count, f"{1000 * kill['gap']:.0f}", f"{1000 * kill['step']:.1f}"])
             gaps.append(kill["gap"] - kill["step"])
             tell(f"torchft, {replicas - count} replicas: gap {1000 * kill['gap']:.0f} ms, step {1000 * kill['step']:.0f}")
-    claim = Claim(
-        f"gap after SIGKILL, s beyond a step, torchft's nightly, median of {len(gaps)}",
-        "told beside",
-        "none",
-        statistics.median(gaps),
-    )
     note = (
         f"torchft {TORCHFT.installed[-1][0]}: replicas of a dense part of {PARAMETERS:,} parameters alone, over gloo, one thread each, its "
-        "lighthouse on the same machine; quorums wait 100 ms for those that they know. It has no embedding rows, and a killed replica's samples "
+        "lighthouse on the same machine; quorums wait 100 ms for those that they know. The median gap is "
+        f"{statistics.median(gaps):.3f} s beyond a step. It has no embedding rows, and a killed replica's samples "
         "are not trained."
     )
-    return (
-        claim,
-        Table("Losses of replicas under torchft's nightly", ["replicas", "longest gap, ms", "median step, ms"], rows),
-        note,
-    )
+    return Table("Losses of replicas under torchft's nightly", ["replicas", "longest gap, ms", "median step, ms"], rows), note
 
 
 def main() -> None:
@@ -257,8 +248,7 @@ def main() -> None:
         "A gap is counted from the signal, between "
         "the moments at which steps are committed.",
     ]
-    claim, table, note = torchft(0.02, given.quick)
-    claims = [*gap_claims(gaps), *([] if claim is None else [claim])]
+    table, note = torchft(0.02, given.quick)
     tables = [gap_table(gaps), *([] if table is None else [table])]
     notes.append(note)
     settings: dict[str, str | int | float | bool] = {
@@ -268,7 +258,7 @@ def main() -> None:
         "quick": given.quick,
     }
     save(
-        Results("lost_trainer", "Losing a trainer", claims, tables, settings=settings, notes=notes),
+        Results("lost_trainer", "Losing a trainer", gap_claims(gaps), tables, settings=settings, notes=notes),
         given.out,
     )
 

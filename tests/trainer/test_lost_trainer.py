@@ -11,7 +11,11 @@ from dying import LAST_WRITE_BACK, LAST_WRITTEN, Death, StatedTerm, train_with_d
 from small_terms import assert_same
 from training import Trained, train
 
+from foreload.cache.client import frames, resp
 from foreload.cache.client.local import LocalStores
+from foreload.cache.protocol import batch_log
+from foreload.cache.protocol.rehearsal import rehearse_takeover
+from foreload.cache.rows import layout
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.seeding import Seeding
 
@@ -166,3 +170,15 @@ def test_a_trainer_dies_as_training_stops(
     assert_same(outcome, stopped)
     assert outcome.stored == stopped.stored
     assert (outcome.stopped_at, len(terms)) == (8, 2)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_takeover_compiles_nothing_that_was_not_rehearsed(
+    schedule: Schedule, servers: LocalStores, code: tuple[int, int]
+) -> None:
+    compiled: list[Any] = [frames.take, resp._parse, batch_log._checksum, layout._encode, layout._decode]
+    rehearse_takeover()
+    rehearsed = [list(function.signatures) for function in compiled]
+    assert all(rehearsed)
+    _lose(schedule, servers, 2, Death(1, "gradients sent", 5), parity=code)
+    assert [list(function.signatures) for function in compiled] == rehearsed

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-STEPS = 3000
-"""Training steps of an episode's schedule."""
+STEPS, MEMBER_STEPS = 3000, 600
+"""Training steps of an episode's schedule: of one that is mostly about stores, and of one about trainers."""
+LANES, MEMBER_LANES = 2, 4
+"""Lanes of these."""
 LOST = {"kill", "flush", "stop", "readonly", "oom", "busy", "sleep"}
 """Faults after which a store shard may count as lost. (A connection that is cut is made again.)"""
 SERVER_FAULTS = (*sorted(LOST), "cut")
 DISK_FAULTS = ("disk",)
 TRAINER_FAULTS = ("kill_trainer", "stop_trainer")
 LAUNCHER_FAULTS = ("kill_launcher", "int", "term", "hup")
-LOOKS = ("status", "scrub", "second")
+LOOKS = ("status", "run_status", "scrub", "second")
 """What is no fault, but meets a run that trains: commands that look at it, and a second training of the same run."""
+MEMBER_FAULTS = (*TRAINER_FAULTS, "kill_two", "trainer_and_shard", "leave", "scale")
+"""After which trainers come or go; and `kill_launcher`, where there are copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +37,32 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An episode. store: local, tcp or tls; shards: of the store; parity: as --parity has it; faults: in the order of their steps."""
+    """An episode. store: local, tcp or tls; shards: of the store; parity: as --parity has it; faults: in the order of their steps.
+
+    members: whether it is about trainers that come and go; trainers: of each call, over and over; copies, peer_timeout: as `train` has them.
+    """
 
     number: int
     store: str
     shards: int
     parity: str
-    trainers: int
+    trainers: tuple[int, ...]
     faults: tuple[Fault, ...]
+    members: bool = False
+    copies: int = 1
+    peer_timeout: float | None = None
 
     @classmethod
-    def draw(cls, seed: int, number: int) -> Plan:
-        """The episode of a number: a pure function of both."""
+    def draw(cls, seed: int, number: int, focus: str | None = None) -> Plan:
+        """The episode of a number: a pure function of all three. focus: members or stores; None: now one, now the other."""
         dice = random.Random(f"{seed}/{number}")
+        members = dice.random() < 0.5
+        return (
+            cls._of_members(dice, number) if (members if focus is None else focus == "members") else cls._of_stores(dice, number)
+        )
+
+    @classmethod
+    def _of_stores(cls, dice: random.Random, number: int) -> Plan:
         store = dice.choice(("local", "local", "tcp", "tls"))
         shards, parity = dice.choice(((1, "off"), (3, "2+1"), (3, "2+1"), (3, "off"), (4, "2+1"), (4, "2+2")))
         # Without parity hardly any fault of a server can be survived: there it is mostly the processes that are tried.
@@ -55,20 +72,38 @@ class Plan:
             else (*3 * SERVER_FAULTS, *LAUNCHER_FAULTS, *TRAINER_FAULTS, *LOOKS)
         )
         kinds += DISK_FAULTS if store == "local" else ()
-        steps = sorted(dice.randrange(1, STEPS - 20) for _ in range(dice.randint(5, 14)))
-        faults = tuple(
-            Fault(
-                dice.choice(kinds),
-                step,
-                round(dice.uniform(0.0, 6.0), 2) if dice.random() < 0.1 else None,
-                dice.randrange(64),
-                round(dice.choice((0.2, 0.6, 1.5, 3.0)), 2),
-            )
-            for step in steps
-        )
-        return cls(number, store, shards, parity, dice.choice((1, 2)), faults)
+        faults = _faults(dice, kinds, STEPS, dice.randint(5, 14))
+        return cls(number, store, shards, parity, (dice.choice((1, 2)),), faults)
+
+    @classmethod
+    def _of_members(cls, dice: random.Random, number: int) -> Plan:
+        store = dice.choice(("local", "local", "tcp"))
+        shards, parity = dice.choice(((1, "off"), (3, "2+1"), (3, "2+1")))
+        trainers = tuple(dice.choice((2, 3, 3, 4, 4)) for _ in range(4))
+        copies = dice.choice((2, 2, 3, 4))
+        kinds = (
+            *5 * ("kill_trainer",), *3 * ("stop_trainer",), *(2 if copies > 2 else 1) * ("kill_two",), *3 * ("scale",), *2 * ("leave",),
+            *2 * ("kill_launcher",), "int", "term", "run_status", "cut",
+            *(() if parity == "off" else (*3 * ("trainer_and_shard",), "kill", "stop", "flush")),
+        )  # fmt: skip
+        faults = _faults(dice, kinds, MEMBER_STEPS, dice.randint(8, 16))
+        return cls(number, store, shards, parity, trainers, faults, True, copies, dice.choice((2.0, 4.0, None)))
 
     @property
     def losses_covered(self) -> int:
         """How many store shards may be lost at once."""
         return 0 if self.parity == "off" else int(self.parity.partition("+")[2])
+
+
+def _faults(dice: random.Random, kinds: tuple[str, ...], steps: int, count: int) -> tuple[Fault, ...]:
+    """So many faults of these kinds, in the order of their steps."""
+    return tuple(
+        Fault(
+            dice.choice(kinds),
+            step,
+            round(dice.uniform(0.0, 6.0), 2) if dice.random() < 0.1 else None,
+            dice.randrange(64),
+            round(dice.choice((0.2, 0.6, 1.5, 3.0)), 2),
+        )
+        for step in sorted(dice.randrange(1, steps - 20) for _ in range(count))
+    )

@@ -183,6 +183,10 @@ class Partition:
         if rows.base_weights is not None and rows.base_state is not None:
             self._put_base(slots, rows.base_weights, rows.base_state)
 
+    def forget_base(self) -> None:
+        """Keep no base from now on."""
+        self.base_weights = self.base_state = self.base_known = None
+
     def seat(self, arrivals: Arrivals) -> None:
         """Note who takes which slot, as `admit` does; what stands in the slots is left to the caller. Raises CacheError."""
         here, slots = self.occupants, arrivals.slot

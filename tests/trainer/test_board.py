@@ -44,7 +44,7 @@ def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
     assert (term.members, term.hosts, term.lane_map, term.leader) == ((4, 7), (4, 4, 7), [0, 0, 1], 4)
     assert [term.lanes_of(trainer) for trainer in (4, 7)] == [[0, 1], [2]]
     assert (term.copies, term.copy_map) == (((7,), (7,), (4,)), [[1], [1], [0]])
-    assert second.read(Term, 1) == Term(1, (4,), (4, 4, 4), ((), (), ()), ((), (), ()), 8)
+    assert second.read(Term, 1) == Term(1, (4,), (4, 4, 4), ((), (), ()), ((), (), ()), 8, targets=(4, 4, 4))
 
 
 @pytest.mark.parametrize("asked_before", [0, 1, 7])
@@ -55,7 +55,7 @@ def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
     asked = threading.Event()
 
     def train(transport: Transport, board: Board) -> int:
-        agreement = StopAgreement(board, leads=transport.rank == 0)
+        agreement = StopAgreement(board, transport.rank == 0, 1)
         peers = [peer for peer in range(trainers) if peer != transport.rank]
         # Far more than it takes.
         for step in range(10_000):

@@ -137,7 +137,7 @@ def test_a_killed_trainer_s_lanes_are_taken_over_and_the_model_is_that_of_an_und
     further: list[str],
 ) -> None:
     run = tmp_path / "run"
-    words = ["drill", "lost-trainer", str(schedule), "--run", str(run), *SMALL, "--digest"]
+    words = ["drill", "lost-trainer", str(schedule), "--run", str(run), *SMALL, "--digest", "--no-restart"]
     assert main([*words, "--at", str(at), "--trainer", str(trainer), *further]) == 0
     told = summary(run)
     figures = told["drill"]

@@ -69,6 +69,8 @@ def check_faults(
 ) -> str:
     """Train with these faults, each of which kills a trainer or a shard; returns what was told of it."""
     further = ["--store", store, "--trainers", str(TRAINERS), "--copies", str(copies), "--peer-timeout", "60", "--digest"]
+    if all(isinstance(fault, TrainerFault) for fault in faults):
+        further.append("--no-restart")  # else store shards are started again, and so are trainers
     status, err = warm.begin(arguments(schedule, run, *further), run.with_suffix(".err"), faults).end()
     assert status == 0, err
     lost = [int(trainer) for trainer in re.findall(r"trainer (\d): lost \(was killed by SIGKILL\)", err)]

@@ -52,7 +52,7 @@ def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
     store: str,
 ) -> None:
     run = tmp_path / "run"
-    further = ["--store", store, "--trainers", str(trainers), "--copies", "2", "--digest"]
+    further = ["--store", store, "--trainers", str(trainers), "--copies", "2", "--digest", "--no-restart"]
     job = launched(*arguments(schedule, run, *further))
     workers: list[psutil.Process] = []
     for count, trainer in enumerate(gone):
@@ -84,7 +84,7 @@ def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "3", "--copies", "2"))
+    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "3", "--copies", "2", "--no-restart"))
     job.until(reached(run, 5))
     for worker in job.workers[:2]:
         worker.kill()

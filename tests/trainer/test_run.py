@@ -247,7 +247,7 @@ def test_a_step_of_which_a_lost_trainer_did_not_tell_counts_without_it(tmp_path:
     evaluated = EvaluationReport(step=0, epoch=0, samples=7, log_loss=0.6, auc=0.7, normalized_entropy=0.9)
     report.evaluation(evaluated)
     assert report.totals.steps == 0
-    report.now_members([4])
+    report.now_members([4], 0)
     report.step(4, step_report(1))
     report.evaluation(evaluated)  # the pass is run again, to the same end
     report.close()

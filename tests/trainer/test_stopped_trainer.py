@@ -103,7 +103,7 @@ def test_what_it_still_writes_is_refused_it_stops_and_a_further_death_is_survive
 ) -> None:
     run = tmp_path / f"stopped-{parity}-{point}".replace(" ", "-")
     digest, rows = undisturbed(parity)
-    further = ["--store", ",".join(servers.urls), "--parity", parity, "--trainers", "4", "--copies", "3"]
+    further = ["--store", ",".join(servers.urls), "--parity", parity, "--trainers", "4", "--copies", "3", "--no-restart"]
     refused = refusals(servers)
     # The second has copies of lanes that the first had.
     faults = [TrainerFault(1, point, 10, signal.SIGSTOP), TrainerFault(2, point, 60, signal.SIGKILL)]

@@ -105,10 +105,10 @@ def test_no_message_is_left_over_where_training_stops_within_a_segment(schedule:
     assert not transports[0].hub.messages
 
 
-def test_a_lane_map_names_every_rank_and_no_other() -> None:
+def test_a_lane_map_names_ranks_of_the_group_and_no_other() -> None:
     first, _ = LocalHub(range(2)).transports()
-    for lane_map in ([0, 0], [0, 1, 2]):
-        with pytest.raises(ValueError, match=r"each rank of 0 \.\. 1"):
-            TermSession(first, lane_map, kernels_for("cpu"), 8)
+    with pytest.raises(ValueError, match=r"must name ranks of 0 \.\. 1"):
+        TermSession(first, [0, 1, 2], kernels_for("cpu"), 8)
+    assert TermSession(first, [1, 1], kernels_for("cpu"), 8).hosted == []
     assert TermSession(first, [1, 0], kernels_for("cpu"), 8).hosted == [1]
     assert not TermSession(first, [1, 0], kernels_for("cpu"), 8).leads

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from foreload.trainer.cluster.codec import decode, encode
-from foreload.trainer.cluster.facts import StopAfter, StopWanted
+from foreload.trainer.cluster.facts import StopAfter, StopWanted, Term
 from foreload.trainer.errors import PeerLost
 
 _Fact = TypeVar("_Fact")
@@ -82,14 +82,16 @@ class Board:
 
 
 class StopAgreement:
-    """A trainer's side of the agreement on the step to stop after. leads: whether this is the trainer that hosts lane 0, and so names the step."""
+    """A trainer's side of the agreement on the step after which training stops, or the term ends. leads: whether this is the trainer that hosts lane
+    0, and so names the step; term: the number of the one that it is for.
+    """
 
-    def __init__(self, board: Board, leads: bool) -> None:
-        self._board = board
-        self._leads = leads
+    def __init__(self, board: Board, leads: bool, term: int) -> None:
+        self._board, self._leads, self._term = board, leads, term
         self._after: StopAfter | None = None
         # In an earlier term, by who led then.
-        self._named = board.poll(StopAfter)
+        named = board.poll(StopAfter)
+        self._named = named if named is not None and named.term is None else None
 
     def reached(self, step: int) -> bool:
         """Whether the step after which training stops was named in an earlier term, and is none after `step`."""
@@ -99,13 +101,25 @@ class StopAgreement:
         """Whether training stops after `step`; to be asked by every trainer after every step."""
         if self._after is None:
             if not self._leads:
-                self._after = self._board.poll(StopAfter)
+                after = self._board.poll(StopAfter)
+                self._after = after if after is not None and after.term in (None, self._term) else None
             elif self._named is not None:
                 self._after = self._named
-            elif self._board.poll(StopWanted):
-                self._after = StopAfter(step + 1)
+            elif (wanted := self._board.poll(StopWanted)) is not None and wanted.term in (None, self._term):
+                self._after = StopAfter(step + 1, wanted.term)
                 self._board.publish(self._after)
         return self._after is not None and step >= self._after.step
+
+    def goes_on(self) -> bool:
+        """Whether it is the term alone that ends, and not training."""
+        return self._after is not None and self._after.term is not None
+
+
+def clear_agreement(board: Board, term: Term) -> None:
+    """Take what was asked for, and agreed, on the end of a term from the board: it is over. The coordinator calls this, before it states the next."""
+    for fact in (board.poll(StopWanted), board.poll(StopAfter)):
+        if fact is not None and fact.term == term.number:
+            board.take(type(fact))
 
 
 def _name(kind: type, place: tuple[int, ...]) -> str:

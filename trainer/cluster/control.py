@@ -102,6 +102,29 @@ class RowCountsAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleBegun:
+    """Another number of trainers is on its way: which change it is, counted from 1, and from how many to how many."""
+
+    number: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleProgress:
+    """How far that is. trainers: how many train; wanted: how many are to; starting: how many are not members yet; lanes_to_move: how many lanes are
+    not yet where they are to be; done: nothing of it is left; failed: why it will not come to that.
+    """
+
+    trainers: int
+    wanted: int
+    starting: int
+    lanes_to_move: int
+    done: bool
+    failed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """What was asked for cannot be."""
 
@@ -170,11 +193,29 @@ class AskRowCounts(Asks[RowCountsAnswer]):
     answer = RowCountsAnswer
 
 
-ControlRequest = AskStatus | AskStop | AskReplace | AskScrub | AskScrubbed | AskRowCounts
-Answer = RunStatus | Stopping | Replacing | ScrubBegun | ScrubProgress | RowCountsAnswer | Refused
+@dataclass(frozen=True, slots=True)
+class AskScale(Asks[ScaleBegun]):
+    """Train with so many trainers from now on."""
+
+    do = "scale"
+    answer = ScaleBegun
+    trainers: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskScaled(Asks[ScaleProgress]):
+    """How far is that change of the number of trainers?"""
+
+    do = "scaled"
+    answer = ScaleProgress
+    number: int
+
+
+ControlRequest = AskStatus | AskStop | AskReplace | AskScrub | AskScrubbed | AskRowCounts | AskScale | AskScaled
+Answer = RunStatus | Stopping | Replacing | ScrubBegun | ScrubProgress | RowCountsAnswer | ScaleBegun | ScaleProgress | Refused
 
 _REQUESTS: dict[str, type[ControlRequest]] = {
-    kind.do: kind for kind in (AskStatus, AskStop, AskReplace, AskScrub, AskScrubbed, AskRowCounts)
+    kind.do: kind for kind in (AskStatus, AskStop, AskReplace, AskScrub, AskScrubbed, AskRowCounts, AskScale, AskScaled)
 }
 
 

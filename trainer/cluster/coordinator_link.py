@@ -49,12 +49,14 @@ class CoordinatorLink:
         run: Path,
         servers_return: bool,
         interrupts: Interrupts | None,
+        commands: int,
     ) -> None:
+        """commands: how many of the board's are not for this trainer, since they came before it was started."""
         self._board, self._events, self._trainer, self._run = board, events, trainer, run
         self._servers_return, self._interrupts, self._stop_asked = servers_return, interrupts, False
         self._news: deque[tuple[ShardNews, float]] = deque()
         self._told: ShardSnapshot | None = None  # what the coordinator was told last
-        self._commands = 0  # how many were taken from the board
+        self._commands = commands  # how many were taken from the board
         self._copies: Callable[[], CopiesTold | None] = lambda: None
         self._copies_told: CopiesTold | None = None
         self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
@@ -73,6 +75,17 @@ class CoordinatorLink:
             return CopiesTold(term, seeded)
 
         self._copies = told
+
+    def catch_up(self) -> None:
+        """Use the servers that took the place of others since this trainer was started; what else was asked then is not for it."""
+        while (commanded := self._board.poll(Commanded, self._commands)) is not None:
+            self._commands += 1
+            if isinstance(commanded.command, ReplaceServer):
+                self._replace(commanded.command)
+
+    def _replace(self, command: ReplaceServer) -> None:
+        self._traffic.replace(command.shard, command.url)
+        self._lost += 1  # of the server that had the shard
 
     def shard_news(self, news: ShardNews) -> None:
         """What became of store shards, to be told at the next `tell`."""
@@ -114,9 +127,8 @@ class CoordinatorLink:
         while (commanded := self._board.poll(Commanded, self._commands)) is not None:
             self._commands += 1
             match commanded.command:
-                case ReplaceServer(shard, url):
-                    self._traffic.replace(shard, url)
-                    self._lost += 1  # of the server that had the shard
+                case ReplaceServer() as command:
+                    self._replace(command)
                 case Scrub() | CountRows() as request:
                     self._requests.begin(request)
 

@@ -17,7 +17,7 @@ from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import Term
-from foreload.trainer.cluster.messages import Failed, LostRows, TrainerEnd
+from foreload.trainer.cluster.messages import Departed, Failed, LostRows, TrainerEnd
 from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.event_log import CallEnded, EventLog
@@ -56,14 +56,20 @@ def stage_of(schedule: Schedule, ended: Mapping[int, TrainerEnd]) -> Stage:
     return replace(Stage.of(schedule), segments=first.segments, prefix=first.prefix)
 
 
-def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], before: Totals) -> None:
-    """Do what the launcher, which was killed, would have done: publish manifest and status, save local stores. before: totals when the call began.
+def shared_totals(totals: Totals) -> Totals:
+    """Of one trainer's totals, what stands for all: who joins begins with these."""
+    return Totals(**{name: getattr(totals, name) for name in SHARED})
+
+
+def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], left: Sequence[Departed], before: Totals) -> None:
+    """Do what the launcher, which was killed, would have done: publish manifest and status, save local stores. left: of trainers that left in order;
+    before: totals when the call began.
 
     Of times, those of the first trainer are told.
     """
-    totals = replace(before)
+    totals, own = replace(before), [one.totals for one in ended.values()] + [one.totals for one in left]
     for name in ADDED:
-        setattr(totals, name, getattr(totals, name) + sum(getattr(one.totals, name) for one in ended.values()))
+        setattr(totals, name, getattr(totals, name) + sum(getattr(one, name) for one in own))
     for name in SHARED:
         setattr(totals, name, getattr(totals, name) + getattr(first_of(ended).totals, name))
     status = status_of(ended, totals, run.saved_status().term)

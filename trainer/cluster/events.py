@@ -43,9 +43,13 @@ class EventReceiver:
         self._board = board
         self._next = dict.fromkeys(members, 0)
 
+    def add(self, trainer: int) -> None:
+        """Take in what a further trainer tells, from its beginning."""
+        self._next[trainer] = 0
+
     def poll(self) -> Iterator[tuple[int, TrainerEvent]]:
         """What has come in since, with the number of who sent it, in each trainer's order."""
-        for trainer in self._next:
+        for trainer in list(self._next):
             while (taken := self._board.take(Events, trainer, self._next[trainer])) is not None:
                 self._next[trainer] += 1
                 for event in taken.events:

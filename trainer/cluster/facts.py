@@ -22,6 +22,10 @@ class Term:
     copies: of each lane, the trainers that hold a copy of it; complete: those whose copy lacks nothing when the term begins. committed: the last
     training step that is committed, after which the term begins; stopping: whether training was to end behind it, so that owners may have handed over
     all that sat in their slots. dead: whether those that were lost are known to be dead.
+
+    targets: of each lane, the trainer that is to host it once it has a complete copy; the host where it stays. former: of each lane, the trainer that
+    hosted it until now and hands it over as this term begins, None where it does not move or its trainer is lost; none at all: so for all lanes.
+    joined: the members that have yet to get what the others have in memory. left: the trainers that left in order, in this term or before it.
     """
 
     number: int
@@ -32,6 +36,10 @@ class Term:
     committed: int
     stopping: bool = False
     dead: bool = True
+    targets: tuple[int, ...] = ()
+    former: tuple[int | None, ...] = ()
+    joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     @property
     def lane_map(self) -> list[int]:
@@ -93,15 +101,30 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """A trainer that can join is a member from a term on, at (trainer). term: its number."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A trainer hosts none of the lanes any more that a term gives to others, at (term, trainer): all that it handed to its traffic is stored."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopWanted:
-    """A clean stop is asked for."""
+    """A clean stop is asked for; or, where a term is told, that this term ends so that the next one can have other members or hosts."""
+
+    term: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StopAfter:
-    """The step after which all trainers stop."""
+    """The step after which all trainers stop; or, where a term is told, leave that term together."""
 
     step: int
+    term: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +146,18 @@ class ShardsLooked:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFound:
-    """A trainer has a segment's files, or knows what is wrong with them, at (segment, trainer)."""
+    """A trainer has a segment's files, or knows what is wrong with them, at (term, segment, trainer)."""
 
     failure: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentVerdict:
-    """Whether all trainers begin a segment, at (segment); failure: what is wrong with it, None where the user wants a stop, or nothing is."""
+    """Whether all trainers begin a segment, at (term, segment); failure: what is wrong with it, None where the user wants a stop, or nothing is.
+
+    goes_on: it is not begun in this term, since that ends, as is planned.
+    """
 
     begin: bool
     failure: str | None
+    goes_on: bool = False

@@ -30,7 +30,8 @@ class LaneCopies:
             return
         self._told = self._told | {trainer: event}
         holders = {holder for lane in self._term.copies for holder in lane}
-        if not holders or not holders <= self._told.keys():
+        # Without --copies there are some only of lanes that are to move.
+        if not all(self._term.copies) or not holders <= self._told.keys():
             return
         lacking = self.lacking
         if lacking and not self._exposed:

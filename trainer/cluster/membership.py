@@ -6,12 +6,20 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
 
-from foreload.trainer.cluster.board import Board
-from foreload.trainer.cluster.facts import Lease, Term, TermBegins, TermOver
-from foreload.trainer.cluster.messages import Ready, TermLeft
-from foreload.trainer.cluster.terms import next_term
+from foreload.trainer.cluster.board import Board, clear_agreement
+from foreload.trainer.cluster.facts import Admitted, HandedOver, Lease, StopWanted, Term, TermBegins, TermOver
+from foreload.trainer.cluster.messages import CopiesTold, Ready, TermLeft
+from foreload.trainer.cluster.terms import NO_CHANGE, changed_term, next_term, wants_change
 from foreload.trainer.compute.succession import next_hosts
-from foreload.trainer.run.event_log import EventLog, LanesTakenOver, TermBegan, TrainerLost
+from foreload.trainer.run.event_log import (
+    EventLog,
+    LanesMoved,
+    LanesTakenOver,
+    TermBegan,
+    TrainerJoined,
+    TrainerLeft,
+    TrainerLost,
+)
 
 # For a member that is alive to leave a term that is over, which it may not see before a store shard that it asks has been silent for too long, or a
 # group has failed to form; one that does not is lost, too.
@@ -27,10 +35,12 @@ FRUITLESS_TERMS = (
 class Membership:
     """The members of a job through its terms. One thread uses it.
 
-    term: the one that is on the board; ready: who has told in it that it can begin. copies: how many trainers have each lane; silence: after which
-    one that renews no lease is lost, None where losses are not survived. raise_term: notes a term's number in RUN before anyone owns lanes in it.
+    term: the one that is on the board; ready: who has told in it that it can begin. copies: how many trainers are to have each lane, where
+    there are so many; silence: after which one that renews no lease is lost. raise_term: notes a term's number in RUN before anyone owns lanes in it.
     kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: what the user is told, a line; events: where what
     befalls the run is noted.
+
+    change: who can join and who is to leave, set by the caller; members and lanes then change as soon as may be.
     """
 
     def __init__(
@@ -38,7 +48,7 @@ class Membership:
         board: Board,
         term: Term,
         copies: int,
-        silence: timedelta | None,
+        silence: timedelta,
         raise_term: Callable[[int], None],
         kill: Callable[[int], bool],
         tell: Callable[[str], None],
@@ -50,10 +60,16 @@ class Membership:
         self._events = events
         self.ready: dict[int, Ready] = {}
         self.begun = False  # whether the term's steps have begun
+        self.change = NO_CHANGE
+        self.lost: tuple[int, ...] = ()  # with the term before
         self._left: dict[int, TermLeft] = {}
         self._lost: dict[int, str] = {}  # of this term: who is gone, and why
+        self._complete: dict[int, set[int]] = {}  # trainer -> the lanes of which it has told that its copies lack nothing
+        self._asked = False  # whether the end of this term was asked for
         self._over_at: float | None = None  # when the term was ended
         self._waited_for: list[int] = []  # whom the user was told of
+        self._stated_at = clock()
+        self._handing: set[int] = set()  # who left with the term before, and has yet to hand its lanes over
         self._fruitless = 0
         self._leases: dict[int, tuple[int, float]] = {}  # trainer -> its last count, and when that came
         self._looked_at = clock()
@@ -61,8 +77,8 @@ class Membership:
 
     @property
     def survives(self) -> bool:
-        """Whether the loss of a trainer is survived at all."""
-        return self._silence is not None
+        """Whether the loss of a trainer is survived at all, in this term."""
+        return any(self.term.copies)
 
     @property
     def all_ready(self) -> bool:
@@ -71,10 +87,20 @@ class Membership:
 
     @property
     def changing(self) -> bool:
-        """Whether a term is over, and the next one has not begun: then somebody waits."""
-        return self._over_at is not None or not self.begun
+        """Whether a term is over, or about to be, or the next one has not begun: then somebody waits."""
+        return self._over_at is not None or bool(self._left) or not self.begun
 
-    def receive(self, trainer: int, event: Ready | TermLeft) -> None:
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is to change: the term's steps run, and every lane is where it is to be."""
+        return self.begun and not self.lanes_to_move and not self._asked and not wants_change(self.term, (), self.change)
+
+    @property
+    def lanes_to_move(self) -> int:
+        """How many lanes are not where they are to be."""
+        return sum(host != target for host, target in zip(self.term.hosts, self.term.targets, strict=True))
+
+    def receive(self, trainer: int, event: Ready | TermLeft | CopiesTold) -> None:
         """What a member tells; of an earlier term it does not count."""
         if event.term != self.term.number:
             return
@@ -85,29 +111,42 @@ class Membership:
                 # It has come back in time.
                 self._lost.pop(trainer, None)
                 self._left[trainer] = event
+            case CopiesTold():
+                self._complete[trainer] = {lane for lane, copy in event.copies.items() if copy.complete}
 
-    def see(self, gone: Mapping[int, str], ended: Iterable[int]) -> bool:
+    def see(self, gone: Mapping[int, str], ended: Iterable[int], may_change: bool = True) -> bool:
         """See to the term: end it where a member is gone, begin the next one when all that are there have left. Returns whether one began.
 
-        gone: whose process has ended before its time, and how; ended: who needs no other trainer any more. Raises LanesLost.
+        gone: whose process has ended before its time, and how; ended: who needs no other trainer any more; may_change: whether a term may be ended so
+        that members or lanes change. Raises LanesLost.
         """
-        if not self.survives:
-            return False
         dead = {trainer: gone[trainer] for trainer in self.term.members if trainer in gone}
-        self._lost = {trainer: why for trainer, why in dead.items() if trainer not in ended} | self._lost
-        for trainer in self._silent():
-            if trainer not in self._left:
-                self._lost.setdefault(trainer, _SILENT)
+        if self.survives:
+            self._lost = {trainer: why for trainer, why in dead.items() if trainer not in ended} | self._lost
+            for trainer in self._silent():
+                if trainer not in self._left:
+                    self._lost.setdefault(trainer, _SILENT)
+        self._see_handed_over(gone)
         if self._over_at is None:
-            if not self._lost and not self._left:
+            planned = all(left.why is None for left in self._left.values())
+            if not self._lost and planned and self._left.keys() != set(self.term.members):
+                if (
+                    may_change
+                    and self.begun
+                    and not self._asked
+                    and wants_change(self.term, self._complete_copies(), self.change)
+                ):
+                    self._asked = True
+                    self._board.publish(StopWanted(self.term.number))
                 return False
             self._over_at = self._clock()
-            self._board.publish(TermOver(), self.term.number)
+            if self._lost or not planned:
+                self._board.publish(TermOver(), self.term.number)
         # Who has ended is needed, too, by those that have not.
         self._lost = dead | self._lost
         present = [trainer for trainer in self.term.members if trainer not in self._lost]
         late = [trainer for trainer in present if trainer not in self._left]
-        if late and self._clock() - self._over_at < LEAVE_TIMEOUT.total_seconds():
+        if self._handing or (late and self._clock() - self._over_at < LEAVE_TIMEOUT.total_seconds()):
             return False
         for trainer in late:
             self._lost[trainer] = _LATE
@@ -131,43 +170,92 @@ class Membership:
         self._waited_for = alive
         return True
 
+    def _complete_copies(self) -> list[set[int]]:
+        """Of each lane, the trainers with complete copies by now."""
+        return [
+            {*complete, *(trainer for trainer, lanes in self._complete.items() if lane in lanes)}
+            for lane, complete in enumerate(self.term.complete)
+        ]
+
+    def _see_handed_over(self, gone: Mapping[int, str]) -> None:
+        """See to those that left with the term before: once one is dead, nobody waits for what it hands over, and one that is too slow is ended."""
+        for trainer in list(self._handing):
+            handed = self._board.poll(HandedOver, self.term.number, trainer) is not None
+            if not handed and (trainer in gone or self._clock() - self._stated_at > LEAVE_TIMEOUT.total_seconds()):
+                self._kill(trainer)
+                self._board.publish(HandedOver(), self.term.number, trainer)
+                handed = True
+            if handed:
+                self._handing.discard(trainer)
+
     def _begin_next(self, present: list[int]) -> None:
-        if not self._lost:
-            # All are alive: a connection between two of them broke.
-            self._fruitless += 1
-            if self._fruitless >= FRUITLESS_TERMS and len(present) > 1:
-                last = present.pop()
-                self._lost[last] = f"the trainers cannot reach each other ({self._left[last].why})"
-        killed = [self._kill(trainer) for trainer in self._lost]
-        for trainer, why in self._lost.items():
-            self._events.note(TrainerLost(trainer=trainer, cause=why))
-        before = self.term
-        self.term = next_term(before, {trainer: self._left[trainer] for trainer in present}, self._copies, all(killed))
+        before, standings = self.term, {trainer: self._left[trainer] for trainer in present}
+        if not self._lost and all(standing.why is None for standing in standings.values()):
+            killed = []
+            self.term = changed_term(before, standings, self._copies, self.change)
+        else:
+            if not self._lost:
+                # All are alive: a connection between two of them broke.
+                self._fruitless += 1
+                if self._fruitless >= FRUITLESS_TERMS and len(present) > 1:
+                    last = present.pop()
+                    self._lost[last] = f"the trainers cannot reach each other ({standings.pop(last).why})"
+            killed = [self._kill(trainer) for trainer in self._lost]
+            for trainer, why in self._lost.items():
+                self._events.note(TrainerLost(trainer=trainer, cause=why))
+            self.term = next_term(before, standings, self._copies, all(killed))
         if self.term.committed > before.committed:
             self._fruitless = 0
-        self._note_takeovers(before)
-        for trainer, why in self._lost.items():
-            moved = [lane for lane, host in enumerate(before.hosts) if host == trainer]
-            to = ", ".join(f"{lane} to trainer {self.term.hosts[lane]}" for lane in moved)
-            self._tell(f"trainer {trainer}: lost ({why}); training goes on after step {self.term.committed}, lane {to}")
-        if self._lost and len(present) < self._copies:
-            self._tell(
-                f"{len(present)} trainer{'s are' if len(present) > 1 else ' is'} left: "
-                + ("a further loss is not survived" if len(present) == 1 else f"each lane is held by {len(present)} at most")
-            )
+        self._events.step, self._events.term = self.term.committed, self.term.number
+        self._tell_lost(before)
+        self._tell_changed(before)
         self._raise_term(self.term.number)
+        clear_agreement(self._board, before)
+        self.lost = tuple(self._lost)
         self.ready, self._left, self._lost, self._over_at, self.begun = {}, {}, {}, None, False
         self._waited_for = []
+        self._complete, self._asked, self._stated_at = {}, False, self._clock()
+        self._handing = {former for former in self.term.former if former is not None} - set(self.term.members)
         self._board.publish(self.term, self.term.number)
+        for trainer in set(self.term.members) - set(before.members):
+            self._board.publish(Admitted(self.term.number), trainer)
 
-    def _note_takeovers(self, before: Term) -> None:
-        """Note who has the lanes of those that were lost in a term, in the one that follows."""
-        self._events.step, self._events.term = self.term.committed, self.term.number
-        for trainer in self._lost:
-            for taker in self.term.members:
-                lanes = tuple(lane for lane in before.lanes_of(trainer) if self.term.hosts[lane] == taker)
-                if lanes:
-                    self._events.note(LanesTakenOver(lanes=lanes, from_trainer=trainer, to_trainer=taker))
+    def _tell_lost(self, before: Term) -> None:
+        """Tell of those that were lost, and who has their lanes."""
+        term = self.term
+        for trainer, why in self._lost.items():
+            takers = {lane: term.hosts[lane] for lane in before.lanes_of(trainer)}
+            for taker in sorted(set(takers.values())):
+                lanes = tuple(lane for lane, host in takers.items() if host == taker)
+                self._events.note(LanesTakenOver(lanes=lanes, from_trainer=trainer, to_trainer=taker))
+            to = ", lane " + ", ".join(f"{lane} to trainer {host}" for lane, host in takers.items()) if takers else ""
+            self._tell(f"trainer {trainer}: lost ({why}); training goes on after step {term.committed}{to}")
+        if self._lost and len(term.members) < self._copies:
+            count = len(term.members)
+            self._tell(
+                f"{count} trainer{'s are' if count > 1 else ' is'} left: "
+                + ("a further loss is not survived" if count == 1 else f"each lane is held by {count} at most")
+            )
+
+    def _tell_changed(self, before: Term) -> None:
+        """Tell of those that came and left in order, and of the lanes that were handed over."""
+        term = self.term
+        for trainer in term.members:
+            if trainer not in before.members:
+                self._events.note(TrainerJoined(trainer=trainer))
+                self._tell(f"trainer {trainer}: joined after step {term.committed}; it gets copies of its lanes first")
+        moves: dict[tuple[int, int], list[int]] = {}
+        for lane, former in enumerate(term.former):
+            if former is not None:
+                moves.setdefault((former, term.hosts[lane]), []).append(lane)
+        for (giver, taker), lanes in moves.items():
+            self._events.note(LanesMoved(lanes=tuple(lanes), from_trainer=giver, to_trainer=taker))
+            named = ", ".join(map(str, lanes))
+            self._tell(f"lane {named}: handed over from trainer {giver} to trainer {taker} after step {term.committed}")
+        for trainer in term.left:
+            if trainer not in before.left:
+                self._events.note(TrainerLeft(trainer=trainer))
+                self._tell(f"trainer {trainer}: left after step {term.committed}")
 
     def begin(self) -> bool:
         """Have the term's steps begin if all members are ready; returns whether they did just now."""
@@ -180,7 +268,6 @@ class Membership:
 
     def _silent(self) -> list[int]:
         """Members whose lease has run out; none where there is only one, whose lanes nobody else has."""
-        assert self._silence is not None
         if len(self.term.members) == 1:
             return []
         now = self._clock()

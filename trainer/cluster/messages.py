@@ -69,14 +69,34 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class TermLeft:
     """The trainer has left a term, which is over. step: the last one that it and its copies have all of; copies: lanes whose copies here are
-    complete; stopping: whether training was to end behind that step; why: what it noticed.
+    complete; stopping: whether training was to end behind that step; why: what it noticed, None where the end was planned, and
+    all leave at this step. joins: it has not yet got what the others have in memory, and stands nowhere.
     """
 
     term: int
     step: int
     copies: tuple[int, ...]
     stopping: bool
-    why: str
+    why: str | None
+    joins: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CanJoin:
+    """The trainer, which was started while others train, has all that it needs to be a member of the next term but what they have in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWanted:
+    """The trainer was asked to leave (SIGTERM): others are to host its lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """What a trainer did that has left in order, at (trainer). totals: of its steps in this call; traffic: as in TrainerEnd."""
+
+    totals: Totals
+    traffic: dict[str, int | float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +215,8 @@ class Ended:
 TrainerEvent = (
     Ready
     | TermLeft
+    | CanJoin
+    | LeaveWanted
     | StepEnded
     | EvaluationEnded
     | FaultInjected

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from foreload.pipelines.base.forking import fork
 from foreload.pipelines.base.socket_messages import receive, send
-from foreload.trainer.cluster.processes import KEEPER, WORKER, ProcessStart
+from foreload.trainer.cluster.processes import KEEPER, WORKER, ChildProcess, ProcessStart, StartedProcess
 
 _POLL = timedelta(milliseconds=5)
 
@@ -40,8 +40,13 @@ class Preforked:
             self._waiting.append((fork(main), mine))
             theirs.close()
 
-    def __call__(self, start: ProcessStart) -> ForkedProcess:
-        """Have one of them run what a process started anew would run, with the launcher's environment as it is now."""
+    def __call__(self, start: ProcessStart) -> StartedProcess:
+        """Have one of them run what a process started anew would run, with the launcher's environment as it is now.
+
+        Where none is left, since a trainer joins later, a process is started anew: this one may have threads by now.
+        """
+        if not self._waiting:
+            return ChildProcess(start)
         pid, end = self._waiting.pop(0)
         with end, contextlib.suppress(ConnectionError):  # one that is gone is found so by `poll`
             values = {"module": start.module, "arguments": start.arguments, "environment": os.environ | start.environment}

@@ -20,7 +20,7 @@ import foreload
 
 WORKER, KEEPER = "foreload.trainer.cluster.worker", "foreload.trainer.cluster.keeper"
 _STORES, _RENDEZVOUS, _ADDRESS = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_ADDRESS"
-_TRAINER, _LAUNCHER = "FORELOAD_TRAINER", "FORELOAD_LAUNCHER"
+_TRAINER, _LAUNCHER, _COMMANDS = "FORELOAD_TRAINER", "FORELOAD_LAUNCHER", "FORELOAD_COMMANDS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,9 @@ class TrainerStart:
     """What a trainer is started with; all else it finds on the board. rendezvous: the address of the rendezvous store, which the
     board is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
 
-    store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins.
+    store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins. commands: of a
+    trainer that is started while others train, how many commands to trainers the board has, which the URLs tell of already; None: it is one of
+    the first.
     """
 
     trainer: int
@@ -70,6 +72,7 @@ class TrainerStart:
     address: str
     store_urls: tuple[str, ...] | None
     launcher: int
+    commands: int | None = None
 
     def environment(self) -> dict[str, str]:
         """These fields as variables of the process's environment."""
@@ -79,6 +82,7 @@ class TrainerStart:
             _ADDRESS: self.address,
             _STORES: json.dumps(self.store_urls),
             _LAUNCHER: str(self.launcher),
+            _COMMANDS: json.dumps(self.commands),
         }
 
     @classmethod
@@ -91,6 +95,7 @@ class TrainerStart:
             environment[_ADDRESS],
             None if urls is None else tuple(urls),
             int(environment[_LAUNCHER]),
+            json.loads(environment[_COMMANDS]),
         )
 
 

@@ -55,7 +55,7 @@ class RunRequests:
         with self._condition:
             self._members = frozenset(members)
             if self._scrub is not None and not self._is_scrubbed(self._scrub):
-                why = "a trainer was lost meanwhile; scrub it again"
+                why = "its trainers, or their lanes, changed meanwhile; scrub it again"
                 self._scrub.told = {trainer: ScrubFailed(self._scrub.number, why) for trainer in self._members}
             self._count = None
             self._condition.notify_all()

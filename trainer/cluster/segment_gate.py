@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
-from foreload.trainer.cluster.facts import SegmentFound, SegmentVerdict, StopWanted
+from foreload.trainer.cluster.facts import SegmentFound, SegmentVerdict, StopWanted, Term
 
 _PAUSE_SECONDS = 0.02
 
@@ -18,26 +18,24 @@ _Fact = TypeVar("_Fact")
 
 
 class StoppedAtSegment(Exception):
-    """Training ends before a segment. failure: what is wrong with the schedule, None if the user wants the stop."""
+    """Training ends before a segment. failure: what is wrong with the schedule, None if the user wants the stop; goes_on: the term alone ends."""
 
-    def __init__(self, failure: str | None) -> None:
+    def __init__(self, failure: str | None, goes_on: bool) -> None:
         super().__init__(failure)
-        self.failure = failure
+        self.failure, self.goes_on = failure, goes_on
 
 
 class SegmentGate:
-    """A trainer's side of the agreement. Of the trainers `members`, `leader` decides, when all have a segment's files.
+    """A trainer's side of the agreement, in a term: its leader decides, when all members have a segment's files.
 
     events: the program, from where training begins; its first segment is opened by the constructor, which raises ScheduleError, before any trainer
     begins. begun: how many segments of the schedule were begun, those of earlier calls included.
     """
 
-    def __init__(
-        self, board: Board, schedule: Schedule, events: Iterator[Event], trainer: int, members: Sequence[int], leader: int
-    ) -> None:
+    def __init__(self, board: Board, schedule: Schedule, events: Iterator[Event], trainer: int, term: Term) -> None:
         self._board, self._schedule, self._events = board, schedule, events
-        self._trainer, self._leader = trainer, leader
-        self._others = [other for other in members if other != leader]
+        self._trainer, self._leader, self._term = trainer, term.leader, term.number
+        self._others = [other for other in term.members if other != term.leader]
         self._first = next(events, None)
         self.begun = 0
         if self._first is not None:
@@ -65,30 +63,32 @@ class SegmentGate:
         """Return when every trainer can begin a segment, or knows that there is none."""
         if self._trainer != self._leader:
             # A verdict that is there already can only be against it: the leader waits for this trainer otherwise.
-            failure = self._map_files(segment, lambda: self._board.poll(SegmentVerdict, segment) is not None)
-            self._board.publish(SegmentFound(failure), segment, self._trainer)
-            verdict = self._awaited(SegmentVerdict, segment)
+            failure = self._map_files(segment, lambda: self._board.poll(SegmentVerdict, self._term, segment) is not None)
+            self._board.publish(SegmentFound(failure), self._term, segment, self._trainer)
+            verdict = self._awaited(SegmentVerdict, self._term, segment)
         else:
             verdict = self._verdict(segment)
             if self._others:
-                self._board.publish(verdict, segment)
+                self._board.publish(verdict, self._term, segment)
         if not verdict.begin:
-            raise StoppedAtSegment(verdict.failure)
+            raise StoppedAtSegment(verdict.failure, verdict.goes_on)
 
     def _verdict(self, segment: int) -> SegmentVerdict:
         """What the leader decides, when it and all others have the files, cannot have them, or a stop is wanted before they are there."""
-        unwanted = False
+        wanted: StopWanted | None = None
 
         def stop() -> bool:
-            nonlocal unwanted
-            unwanted = self._board.poll(StopWanted) is not None
-            return unwanted
+            nonlocal wanted
+            wanted = self._board.poll(StopWanted)
+            if wanted is not None and wanted.term not in (None, self._term):
+                wanted = None
+            return wanted is not None
 
         failure = self._map_files(segment, stop)
-        if unwanted:
-            return SegmentVerdict(False, None)
+        if wanted is not None:
+            return SegmentVerdict(False, None, goes_on=wanted.term is not None)
         for other in self._others if failure is None else ():
-            theirs = self._awaited(SegmentFound, segment, other)
+            theirs = self._awaited(SegmentFound, self._term, segment, other)
             failure = failure or theirs.failure
         return SegmentVerdict(failure is None, failure)
 

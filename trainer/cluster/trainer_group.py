@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, assert_never
 
 from foreload.cache.protocol.server_probe import ServerUnreachable
@@ -18,20 +17,9 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
-from foreload.trainer.cluster.control import (
-    Answer,
-    AskReplace,
-    AskRowCounts,
-    AskScrub,
-    AskScrubbed,
-    AskStatus,
-    AskStop,
-    ControlRequest,
-    ControlSocket,
-    RunStatus,
-    Stopping,
-)
-from foreload.trainer.cluster.ending import ended_how, first_of, reason, stage_of, status_of
+from foreload.trainer.cluster.control import ControlSocket
+from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
+from foreload.trainer.cluster.ending import first_of, reason, stage_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
@@ -39,13 +27,16 @@ from foreload.trainer.cluster.keeper import Keeper
 from foreload.trainer.cluster.lane_copies import LaneCopies
 from foreload.trainer.cluster.membership import Membership
 from foreload.trainer.cluster.messages import (
+    CanJoin,
     Commanded,
     CopiesTold,
+    Departed,
     Ended,
     EvaluationEnded,
     Failed,
     FaultInjected,
     LaunchSpec,
+    LeaveWanted,
     Ready,
     ReplaceServer,
     RowsCounted,
@@ -59,14 +50,16 @@ from foreload.trainer.cluster.messages import (
     TrainerEvent,
     TrainerFaultInjected,
 )
-from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart, pause
+from foreload.trainer.cluster.processes import StartProcess
 from foreload.trainer.cluster.run_requests import RunRequests
+from foreload.trainer.cluster.scaling import Scaling
+from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.terms import first_term
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job import TrainJob, under_scheduler
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport, Totals
@@ -111,20 +104,22 @@ class TrainerGroup:
         self._observer, self._start_process = observer, start_process
         self._schedule, self._shards = schedule, shards
         self._commands = 0  # how many were published
+        self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock)
         self.manifest = manifest
         self.status = start
         self.failure: str | None = None
         self.at_rest = False
         self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.copies_held, start.step)
         self._membership: Membership | None = None
-        self._copies = LaneCopies(self._first, partial(print, file=sys.stderr), events)
+        self._copies = LaneCopies(self._first, _tell, events)
         self._training = False  # whether all trainers were ready once
-        self._processes: dict[int, StartedProcess] = {}
         self._ended: dict[int, TrainerEnd] = {}
         self._failures: list[tuple[int, Failed]] = []
-        self._stop_wanted = False
         self._stop_told = False
         self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training)
+        self._scaling = Scaling(
+            job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell
+        )
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
@@ -149,10 +144,12 @@ class TrainerGroup:
             if rendezvous is None:
                 keeper = Keeper(address, self._start_process)
                 stack.callback(keeper.close)
-            stack.callback(self._kill)
+            stack.callback(self._trainers.kill)
             # Trainers start while the keeper does.
             place = _scheduler_address() if keeper is None else keeper.address
-            self._spawn(spawned, place, address, () if keeper is None else (keeper.held,))
+            self._trainers.meet_at(place, address, () if keeper is None else (keeper.held,))
+            for trainer in spawned:
+                self._trainers.start(trainer)
             return self._lead(Board(rendezvous if keeper is None else keeper.join()), spec)
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
@@ -160,11 +157,11 @@ class TrainerGroup:
         members = self._membership = Membership(
             board,
             self._first,
-            self._job.copies_held,
-            self._job.peer_silence if self._job.copies_held > 1 else None,
+            self._job.copies_wanted,
+            self._job.peer_silence,
             self._raise_term,
             self._end_process,
-            partial(print, file=sys.stderr),
+            _tell,
             self._events,
         )
         board.publish(spec)
@@ -172,10 +169,14 @@ class TrainerGroup:
         report = RunReport(
             self._run.path, replace(spec.totals), self._start.step + 1, steps, self._first.members, self.manifest.job
         )
-        control = ControlSocket(self._run.path, partial(self._respond, report))
+        self._answers = ControlAnswers(
+            lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report
+        )
+        control = ControlSocket(self._run.path, self._answers.respond)
         try:
             self._follow(board, report, members)
-            ending = self._finish(report)
+            left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
+            ending = self._finish(report, left)
             # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
             stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
             self._run.come_to_rest(replace(self.manifest, stages=stages), self.status)
@@ -183,39 +184,28 @@ class TrainerGroup:
             self._events.note(CallEnded(state=self.status.state, cause=self.failure))
             keep_schedule(self._run, self._schedule, self.status.step)
             board.publish(RunSaved())
-            self._await_exit()
+            self._scaling.end_starting()
+            # All is done; one that takes longer to leave is ended with the rest.
+            self._trainers.await_end(GRACE)
             return ending
         finally:
-            self._kill()
+            self._trainers.kill()
             control.close()
             report.close()
 
-    def _spawn(self, spawned: Sequence[int], rendezvous: str, address: str, held: Sequence[int]) -> None:
-        # A trainer that outlives this process goes on holding the lock on the run.
-        held = (*held, *(() if self._run.lock is None else (self._run.lock,)))
-        for trainer in spawned:
-            told = TrainerStart(trainer, rendezvous, address, tuple(self._shards.urls), os.getpid())
-            self._processes[trainer] = self._start_process(ProcessStart(WORKER, (), told.environment(), tuple(held)))
-
     def _follow(self, board: Board, report: RunReport, members: Membership) -> None:
         """Take in events, and pass on what is asked, until every trainer has ended. Raises why one ended before its time, or KeyboardInterrupt."""
-        receiver = EventReceiver(board, members.term.members)
+        receiver = self._receiver = EventReceiver(board, members.term.members)
         gone = False  # whether a trainer failed, and the others were given time to say why
         while self._ended.keys() != set(members.term.members):
             # Before the event is read: what a process sent before it ended is then there.
-            dead = {t: ended_how(status) for t, process in self._processes.items() if (status := process.poll()) is not None}
+            dead = self._trainers.ended()
             for trainer, event in receiver.poll():
                 self._receive(trainer, event, board, report)
-            if self._training and members.survives and not self._failures:
-                if members.see(dead, self._ended):
-                    # Who had ended sees to the lanes of those that had not.
-                    self._ended.clear()
-                    self._copies.now_term(members.term)
-                    report.now_members(members.term.members)
-                    self._run_requests.now_members(members.term.members)
-                    self._shards.now_trainers(members.term.members)
-                members.begin()
-            elif self._failures or dead.keys() - self._ended.keys():
+            missing = dead.keys() & set(members.term.members) - self._ended.keys()
+            if self._training and not self._failures and (members.survives or not missing):
+                self._see_to_members(members, dead, report)
+            elif self._failures or missing:
                 if gone:
                     raise self._reason()
                 gone = True
@@ -228,24 +218,47 @@ class TrainerGroup:
             self._events.step = report.last_step
             if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._training):
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
-            if (self._interrupts.received or self._stop_wanted) and not self._stop_told:
+            if (self._interrupts.received or self._answers.stop_wanted) and not self._stop_told:
                 self._stop_told = True
                 board.publish(StopWanted())
                 signals = [signal.Signals(number).name for number in self._interrupts.received]
                 self._events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
-            waited_for = self._training and members.survives and members.changing
-            alive = [process for trainer, process in self._processes.items() if trainer not in dead]
-            pause(alive, CHANGE_POLL if waited_for else POLL)
+            self._trainers.pause(CHANGE_POLL if self._training and members.changing else POLL, dead)
 
-    def _await_exit(self) -> None:
-        for process in self._processes.values():
-            # All is done; one that takes longer to leave is ended with the rest.
-            process.wait(GRACE)
+    @property
+    def _phase(self) -> Phase:
+        if self._stop_told or self._ended:
+            return "ending"
+        return "training" if self._training else "starting"
+
+    def _see_to_members(self, members: Membership, dead: Mapping[int, str], report: RunReport) -> None:
+        """Whoever is lost, joins or leaves: one term ends then, and the next begins."""
+        goes_on = self._phase == "training"
+        if members.see(dead, self._ended, goes_on):
+            # Who had ended sees to the lanes of those that had not.
+            self._ended.clear()
+            self._copies.now_term(members.term)
+            report.now_members(members.term.members, members.term.committed)
+            self._run_requests.now_members(members.term.members)
+            self._shards.now_trainers(members.term.members)
+            for trainer in members.lost:
+                self._scaling.lost(trainer)
+        if under_scheduler():
+            members.begin()
+            return
+        self._scaling.see(members, dead, goes_on)
+        for trainer in dead.keys() - set(members.term.members):
+            self._trainers.forget(trainer)
+        members.begin()
+
+    def _start_joining(self, trainer: int) -> None:
+        self._receiver.add(trainer)
+        self._trainers.start(trainer, self._commands)
 
     def _linger(self, receiver: EventReceiver, board: Board, report: RunReport) -> None:
         """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
         deadline = time.monotonic() + GRACE.total_seconds()
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
+        while time.monotonic() < deadline and self._trainers.ended().keys() != self._trainers.pids.keys():
             for trainer, event in receiver.poll():
                 self._receive(trainer, event, board, report)
             if any(failed.code != PeerLost.code and failed.lost is None for _, failed in self._failures):
@@ -256,8 +269,15 @@ class TrainerGroup:
 
     def _receive(self, trainer: int, event: TrainerEvent, board: Board, report: RunReport) -> None:
         assert self._membership is not None
+        if self._scaling.is_starting(trainer):
+            match event:
+                case CanJoin():
+                    self._scaling.can_join(trainer)
+                case Failed():
+                    self._scaling.cannot_join(trainer, event.message)
+            return
         if trainer not in self._membership.term.members:
-            # It was taken for lost, and the others went on without it.
+            # It was taken for lost, and the others went on without it, or it has left.
             if isinstance(event, Failed):
                 sys.stderr.write(f"trainer {trainer}: was lost, and has stopped now: {event.message}\n")
             return
@@ -265,7 +285,11 @@ class TrainerGroup:
         match event:
             case TermLeft():
                 self._membership.receive(trainer, event)
+            case LeaveWanted():
+                # Where all were asked to leave, it is training that ends.
+                self._answers.stop_wanted |= not self._scaling.leave(trainer, self._membership)
             case StepEnded():
+                self._scaling.has_trained(trainer)
                 report.step(trainer, event.report)
             case EvaluationEnded():
                 report.evaluation(event.report)
@@ -278,6 +302,7 @@ class TrainerGroup:
             case ShardsTold():
                 self._shards.told(trainer, event.shards)
             case CopiesTold():
+                self._membership.receive(trainer, event)
                 self._copies.told(trainer, event)
             case ServerUnreachable():
                 self._shards.unreachable(event)
@@ -285,8 +310,8 @@ class TrainerGroup:
                 self._run_requests.receive(trainer, event)
             case Failed():
                 self._failures.append((trainer, event))
-            case FaultInjected() | TrainerFaultInjected():
-                pass  # the observer's
+            case FaultInjected() | TrainerFaultInjected() | CanJoin():
+                pass  # the observer's; and it has joined
             case _:
                 assert_never(event)
 
@@ -307,27 +332,23 @@ class TrainerGroup:
 
     def _end_process(self, trainer: int) -> bool:
         """End a trainer that is lost, or only seems to be; returns whether it is dead."""
-        if not self._observer.may_kill(trainer):
-            return False
-        process = self._processes.pop(trainer, None)
-        if process is None:
-            return False
-        process.kill()
-        process.wait()
-        return True
+        return self._observer.may_kill(trainer) and self._trainers.end(trainer)
 
     def _reason(self) -> ForeloadError:
         """Why trainers ended before their time."""
         assert self._membership is not None
-        dead = {trainer: status for trainer, process in self._processes.items() if (status := process.poll()) is not None}
         heard = {trainer for trainer, _ in self._failures} | self._ended.keys()
-        silent = {trainer: ended_how(status) for trainer, status in dead.items() if trainer not in heard}
+        silent = {
+            trainer: how
+            for trainer, how in self._trainers.ended().items()
+            if trainer in self._membership.term.members and trainer not in heard
+        }
         for trainer, how in silent.items():
             self._events.note(TrainerLost(trainer=trainer, cause=how))
         return reason([failed for _, failed in self._failures], silent, self._membership.term)
 
-    def _finish(self, report: RunReport) -> Ending:
-        """What all trainers' ends come to: sets status and failure, and writes the summary."""
+    def _finish(self, report: RunReport, left: Sequence[Departed]) -> Ending:
+        """What all trainers' ends come to: sets status and failure, and writes the summary. left: of those that left before."""
         ended = self._ended.values()
         first = first_of(self._ended)
         self.failure = first.failure
@@ -337,20 +358,15 @@ class TrainerGroup:
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
                 "the next --resume, with a server there, rebuilds it\n"
             )
+        traffic = [one.traffic for one in ended] + [one.traffic for one in left]
         summary = report.summary(
             state=self.status.state,
-            trainers=len(self._first.members),
-            store_traffic={name: sum(one.traffic[name] for one in ended) for name in first.traffic},
+            trainers=len(self._ended),
+            store_traffic={name: sum(counts[name] for counts in traffic) for name in first.traffic},
             mixed_numerics=list(self.manifest.mixed_numerics),
         )
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
         return Ending(summary, first.step, first.stopped, stopped_by)
-
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait()
 
     def _see_to_stores(self, board: Board) -> None:
         """Start dead local servers again, and tell all trainers of servers that take the place of others."""
@@ -368,32 +384,9 @@ class TrainerGroup:
         board.publish(Commanded(command), self._commands)
         self._commands += 1
 
-    def _respond(self, report: RunReport, request: ControlRequest) -> Answer:
-        """The answer to a request on the control socket, in one of its threads."""
-        match request:
-            case AskStatus():
-                term = self._first if self._membership is None else self._membership.term
-                return RunStatus(
-                    state="training" if self._training else "starting",
-                    step=report.last_step,
-                    term=term.number,
-                    lanes=term.hosts,
-                    trainers={trainer: process.pid for trainer, process in list(self._processes.items())},
-                    shards=self._shards.together,
-                    members=term.members,
-                    copies=self._copies.status,
-                )
-            case AskStop():
-                self._stop_wanted = True
-                return Stopping()
-            case AskReplace():
-                return self._shards.want_replacement(request)
-            case AskScrub():
-                return self._run_requests.scrub(request)
-            case AskScrubbed():
-                return self._run_requests.scrubbed()
-            case AskRowCounts():
-                return self._run_requests.row_counts()
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 def _scheduler_address() -> str:

@@ -23,14 +23,16 @@ from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board, StopAgreement
 from foreload.trainer.cluster.coordinator_link import BOARD_PAUSE, CoordinatorLink
-from foreload.trainer.cluster.ending import end_alone
+from foreload.trainer.cluster.ending import end_alone, shared_totals
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import Fingerprint, Orphaned, RunSaved
-from foreload.trainer.cluster.faults import Fault, FaultPoints, TrainerFault
+from foreload.trainer.cluster.faults import FaultPoints, TrainerFault
 from foreload.trainer.cluster.messages import (
+    Departed,
     Ended,
     EvaluationEnded,
     LaunchSpec,
+    LeaveWanted,
     StepEnded,
     TrainerEnd,
     TrainerFaultInjected,
@@ -38,25 +40,30 @@ from foreload.trainer.cluster.messages import (
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
 from foreload.trainer.cluster.trainer_terms import TrainerTerms
 from foreload.trainer.compute import numerics
+from foreload.trainer.compute.commits import Standing
+from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost
-from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term
+from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
 from foreload.trainer.run.dense_file import load_dense, save_dense
 from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.next_term import continue_term
 from foreload.trainer.run.report import Totals
 from foreload.trainer.run.resume import check_same
+from foreload.trainer.run.state_transfer import receive_state, send_state
 
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
 
 
 class TrainerProcess:
-    """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; connect: makes a further connection to the
-    rendezvous store, None where the loss of a trainer is not survived.
+    """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; leaving: set when it is to hand its lanes over.
+
+    connect: makes a further connection to the rendezvous store, None where the loss of a trainer is not survived. commands: how many commands to
+    trainers came before it was started, where it joins others that train; None: it is one of the first.
     """
 
     def __init__(
@@ -70,24 +77,27 @@ class TrainerProcess:
         store_urls: Sequence[str],
         interrupts: Interrupts | None,
         ready: threading.Event,
+        leaving: threading.Event,
         connect: Callable[[], Any] | None,
+        commands: int | None,
     ) -> None:
         self._board, self._events, self._interrupts = board, events, interrupts
         self._trainer, self._spec, self._store_urls, self._ready = trainer, spec, store_urls, ready
         self._job = TrainJob.of(spec.job)
         self._run = Path(self._job.run)
         self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
+        self._leaving, self._leave_told = leaving, False
         self._terms = TrainerTerms(
-            rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, self._points.come_to
-        )
-        self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts)
+            rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
+            self._points.come_to,
+        )  # fmt: skip
+        self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts, commands or 0)
         self._last_step = spec.start_step
         self._totals = Totals()  # of this call's steps
         self._segments = 0  # how many of the schedule were begun
         self._flushed = 0  # rows written beyond the schedule
         # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
         self._over: PeerLost | None = None
-        self._faults: list[Fault | TrainerFault] = []  # of the trainer that hosts lane 0
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
@@ -98,11 +108,9 @@ class TrainerProcess:
         if spec.resumes:
             check_same(Run.open(self._run).manifest.stages[-1], schedule)
         self._dense = dense = DenseModel.build(job, schedule)
-        if spec.resumes:
+        if spec.resumes and not self._terms.joins:
             load_dense(self._run / DENSE, dense.module, dense.optimizer, spec.start_step)
-        if self._terms.term.leader == self._trainer:
-            self._faults = list(spec.faults)
-        if self._terms.survives:
+        if self._terms.survives or self._terms.joins:
             rehearse_takeover()
         placement = Placement.load(self._run / PLACEMENT)
         with Store.connect(self._store_urls, job.store_silence, placement.r) as store, self._terms.watched():
@@ -115,56 +123,89 @@ class TrainerProcess:
             self._run_terms(dense.parts(job, schedule), access)
 
     def _run_terms(self, parts: TrainerParts, access: StoreAccess) -> None:
-        """Train in one term after the other, until there is no further one."""
+        """Train in one term after the other, until there is no further one, or none with this trainer."""
         terms = self._terms
         before: Trainer | None = None
+        hosted: HostedLanes | None = None
         with contextlib.ExitStack() as stack:
+            if terms.joins:
+                hosted = open_no_lanes(parts, access)
+                self._serve(hosted, parts, stack)
+                self._link.catch_up()
+                terms.join()
             while True:
+                why: str | None = None
                 try:
                     with terms.transport() as transport:
                         self._points.come_to("group formed")
                         session = join_term(parts, transport, terms.term.lane_map, terms.term.copy_map)
-                        if before is None:
+                        if hosted is None:
                             start = Start(self._spec.start_step, tuple(self._spec.last_batches))
                             before, events = begin_term(parts, access, session, start)
-                            self._link.serve(before.lanes, parts.layouts)
-                            stack.enter_context(before.lanes.traffic)
+                            hosted = before.lanes
+                            self._serve(hosted, parts, stack)
                         else:
-                            before, events = self._continue(parts, access, session, before)
-                        self._run_term(before, events)
-                    return
+                            before, events = self._continue(parts, access, session, before, hosted)
+                        if not self._run_term(before, events):
+                            return
                 except PeerLost as error:
-                    if before is None:
+                    if hosted is None:
                         raise
                     # It may be gone because rows are: then that is said, of this trainer's rows.
-                    before.lanes.traffic.probe()
-                    if not terms.survives or before.commits is None:
+                    hosted.traffic.probe()
+                    if not terms.survives:
                         raise
-                    self._over = error
+                    self._over, why = error, str(error)
                     self._points.come_to("term over")
-                    terms.next(before.commits.standing(), str(error))
-                    before.commits.roll_back(terms.term.committed)
-                    self._points.come_to("rolled back")
+                self._next_term(before, why)
+                self._points.come_to("rolled back")
+                if not terms.is_member:
+                    terms.depart(Departed(self._totals, self._counters(hosted)))
+                    return
+
+    def _serve(self, hosted: HostedLanes, parts: TrainerParts, stack: contextlib.ExitStack) -> None:
+        """Have what is asked of this trainer done by the traffic of its lanes, which lives as long as `stack`."""
+        self._link.serve(hosted, parts.layouts)
+        stack.enter_context(hosted.traffic)
+
+    def _next_term(self, before: Trainer | None, why: str | None) -> None:
+        """Leave the term and come to the next, at the step that is committed, without the lanes that go to others. Raises PeerLost, TrainerError."""
+        terms = self._terms
+        if before is None:
+            terms.next(None, why)
+            return
+        commits = before.commits
+        terms.next(commits.standing() if commits is not None else Standing(self._last_step, (), False), why)
+        if commits is not None:
+            commits.roll_back(terms.term.committed)
+        terms.hand_over(commits, before.lanes.numbers)
 
     def _continue(
-        self, parts: TrainerParts, access: StoreAccess, session: TermSession, before: Trainer
+        self, parts: TrainerParts, access: StoreAccess, session: TermSession, before: Trainer | None, hosted: HostedLanes
     ) -> tuple[Trainer, Iterator[Event]]:
-        """Take part in a further term, after the step that is committed. before: who trained in the last."""
+        """Take part in a further term, after the step that is committed. before: who trained in the last; None where this trainer joins."""
         term = self._terms.term
-        assert before.commits is not None
+        if before is None:
+            self._totals = receive_state(session.transport, term.members.index(term.leader), parts)
+            self._last_step = term.committed
+        elif term.joined and session.leads:
+            ranks = [term.members.index(trainer) for trainer in term.joined]
+            send_state(session.transport, ranks, parts, term.committed, shared_totals(self._totals))
+        self._terms.await_handed_over([lane for lane in session.hosted if lane not in hosted.partitions])
         access = replace(access, ownership=replace(access.ownership, term=term.number))
+        copies = dict(before.commits.copies) if before is not None and before.commits is not None else {}
         return continue_term(
-            parts, access, session, before.lanes, dict(before.commits.copies), term.committed, term.seeded, term.stopping,
-            last_owner_dead=term.dead,
-        )  # fmt: skip
+            parts, access, session, hosted, copies, term.committed, term.seeded, term.stopping, last_owner_dead=term.dead
+        )
 
-    def _run_term(self, trainer: Trainer, events: Iterator[Event]) -> None:
-        """Train in a term, to the end or to a stop, and leave everything where the next one finds it. Raises PeerLost."""
+    def _run_term(self, trainer: Trainer, events: Iterator[Event]) -> bool:
+        """Train in a term, to the end or to a stop, and leave everything where the next one finds it. Returns whether there is a further term, since
+        this one alone has ended. Raises PeerLost.
+        """
         terms, lanes, session, schedule = self._terms, trainer.lanes, trainer.session, self._schedule
         term = terms.term
-        if trainer.commits is not None:
-            self._link.serve_copies(term.number, trainer.commits.copies)
-        gate = SegmentGate(self._board, schedule, events, self._trainer, term.members, term.leader)
+        self._link.serve_copies(term.number, {} if trainer.commits is None else trainer.commits.copies)
+        gate = SegmentGate(self._board, schedule, events, self._trainer, term)
         self._segments = max(self._segments, gate.begun)
         if self._points.any:
             trainer.on_point = self._points.in_step
@@ -172,9 +213,11 @@ class TrainerProcess:
         self._ready.set()
         if self._interrupts is not None:
             self._interrupts.defer_signals = True
-        terms.await_begin(numerics.fingerprint(self._device()))
-        stopped, failure = self._train(trainer, gate)
+        terms.await_begin(numerics.fingerprint(self._device()), session)
+        stopped, failure, goes_on = self._train(trainer, gate)
         self._segments = max(self._segments, gate.begun)
+        if goes_on:
+            return True
         self._points.come_to("last write-back")
         self._flushed += lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
         self._points.come_to("last rows written")
@@ -183,19 +226,24 @@ class TrainerProcess:
         session.barrier()
         if session.leads:
             save_dense(self._run / DENSE, self._dense.module, self._dense.optimizer, self._last_step, self._on_dense_written)
-        counters = {
-            _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
-            for name, value in asdict(lanes.traffic.counters()).items()
-        }
         end = TrainerEnd(
             step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(),
-            traffic=counters, lost=tuple(lost), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals,
+            traffic=self._counters(lanes), lost=tuple(lost), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals,
         )  # fmt: skip
         self._board.publish(end, term.number, self._trainer)
         self._events.send(Ended())
         self._points.come_to("ended")
         if session.leads or terms.survives:
             self._see_run_saved(session)
+        return False
+
+    @staticmethod
+    def _counters(lanes: HostedLanes) -> dict[str, int | float]:
+        """What the traffic with the store has counted, by the names of the summary."""
+        return {
+            _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
+            for name, value in asdict(lanes.traffic.counters()).items()
+        }
 
     def _see_run_saved(self, session: TermSession) -> None:
         """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
@@ -208,21 +256,29 @@ class TrainerProcess:
             if self._board.poll(Orphaned) is not None:
                 if session.leads:
                     ended = {trainer: self._board.read(TrainerEnd, term.number, trainer) for trainer in term.members}
-                    end_alone(Run(self._run), self._schedule, ended, self._spec.totals)
+                    left = [told for trainer in term.left if (told := self._board.poll(Departed, trainer)) is not None]
+                    end_alone(Run(self._run), self._schedule, ended, left, self._spec.totals)
                 return
             time.sleep(BOARD_PAUSE.total_seconds())
 
-    def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None]:
-        """Run the program; returns whether training stopped early, and what went wrong if that is why."""
-        agreement = StopAgreement(self._board, leads=trainer.session.leads)
+    def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
+        """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
+        agreement = StopAgreement(self._board, trainer.session.leads, self._terms.term.number)
+
+        def tell() -> None:
+            self._link.tell()
+            if self._leaving.is_set() and not self._leave_told:
+                self._leave_told = True
+                self._events.send(LeaveWanted())
 
         def on_step(report: StepReport) -> None:
             self._last_step = report.step
             self._totals.add(report)
             self._over = None
             self._events.send(StepEnded(report, time.monotonic()))
-            self._link.inject(self._faults, report.step)
-            self._link.tell()
+            if trainer.session.leads:
+                self._link.inject(self._spec.faults, report.step)
+            tell()
 
         def on_evaluation(report: EvaluationReport) -> None:
             self._events.send(EvaluationEnded(report))
@@ -230,33 +286,35 @@ class TrainerProcess:
         def while_waiting() -> None:
             self._terms.check()
             self._events.flush()
-            self._link.tell()
+            tell()
 
         if agreement.reached(self._last_step):
             trainer.commit_last()
-            return True, None
+            return True, None, False
         events = gate.events(while_waiting)
         try:
-            return trainer.run(events, agreement.stop_after, on_step, on_evaluation) is not None, None
+            stopped = trainer.run(events, agreement.stop_after, on_step, on_evaluation, agreement.goes_on) is not None
+            return stopped, None, agreement.goes_on() and stopped
         except StoppedAtSegment as stop:
             # Every trainer is here, after the same step.
-            trainer.commit_last()
+            trainer.commit_last(stopping=not stop.goes_on)
             if stop.failure is None:
-                return True, None
-            return True, f"{stop.failure} (training stopped after step {self._last_step}, with everything saved)"
+                return True, None, stop.goes_on
+            return True, f"{stop.failure} (training stopped after step {self._last_step}, with everything saved)", False
         except LossNotFinite as error:
             trainer.commit_last()
-            return True, (
+            failure = (
                 f"{error}; training stopped as after step {self._last_step}, with everything saved; train anew with a lower --lr or "
                 "--dense-lr, or go on with --resume --allow-nan"
             )
+            return True, failure, False
 
     def _check_fingerprint(self) -> None:
         """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
         mine = numerics.fingerprint(self._device())
         if self._spec.fingerprint is not None:
             numerics.check(mine, self._spec.fingerprint, resumed=True)
-        elif self._trainer != self._terms.term.members[0]:
+        elif self._terms.joins or self._trainer != self._terms.term.members[0]:
             numerics.check(mine, self._board.read(Fingerprint).fields)
         else:
             self._board.publish(Fingerprint(mine))

@@ -12,10 +12,11 @@ import torch
 
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
-from foreload.trainer.cluster.facts import Orphaned, Term, TermBegins, TermOver
-from foreload.trainer.cluster.messages import LaunchSpec, Ready, TermLeft
+from foreload.trainer.cluster.facts import Admitted, HandedOver, Orphaned, Term, TermBegins, TermOver
+from foreload.trainer.cluster.messages import CanJoin, Departed, LaunchSpec, Ready, TermLeft
 from foreload.trainer.cluster.term_watch import TermWatch
-from foreload.trainer.compute.commits import Standing
+from foreload.trainer.compute.commits import Commits, Standing
+from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport
 from foreload.trainer.errors import PeerLost, TrainerError
 from foreload.trainer.run.job import TrainJob
@@ -29,8 +30,8 @@ FORMING = timedelta(seconds=5)  # for a later one; when it begins, all members w
 class TrainerTerms:
     """The terms of one trainer; its main thread uses it.
 
-    term: the one that it is in. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not survived.
-    come_to: told the points of a takeover (`faults`).
+    term: the one that it is in, or was in last. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not
+    survived. joins: whether it was started while others train, and is no member yet. come_to: told the points of a takeover (`faults`).
     """
 
     def __init__(
@@ -44,20 +45,34 @@ class TrainerTerms:
         device: str,
         address: str,
         connect: Callable[[], Any] | None,
+        joins: bool = False,
         come_to: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._rendezvous, self._board, self._events, self._trainer = rendezvous, board, events, trainer
-        self._job, self._device, self._address = job, device, address
+        self._job, self._device, self._address, self.joins = job, device, address, joins
         self._come_to = come_to
         self.term = board.read(Term, spec.first_term)
         self._first_term = spec.first_term
-        survives = connect is not None and any(self.term.copies)
-        self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None and survives else None
+        self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None else None
 
     @property
     def survives(self) -> bool:
         """Whether this trainer goes on in a further term where another one is lost."""
-        return self._watch is not None
+        return self._watch is not None and any(self.term.copies)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the term is one that this trainer takes part in."""
+        return self._trainer in self.term.members
+
+    def join(self) -> None:
+        """Tell that this trainer can join, and wait until a term has it as a member. Raises PeerLost where training is over before."""
+        self._events.send(CanJoin())
+        while (admitted := self._board.poll(Admitted, self._trainer)) is None:
+            if self._board.poll(Orphaned) is not None:
+                raise PeerLost(f"trainer {self._trainer}: the launcher is gone, so there is nothing to join")
+            time.sleep(BOARD_PAUSE.total_seconds())
+        self.term = self._board.read(Term, admitted.term)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -87,32 +102,64 @@ class TrainerTerms:
         finally:
             transport.close()
 
-    def await_begin(self, fingerprint: dict[str, str]) -> None:
+    def await_begin(self, fingerprint: dict[str, str], session: TermSession) -> None:
         """Tell that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
         self._events.send(Ready(self.term.number, fingerprint))
         self._come_to("ready")
         while self._board.poll(TermBegins, self.term.number) is None:
             self.check()
+            if self._board.poll(Orphaned) is not None and self._board.poll(TermBegins, self.term.number) is None:
+                # The coordinator is gone, so the members find out among themselves.
+                session.barrier()
+                return
             time.sleep(BOARD_PAUSE.total_seconds())
+
+    def hand_over(self, commits: Commits | None, hosted: list[int]) -> None:
+        """Hand over the lanes hosted here that the term gives to others. Raises CacheError."""
+        given = [lane for lane in hosted if self.term.hosts[lane] != self._trainer]
+        if given:
+            assert commits is not None
+            commits.give_away(given)
+            self._board.publish(HandedOver(), self.term.number, self._trainer)
+
+    def await_handed_over(self, lanes: list[int]) -> None:
+        """Wait until the trainers that hosted these lanes, and are there, have handed them over. Raises PeerLost."""
+        number = self.term.number
+        for trainer in sorted({former for lane in lanes if self.term.former and (former := self.term.former[lane]) is not None}):
+            while self._board.poll(HandedOver, number, trainer) is None:
+                self.check()
+                if self._board.poll(Orphaned) is not None:
+                    raise PeerLost(f"trainer {self._trainer}: the launcher is gone, and trainer {trainer} hands nothing over")
+                time.sleep(BOARD_PAUSE.total_seconds())
+
+    def depart(self, departed: Departed) -> None:
+        """Tell what this trainer has done, which is no member any more and has handed its lanes over."""
+        self._board.publish(departed, self._trainer)
 
     def check(self) -> None:
         """Raise PeerLost if the term is over: whoever waits for another trainer by the board calls this again and again."""
         if self.survives and self._board.poll(TermOver, self.term.number) is not None:
             raise PeerLost(f"trainer {self._trainer}: term {self.term.number} is over")
 
-    def next(self, standing: Standing, why: str) -> None:
-        """Leave the term, and come into the next, which `term` then is. why: what was noticed.
+    def next(self, standing: Standing | None, why: str | None) -> None:
+        """Leave the term, and come to the next, which `term` then is. standing: None where this trainer has nothing yet. why: what was noticed, None
+        where the end was planned.
 
-        Raises PeerLost where there will be none, since the coordinator is gone, and TrainerError where this trainer is no member of it.
+        This trainer may be no member of the next term if it has left in order: then it hands its lanes over. Raises PeerLost where there will be
+        none, since the coordinator is gone, and TrainerError where it was taken for lost.
         """
-        self._events.send(TermLeft(self.term.number, standing.step, standing.copies, standing.stopping, why))
+        number = self.term.number
+        if standing is None:
+            self._events.send(TermLeft(number, -1, (), False, why, joins=True))
+        else:
+            self._events.send(TermLeft(number, standing.step, standing.copies, standing.stopping, why))
         self._come_to("left")
-        number = self.term.number + 1
+        number += 1
         while (term := self._board.poll(Term, number)) is None:
             if self._board.poll(Orphaned) is not None:
-                raise PeerLost(f"{why}; and the launcher is gone, so no trainer takes over")
+                raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
             time.sleep(BOARD_PAUSE.total_seconds())
-        if self._trainer not in term.members:
+        if self._trainer not in (*term.members, *term.left):
             raise TrainerError(
                 f"trainer {self._trainer}: was taken for lost after step {term.committed}, and the others went on without it; it stops"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -30,10 +31,12 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
 
 _ready = threading.Event()  # set when this process no longer leaves with the launcher
+_leaving = threading.Event()  # set when it is to hand its lanes over, and leave
 
 
 def main() -> int:
     """The process that the launcher starts; returns its exit status."""
+    signal.signal(signal.SIGTERM, _leave)
     start = TrainerStart.of_environment(os.environ)
     host, _, port = start.rendezvous.rpartition(":")
     threading.Thread(target=_leave_with, args=(start.launcher,), name="launcher", daemon=True).start()
@@ -42,10 +45,19 @@ def main() -> int:
         return join_store(host, int(port), JOIN_TIMEOUT)
 
     try:
-        return work(connect(), start.trainer, start.address, start.store_urls, connect=connect)
+        return work(connect(), start.trainer, start.address, start.store_urls, connect=connect, commands=start.commands)
     except PeerLost as error:
         sys.stderr.write(f"foreload: error: {error}\n")
         return 2
+
+
+def _leave(number: int, _: object) -> None:
+    """SIGTERM at this trainer alone: as soon as it trains it leaves in order; before, nothing is lost with it."""
+    if _ready.is_set():
+        _leaving.set()
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 def _leave_with(launcher: int) -> None:
@@ -62,21 +74,23 @@ def work(
     store_urls: Sequence[str] | None,
     interrupts: Interrupts | None = None,
     connect: Callable[[], Any] | None = None,
+    commands: int | None = None,
 ) -> int:
     """Train as trainer number `trainer`; returns the exit status: 0, 2 where the coordinator was told why it failed, 1 for an error that was not
     foreseen, with its traceback. rendezvous: the store that the board is on; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers. connect: makes a further connection to the rendezvous store; None: the loss of another
-    trainer is not survived.
+    trainer is not survived. commands: as in `TrainerStart`.
     """
     board = Board(rendezvous)
     sender = EventSender(board, trainer)
     try:
         spec = board.read(LaunchSpec)
         TrainerProcess(
-            rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, connect
-        ).run()
+            rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
+            commands,
+        ).run()  # fmt: skip
     except ForeloadError as error:
         with contextlib.suppress(PeerLost):
             sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))

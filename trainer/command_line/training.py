@@ -29,6 +29,25 @@ def add_to(commands: Any) -> None:
     status.add_argument("run", metavar="RUN", help="the folder that `foreload train --run` wrote")
     add_json(status, "result")
     _add_drill(add_group(commands, "drill", "practise a failure"))
+    _add_scale(commands)
+
+
+def _add_scale(commands: Any) -> None:
+    scale = add_plain(
+        commands, "scale", _scale, "train with more or fewer trainers, while the run trains",
+        "Has a run that trains go on with N trainers, from where it is: new ones are started and get copies of lanes first, then "
+        "lanes are handed over; trainers that are too many hand theirs over and leave. The model does not depend on it. Returns when it is done.",
+    )  # fmt: skip
+    scale.add_argument("run", metavar="RUN", help="the folder of a run that trains")
+    scale.add_argument("trainers", metavar="N", type=int, help="how many trainers, 1 to the schedule's lanes")
+    scale.add_argument("--no-wait", action="store_true", help="return at once; it is done meanwhile")
+
+
+def _scale(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import scale
+
+    scale.run(parsed.run, parsed.trainers, not parsed.no_wait, print)
+    return 0
 
 
 def _add_drill(drills: Any) -> None:

@@ -6,7 +6,7 @@ the next step, since nobody sends those before it has the copies' parts of this 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +48,7 @@ class Commits:
         parts: TrainerParts,
         lanes: HostedLanes,
         session: TermSession,
-        copies: Mapping[int, LaneCopy],
+        copies: dict[int, LaneCopy],
         step: int,
         seeded: Iterable[tuple[int, int]],
         seeds_first: bool,
@@ -157,6 +157,14 @@ class Commits:
         if self.applied > self.committed:
             self.commit()
         self._install()
+
+    def give_away(self, lanes: Iterable[int]) -> None:
+        """Host lanes no more that go to trainers with copies of them, and hold copies of them instead, of the step that is committed.
+
+        To be called when the term is over, after `roll_back` where a step is applied that is not committed. Raises CacheError.
+        """
+        for lane in lanes:
+            self.copies[lane] = self._lanes.give_away(lane)
 
     def standing(self) -> Standing:
         """What this trainer tells when the term is over."""

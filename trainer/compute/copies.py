@@ -31,6 +31,15 @@ class LaneCopy:
         self.seeded_at = -1
         self.scratch = np.zeros(partition.slots, np.uint8)
 
+    @classmethod
+    def of_owner(cls, lane: int, partition: Partition, given: np.ndarray, released: tuple[int, int]) -> LaneCopy:
+        """What a trainer keeps that was the lane's owner, and owes the store nothing. given, released: as the traffic of the lane had them."""
+        partition.forget_base()
+        copy = cls(lane, partition, given.size, empty=True)
+        copy.given[:] = given
+        copy.note_released(*released)
+        return copy
+
     @property
     def seeded(self) -> bool:
         """Whether it holds every slot."""

@@ -24,7 +24,7 @@ from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.transport import Transport, Work
 
 # Kinds of messages.
-EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT, REPLICA, SEED = range(9)
+EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT, REPLICA, SEED, STATE = range(10)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -90,9 +90,9 @@ class DenseSum:
     total: Tensor | None = None
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """One contiguous tensor of the parts; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: list[Tensor], device: torch.device) -> Tensor:
+    """One contiguous tensor of the parts; a single one is not copied, and of none it is empty."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, device=device)
 
 
 class Exchange:
@@ -209,7 +209,8 @@ class Exchange:
             return dict(gradients)
         parts = {lane: self._owner_parts(plan, lane, gradient) for lane, gradient in gradients.items()}
         outgoing = {
-            peer: _joined([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]]) for peer in self._peers
+            peer: _joined([parts[lane][owner] for lane in self.hosted for owner in self._lanes[peer]], self._transport.device)
+            for peer in self._peers
         }
         # How many rows of a hosted owner each lane elsewhere uses: so long is the part that comes back.
         used = {
@@ -244,17 +245,22 @@ class Exchange:
                 self._kernels.add_part(totals[owner], users, lane, part)
         return totals
 
-    def begin_dense(self, parcels: Mapping[int, Sequence[Tensor]]) -> DenseSum:
+    def begin_dense(self, parcels: Mapping[int, Sequence[Tensor]], sizes: Sequence[int]) -> DenseSum:
         """Begin to add the dense vectors of two or more lanes in lane order: every trainer adds one chunk, of which it gets each lane's part.
 
         parcels: hosted lane -> for each trainer, float32 [its chunk + 1], the lane's part of the chunk and then the lane's loss; they must stay
-        as they are until `finish_dense`.
+        as they are until `finish_dense`. sizes: of each trainer its chunk + 1.
+
+        A trainer without lanes sends each other one a message of a single value: who has everyone's messages of a step knows that all came so far.
         """
         rank, device = self._transport.rank, self._transport.device
-        sizes = [parcel.numel() for parcel in next(iter(parcels.values()))]
         bounds = list(accumulate((size - 1 for size in sizes), initial=0))
-        outgoing = {peer: _joined([parcels[lane][peer] for lane in self.hosted]) for peer in self._peers}
-        incoming = {peer: torch.empty(sizes[rank] * len(self._lanes[peer]), device=device) for peer in self._peers}
+        token = [] if self.hosted else [torch.zeros(1, device=device)]
+        outgoing = {peer: _joined([parcels[lane][peer] for lane in self.hosted] + token, device) for peer in self._peers}
+        incoming = {
+            peer: torch.empty(sizes[rank] * len(lanes) if (lanes := self._lanes[peer]) else 1, device=device)
+            for peer in self._peers
+        }
         return DenseSum(parcels, bounds, outgoing, incoming, self._transport.post(outgoing, incoming, DENSE))
 
     def add_dense(self, dense: DenseSum) -> Tensor:
@@ -263,8 +269,8 @@ class Exchange:
         dense.work.wait()
         parts = {lane: parcels[rank] for lane, parcels in dense.parcels.items()}
         for peer, buffer in dense.incoming.items():
-            lanes = self._lanes[peer]
-            parts.update(zip(lanes, buffer.split(buffer.numel() // len(lanes)), strict=True))
+            if lanes := self._lanes[peer]:
+                parts.update(zip(lanes, buffer.split(buffer.numel() // len(lanes)), strict=True))
         total = dense.total = torch.empty(bounds[-1], device=self._transport.device)
         own = total[bounds[rank] : bounds[rank + 1]]
         torch.add(parts[0][:-1], parts[1][:-1], out=own)
@@ -285,7 +291,7 @@ class Exchange:
         """Bring every lane's logits of an evaluation step to the leader: there, per lane float32 [samples[lane]]; elsewhere None."""
         device = self._transport.device
         if self._transport.rank != self._leader:
-            self._transport.post({self._leader: torch.cat([logits[lane] for lane in self.hosted])}, {}, LOGITS).wait()
+            self._transport.post({self._leader: _joined([logits[lane] for lane in self.hosted], device)}, {}, LOGITS).wait()
             return None
         incoming = {peer: torch.empty(sum(samples[lane] for lane in self._lanes[peer]), device=device) for peer in self._peers}
         self._transport.post({}, incoming, LOGITS).wait()

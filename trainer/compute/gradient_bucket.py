@@ -48,6 +48,11 @@ class GradientBucket:
         ]
         self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
+    @property
+    def parcel_sizes(self) -> list[int]:
+        """Of each trainer, how many values a parcel for it has."""
+        return [end - begin + 1 for begin, end in self._chunks()]
+
     def _chunks(self) -> list[tuple[int, int]]:
         return list(zip(self._bounds[:-1], self._bounds[1:], strict=True))
 

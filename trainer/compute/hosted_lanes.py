@@ -17,6 +17,7 @@ from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Arrivals, Event, LaneEvent
 from foreload.trainer.compute.clock import Clock
+from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.kernels import Kernels
 
 
@@ -85,8 +86,24 @@ class HostedLanes:
         partition = self.partitions[lane]
         self._hand_over(lane, self._boundary_after(step + 1), partition.end(partition.occupied()), at_stop=True)
         batch = self.traffic.release_lane(lane)
-        del self.partitions[lane], self._arrivals[lane], self.given[lane], self._handed[lane]
+        self._forget(lane)
         return batch
+
+    def give_away(self, lane: int) -> LaneCopy:
+        """Host a lane no more, whose next owner has a copy of it: what was handed over is written back, what sits in slots stays, as another copy.
+
+        To be called between steps, where every boundary that was passed is committed or undone. Raises CacheError.
+        """
+        self.traffic.flush()
+        released, _ = self.traffic.released(lane)
+        batch = self.traffic.release_lane(lane)
+        partition, given = self._forget(lane)
+        return LaneCopy.of_owner(lane, partition, given, (released, batch))
+
+    def _forget(self, lane: int) -> tuple[Partition, np.ndarray]:
+        """Drop a lane whose traffic has ended; returns its partition and the ordinals given."""
+        del self._arrivals[lane], self._handed[lane]
+        return self.partitions.pop(lane), self.given.pop(lane)
 
     def _boundary_after(self, boundary: int) -> int:
         """The first boundary, from this one on, that was not passed: that of a step that was broken off is passed already."""

@@ -53,13 +53,14 @@ class Trainer:
         stop_after: Callable[[int], bool],
         on_step: Callable[[StepReport], None],
         on_evaluation: Callable[[EvaluationReport], None],
+        goes_on: Callable[[], bool] = lambda: False,
     ) -> int | None:
         """Run events until they end, or until stop_after(step), asked after every training step, says so.
 
-        stop_after must answer alike on all trainers. Returns the last step if stopped, None at the end. on_step is called when a step is committed,
-        which is at once where lanes have no copies; on_evaluation on the trainer that leads alone. Raises LossNotFinite, on every trainer alike,
-        with the rows and the dense part as the last step applied left them, which `commit_last` then commits; and PeerLost, after which the term is
-        over.
+        stop_after must answer alike on all trainers. goes_on: asked then, whether it is the term alone that ends. Returns the
+        last step if stopped, None at the end. on_step is called when a step is committed, which is at once where lanes have no copies; on_evaluation
+        on the trainer that leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the
+        last step applied left them, which `commit_last` then commits; and PeerLost, after which the term is over.
         """
         if self.commits is not None:
             self.commits.tell = on_step
@@ -73,7 +74,7 @@ class Trainer:
                 self._last_step, ahead = event.step, step.ahead
                 if stopped:
                     step.break_off()
-                    self.commit_last()
+                    self.commit_last(stopping=not goes_on())
                     return event.step
             else:
                 following = next(events, None)

@@ -110,7 +110,7 @@ class TrainingStep:
             self._point("replicated")
         if len(self._plan.events) > 1:
             parcels = {lane: self._bucket.pack(of_lane.dense, of_lane.loss, lane) for lane, of_lane in gradients.items()}
-            self._dense_sum = exchange.begin_dense(parcels)
+            self._dense_sum = exchange.begin_dense(parcels, self._bucket.parcel_sizes)
         rows = {lane: of_lane.rows for lane, of_lane in gradients.items()}
 
         def meanwhile() -> None:

@@ -1,4 +1,4 @@
-"""Who hosts which lane, and who holds its copies, once trainers are gone."""
+"""Who hosts which lane, and who holds its copies, once trainers are gone, come or leave. Pure: no clock, no messages."""
 
 from __future__ import annotations
 
@@ -29,11 +29,46 @@ def next_copies(
 ) -> tuple[tuple[int, ...], ...]:
     """Of each lane the trainers that hold copies next, so that `copies` have it with its host, or all where there are fewer.
 
-    A complete copy stays where it is; further ones go to those that hold the fewest.
+    Complete copies stay where they are; of too many, and for further ones, those trainers are taken that hold the fewest. there: the trainers that
+    may hold copies.
     """
-    chosen = [[t for t in there if t in complete[lane] and t != host][: copies - 1] for lane, host in enumerate(hosts)]
-    for lane, host in enumerate(hosts):
-        while len(chosen[lane]) < min(copies, len(there)) - 1:
-            others = [trainer for trainer in there if trainer != host and trainer not in chosen[lane]]
-            chosen[lane].append(min(others, key=lambda trainer: (sum(trainer in holders for holders in chosen), trainer)))
+    chosen: list[list[int]] = [[] for _ in hosts]
+
+    def choose(lane: int, allowed: Collection[int]) -> None:
+        while len(chosen[lane]) < copies - 1:
+            free = [trainer for trainer in there if trainer in allowed and trainer not in (hosts[lane], *chosen[lane])]
+            if not free:
+                return
+            chosen[lane].append(min(free, key=lambda trainer: (sum(trainer in holders for holders in chosen), trainer)))
+
+    for lane in range(len(hosts)):
+        choose(lane, complete[lane])
+    for lane in range(len(hosts)):
+        choose(lane, there)
     return tuple(map(tuple, chosen))
+
+
+def balanced_hosts(hosts: Sequence[int], held: Sequence[Collection[int]], stay: Sequence[int]) -> tuple[int, ...]:
+    """Of each lane the trainer that is to host it, so that those that stay have equally many, or one more, by as few moves as there can be.
+
+    hosts: lane -> its trainer so far; held: lane -> the trainers that have copies of it, to which it goes rather than to others; stay: at least one,
+    at most as many as lanes.
+    """
+    counts = {trainer: sum(host == trainer for host in hosts) for trainer in stay}
+    least, more = divmod(len(hosts), len(stay))
+    # Those that have most keep one more.
+    by_count = sorted(stay, key=lambda trainer: -counts[trainer])
+    wanted = {trainer: least + (place < more) for place, trainer in enumerate(by_count)}
+    targets = list(hosts)
+    while receivers := [trainer for trainer in stay if counts[trainer] < wanted[trainer]]:
+        free = [lane for lane, host in enumerate(targets) if host not in counts or counts[host] > wanted[host]]
+        # The last lanes go first: who has lane 0 leads, and had better stay.
+        lane, receiver = min(
+            ((lane, trainer) for lane in free for trainer in receivers),
+            key=lambda move: (move[1] not in held[move[0]], -move[0], counts[move[1]], stay.index(move[1])),
+        )
+        if targets[lane] in counts:
+            counts[targets[lane]] -= 1
+        counts[receiver] += 1
+        targets[lane] = receiver
+    return tuple(targets)

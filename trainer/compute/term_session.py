@@ -27,7 +27,8 @@ class TermSession:
 
     lane_map[v]: the rank that hosts lane v; the trainer that hosts lane 0 leads. A rank is an address within the term, and no trainer's number: in
     the next term the same trainer may have another one. width: columns of the rows that are exchanged, W. copy_map[v]: the ranks that hold a copy
-    of lane v, none by default. One thread uses it. Raises ValueError if a rank hosts no lane, or a copy of its own.
+    of lane v, none by default. A rank may host no lane: it takes part in every step all the same. One thread uses it. Raises ValueError for a rank
+    that is none of the group's, or that holds a copy of its own lane.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class TermSession:
         width: int,
         copy_map: Sequence[Sequence[int]] = (),
     ) -> None:
-        if set(lane_map) != set(range(transport.world)):
-            raise ValueError(f"lane map: must name each rank of 0 .. {transport.world - 1}, and no other; got {list(lane_map)}")
+        ranks_there = set(range(transport.world))
+        if not set(lane_map) <= ranks_there:
+            raise ValueError(f"lane map: must name ranks of 0 .. {transport.world - 1}, and no other; got {list(lane_map)}")
         self.copy_map = tuple(tuple(ranks) for ranks in copy_map) or ((),) * len(lane_map)
         if len(self.copy_map) != len(lane_map) or any(
-            host in ranks or not set(ranks) <= set(lane_map) for host, ranks in zip(lane_map, self.copy_map, strict=True)
+            host in ranks or not set(ranks) <= ranks_there for host, ranks in zip(lane_map, self.copy_map, strict=True)
         ):
             raise ValueError(
                 f"copy map: must name, for each lane, ranks that do not host it; got {self.copy_map} for {list(lane_map)}"

@@ -224,6 +224,20 @@ def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], s
     stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
     partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
     _take_lanes(stored, access.ownership, partitions, start, position)
+    hosted = _with_traffic(parts, access, stored)
+    _host(parts, hosted, partitions, start, position)
+    return hosted
+
+
+def open_no_lanes(parts: TrainerParts, access: StoreAccess) -> HostedLanes:
+    """What a trainer has that hosts no lane yet: the traffic that will serve those that it takes over. Raises CacheError."""
+    stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
+    take_over(stored, access.ownership, {})  # finds the shards that are lost
+    return _with_traffic(parts, access, stored)
+
+
+def _with_traffic(parts: TrainerParts, access: StoreAccess, stored: StoredRows) -> HostedLanes:
+    """No lanes, and a traffic with the store for those to come."""
     traffic = Traffic(
         stored,
         parts.seed,
@@ -234,9 +248,7 @@ def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], s
         on_shards=access.on_shards,
         on_action=access.on_action,
     )
-    hosted = HostedLanes(stored, traffic)
-    _host(parts, hosted, partitions, start, position)
-    return hosted
+    return HostedLanes(stored, traffic)
 
 
 def open_further_lanes(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from foreload.pipelines.base.files import persist, replacing
@@ -28,9 +28,7 @@ def save_dense(
 
     on_written: called between the two. Raises RunError where it cannot be written for another reason.
     """
-    tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
-    tensors |= {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
-    data = save(tensors, metadata={_STEP: str(step)})
+    data = dense_bytes(module, optimizer, step)
 
     def write() -> None:
         with replacing(path, durable=True) as temporary:
@@ -41,6 +39,24 @@ def save_dense(
         persist(path, write)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror}); make the folder writable") from error
+
+
+def dense_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> bytes:
+    """What `save_dense` writes."""
+    tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
+    tensors |= {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
+    return save(tensors, metadata={_STEP: str(step)})
+
+
+def load_dense_bytes(data: bytes, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put what `dense_bytes` gave into a module and its optimizer. Raises RunError if it is another model's."""
+    tensors = load(data)
+    parameters, state = (
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for prefix in (_PARAMETER, _STATE)
+    )
+    load_parameters(module, parameters)
+    load_optimizer_state(module, optimizer, state)
 
 
 def read_dense(path: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -79,7 +79,12 @@ class TrainJob:
         _WHERE, metavar="URL,...", stated=False,
     )  # fmt: skip
     no_restart: bool = setting(
-        False, switch, "do not start a server of local:N again when it has died", _WHERE, form="switch", stated=False
+        False,
+        switch,
+        "do not start a server of local:N, or a trainer, again when it has died",
+        _WHERE,
+        form="switch",
+        stated=False,
     )
     trainers: int = setting(
         1, integer(1, MOST_LANES), "trainer processes; each hosts one or more of the schedule's lanes", _WHERE, metavar="N"
@@ -209,14 +214,19 @@ class TrainJob:
         """How long another trainer may be silent."""
         if self.peer_timeout is not None:
             return timedelta(seconds=self.peer_timeout)
-        return timedelta(seconds=5 if self.copies_held > 1 else 300)
+        return timedelta(seconds=5 if self.copies_wanted > 1 else 300)
 
     @property
     def copies_held(self) -> int:
-        """How many trainers hold each lane's rows, its own included."""
+        """How many trainers hold each lane's rows when training begins, its own included."""
+        return min(self.copies_wanted, self.trainers)
+
+    @property
+    def copies_wanted(self) -> int:
+        """How many trainers are to hold each lane's rows, its own included, as soon as there are so many."""
         if under_scheduler():
             return 1  # it ends the other trainers where one dies
-        return min(self.copies or 1, self.trainers)
+        return self.copies or 1
 
     def own_address(self) -> str:
         """The address of this machine at which other trainers reach this call's: as told, or else where MASTER_ADDR finds this process.

@@ -1,4 +1,4 @@
-"""Going on after a loss: a trainer that went back to the last committed step takes over the lanes of those that are gone, from its copies."""
+"""Going on in a further term: a trainer that stands at the last committed step takes lanes over from its copies."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def take_over_copied(
     stopping: bool,
     last_owner_dead: bool,
 ) -> None:
-    """Host the lanes of which these are copies of the state after `step`, whose owners are gone. Raises CacheError, after which the traffic is over.
+    """Host the lanes of which these are copies of the state after `step`, whose owners are gone, or have handed them over. Raises CacheError, after
+    which the traffic is over.
 
     stopping: the owners may have handed over all that sat in slots. last_owner_dead: as `take_over_lost` has it.
     """
@@ -101,7 +102,7 @@ def continue_term(
     stopping: bool = False,
     last_owner_dead: bool = True,
 ) -> tuple[Trainer, Iterator[Event]]:
-    """Who trains in a term after a loss, and the program from there on. Lanes, copies and dense part are those after `step`, the last committed.
+    """Who trains in a further term, and the program from there on. Lanes, copies and dense part are those after `step`, the last committed.
 
     Lanes that the trainer hosted stay as they are; those of which it has a copy, and which the term gives it, are taken over. Copies that the term
     asks for and that are not here are seeded while training goes on. seeded: (lane, rank) of the copies that are complete, on all trainers alike;

@@ -162,7 +162,7 @@ class RunReport:
         self.totals = totals
         self.evaluations: list[dict[str, Any]] = []
         self._run = run
-        self._members = frozenset(members)
+        self._members = dict.fromkeys(members, first_step)  # trainer -> the first step that it tells of
         self._waiting: dict[int, dict[int, StepReport]] = {}  # step -> trainer -> what that one tells of it
         self._excepthook, threading.excepthook = threading.excepthook, self._except_full
         # TensorBoard's, not the trainers' board.
@@ -185,16 +185,18 @@ class RunReport:
         self._waiting.setdefault(report.step, {})[trainer] = report
         self._count(report.step)
 
-    def now_members(self, members: Iterable[int]) -> None:
-        """Who tells of steps from now on: of those that were lost, what they told before counts, and what they did not tell is missing."""
-        self._members = frozenset(members)
+    def now_members(self, members: Iterable[int], step: int) -> None:
+        """Who tells of the steps after `step`: of those that were lost, what they told before counts, and what they did not tell is missing; those
+        that joined tell of no step before.
+        """
+        self._members = {trainer: self._members.get(trainer, step + 1) for trainer in members}
         for step in sorted(self._waiting):
             self._count(step)
 
     def _count(self, step: int) -> None:
         """Count a step in, once all trainers have told of it."""
         reports = self._waiting[step]
-        if not reports.keys() >= self._members:
+        if not reports.keys() >= {trainer for trainer, since in self._members.items() if since <= step}:
             return
         del self._waiting[step]
         line = merged([reports[member] for member in sorted(reports)])

@@ -1,0 +1,95 @@
+"""What a run that trains answers on its control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from foreload.trainer.cluster.control import (
+    Answer,
+    AskReplace,
+    AskRowCounts,
+    AskScale,
+    AskScaled,
+    AskScrub,
+    AskScrubbed,
+    AskStatus,
+    AskStop,
+    ControlRequest,
+    Refused,
+    RunStatus,
+    ScaleBegun,
+    Stopping,
+)
+from foreload.trainer.cluster.lane_copies import LaneCopies
+from foreload.trainer.cluster.membership import Membership
+from foreload.trainer.cluster.run_requests import RunRequests
+from foreload.trainer.cluster.scaling import Scaling
+from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
+from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.run.job import under_scheduler
+from foreload.trainer.run.report import RunReport
+
+Phase = Literal["starting", "training", "ending"]
+
+
+class ControlAnswers:
+    """Answers requests, each in a thread of the control socket. stop_wanted: whether a clean stop was asked for; the coordinator sees to it."""
+
+    def __init__(
+        self,
+        phase: Callable[[], Phase],
+        members: Membership,
+        trainers: SpawnedTrainers,
+        shards: StoreShards,
+        copies: LaneCopies,
+        run_requests: RunRequests,
+        scaling: Scaling,
+        report: RunReport,
+    ) -> None:
+        self._phase, self._members, self._trainers, self._shards, self._copies = phase, members, trainers, shards, copies
+        self._run_requests, self._scaling, self._report = run_requests, scaling, report
+        self.stop_wanted = False
+
+    def respond(self, request: ControlRequest) -> Answer:
+        """The answer to a request."""
+        match request:
+            case AskStatus():
+                return self._status()
+            case AskStop():
+                self.stop_wanted = True
+                return Stopping()
+            case AskReplace():
+                return self._shards.want_replacement(request)
+            case AskScrub():
+                return self._run_requests.scrub(request)
+            case AskScrubbed():
+                return self._run_requests.scrubbed()
+            case AskRowCounts():
+                return self._run_requests.row_counts()
+            case AskScale():
+                return self._scale(request.trainers)
+            case AskScaled():
+                return self._scaling.progress(request.number)
+
+    def _status(self) -> RunStatus:
+        term = self._members.term
+        return RunStatus(
+            state="starting" if self._phase() == "starting" else "training",
+            step=self._report.last_step,
+            term=term.number,
+            lanes=term.hosts,
+            trainers=self._trainers.pids,
+            shards=self._shards.together,
+            members=term.members,
+            copies=self._copies.status,
+        )
+
+    def _scale(self, trainers: int) -> ScaleBegun | Refused:
+        if under_scheduler():
+            return Refused("a scheduler starts its trainers: stop it, and go on with --resume and another number of them")
+        if self._phase() == "starting":
+            return Refused("its trainers are still starting; try again in a moment")
+        if self._phase() == "ending" or self.stop_wanted:
+            return Refused("it is about to end; go on with --resume and another --trainers")
+        return self._scaling.ask(trainers)

@@ -1,0 +1,36 @@
+"""What a trainer that joins gets from one that trains, beside copies of lanes: the dense part, and what was counted so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from foreload.trainer.compute.exchange import STATE
+from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.transport import Transport
+from foreload.trainer.run.dense_file import dense_bytes, load_dense_bytes
+from foreload.trainer.run.report import Totals
+
+
+def send_state(transport: Transport, ranks: Sequence[int], parts: TrainerParts, step: int, totals: Totals) -> None:
+    """Send trainers of the term the dense part as it is after `step`, and totals. Raises PeerLost."""
+    head, data = json.dumps(asdict(totals)).encode(), dense_bytes(parts.module, parts.optimizer, step)
+    sizes = torch.tensor([len(head), len(data)], dtype=torch.int64, device=transport.device)
+    message = torch.frombuffer(bytearray(head + data), dtype=torch.uint8).to(transport.device)
+    transport.post(dict.fromkeys(ranks, sizes), {}, STATE).wait()
+    transport.post(dict.fromkeys(ranks, message), {}, STATE).wait()
+
+
+def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> Totals:
+    """The other side of `send_state`; puts the dense part in its place. Raises PeerLost, after which nothing has changed."""
+    sizes = torch.zeros(2, dtype=torch.int64, device=transport.device)
+    transport.post({}, {rank: sizes}, STATE).wait()
+    head, data = sizes.tolist()
+    message = torch.empty(head + data, dtype=torch.uint8, device=transport.device)
+    transport.post({}, {rank: message}, STATE).wait()
+    received = message.cpu().numpy().tobytes()
+    load_dense_bytes(received[head:], parts.module, parts.optimizer)
+    return Totals(**json.loads(received[:head]))

@@ -38,6 +38,7 @@ def parsed_job(*arguments: str) -> TrainJob:
         ["drill"],
         ["drill", "lost-shard"],
         ["drill", "lost-trainer"],
+        ["drill", "scale"],
         ["stores", "replace"],
         ["stores", "list"],
         ["stores", "delete"],

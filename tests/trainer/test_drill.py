@@ -18,6 +18,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
 from foreload.trainer.commands import drill
 from foreload.trainer.commands.drill import Drill
+from foreload.trainer.commands.scale_drill import Change, account_changes
 from foreload.trainer.run.directory import DRILL, SUMMARY, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.timeline import Moments
@@ -186,6 +187,53 @@ def test_what_trainers_cannot_be_drilled_is_refused_in_one_line_before_anything_
     assert err.startswith(f"foreload: error: {message}")
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        (["--to", "1"], "--to: must be two numbers of trainers at least, such as 1,2,1; got 1"),
+        (["--to", "1,0"], "--to: must be two numbers of trainers at least, such as 1,2,1; got 1,0"),
+        (["--to", "1,x"], "--to: must be numbers of trainers with commas between, such as 1,2,1; got 1,x"),
+        (["--to", "1,3"], "--to: must be at most the schedule's lanes, 2; got 3; prepare with more --lanes"),
+        (["--to", "1,2", "--follow"], "--follow: cannot be given to a drill"),
+    ],
+)
+def test_what_numbers_of_trainers_cannot_be_drilled_is_refused_in_one_line(
+    schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], further: list[str], message: str
+) -> None:
+    assert main(["drill", "scale", str(schedule), "--run", str(tmp_path / "run"), *further]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"foreload: error: {message}")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_changes_of_the_number_of_trainers_are_accounted_for() -> None:
+    timeline = steady(40)
+    begin = float(timeline.ended[0] - timeline.took[0])
+    took = float(timeline.took[0])
+    changes = [Change(1, 2, 9, begin + 10 * took, begin + 15.5 * took), Change(2, 1, 29)]
+    before, after = account_changes(timeline, changes)["changes"]
+    assert (before["trainers"], after["trainers"], after["step"]) == (1, 2, 9)
+    assert after["asked_at_seconds"] == pytest.approx(10 * took)
+    assert after["seconds_until_done"] == pytest.approx(5.5 * took)
+    assert after["longest_gap_seconds"] == pytest.approx(took)
+    assert before["samples_per_second"] == pytest.approx(after["samples_per_second"])
+
+
+@pytest.mark.full
+def test_trainers_join_and_leave_in_a_drill_and_the_model_is_that_of_an_undisturbed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clicks = synthetic_schedule(tmp_path, 6000 * 16, further="--batch-size 16")
+    run = tmp_path / "run"
+    assert main(["drill", "scale", str(clicks), "--run", str(run), *SMALL, "--to", "1,2,1", "--check"]) == 0
+    figures = summary(run)["drill"]["changes"]
+    assert [entry["trainers"] for entry in figures] == [1, 2, 1]
+    assert all(entry["longest_gap_seconds"] <= entry["seconds_until_done"] for entry in figures[1:])
+    check_picture(run / DRILL)
+    assert "the model is that of an undisturbed run" in capsys.readouterr().out
 
 
 def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> None:

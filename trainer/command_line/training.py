@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Any
 
 from foreload.pipelines.base.settings import add_arguments, given, path
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
@@ -85,6 +87,24 @@ def _add_drill(drills: Any) -> None:
     group.add_argument("--stop", action="store_true", help="stop it for good (SIGSTOP), instead of killing it (SIGKILL)")
     _add_check(group)
     _add_settings(trainer)
+    _add_drill_scale(drills)
+
+
+def _add_drill_scale(drills: Any) -> None:
+    scale = add_plain(
+        drills, "scale", _drill_scale, "train with more and fewer trainers, and see what each change costs",
+        "Trains, and has trainers join and leave while it does. Tells the longest gap between steps in each change and the throughput after it, "
+        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
+    )  # fmt: skip
+    group = scale.add_argument_group("the drill")
+    group.add_argument(
+        "--to",
+        default="1,2,4,2,1",
+        metavar="N,N,...",
+        help="numbers of trainers, the first from the beginning (default 1,2,4,2,1)",
+    )
+    _add_check(group)
+    _add_settings(scale)
 
 
 def _add_check(group: Any) -> None:
@@ -173,6 +193,17 @@ def _drill_trainer(parsed: argparse.Namespace) -> int:
     plan = lost_trainer.TrainerDrill(parsed.at, parsed.trainer, parsed.stop, parsed.check, make)
     summary = lost_trainer.run(job, plan)
     return tell(parsed, summary, lost_trainer.text(summary))
+
+
+def _drill_scale(parsed: argparse.Namespace) -> int:
+    job, make = _drilled_job(parsed)
+    from foreload.trainer.commands import scale_drill
+
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", parsed.to):
+        raise SettingError(f"--to: must be numbers of trainers with commas between, such as 1,2,1; got {parsed.to}")
+    numbers = tuple(int(number) for number in parsed.to.split(","))
+    summary = scale_drill.run(job, scale_drill.ScaleDrill(numbers, parsed.check, make))
+    return tell(parsed, summary, scale_drill.text(summary))
 
 
 def _drill(parsed: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
 _BINS = 120
-MADE_UP = "--format synthetic --rows 200000 --values 10000 --epochs 3 --batch-size 1024 --lanes 2 --slots 20000"
+MADE_UP = "--format synthetic --rows 200000 --values 10000 --epochs 3 --batch-size 1024 --slots 20000"
 _WORDS = {"lost": "lost", "back": "server back", "whole": "rebuilt"}
 
 
@@ -151,12 +151,12 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     return summary
 
 
-def make_schedule(job: TrainJob) -> None:
+def make_schedule(job: TrainJob, lanes: int = 2) -> None:
     """Make up the clicks of a drill and their schedule, if it is not there."""
     if not (Path(job.schedule) / "schedule.json").exists():
         from foreload.pipelines import prepare
 
-        prepare.run([*MADE_UP.split(), "--seed", str(job.seed), "--out", job.schedule])
+        prepare.run([*MADE_UP.split(), "--lanes", str(lanes), "--seed", str(job.seed), "--out", job.schedule])
 
 
 def conclude(job: TrainJob, check: bool, ending: Ending, summary: dict[str, Any]) -> None:

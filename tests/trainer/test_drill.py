@@ -159,7 +159,20 @@ def test_a_killed_trainer_s_lanes_are_taken_over_and_the_model_is_that_of_an_und
 def test_copies_are_whole_again_after_a_trainer_of_three_was_killed(tmp_path: Path, undisturbed: str) -> None:
     clicks = synthetic_schedule(tmp_path, STEPS * BATCH, lanes=3)
     run = tmp_path / "run"
-    words = ["drill", "lost-trainer", str(clicks), "--run", str(run), *SMALL, "--trainers", "3", "--at", "20", "--check"]
+    words = [
+        "drill",
+        "lost-trainer",
+        str(clicks),
+        "--run",
+        str(run),
+        *SMALL,
+        "--trainers",
+        "3",
+        "--at",
+        "20",
+        "--check",
+        "--no-restart",
+    ]
     assert main(words) == 0
     figures = summary(run)["drill"]
     assert 0 < figures["seconds_until_taken_over"] < figures["seconds_until_whole"]

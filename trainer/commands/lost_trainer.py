@@ -66,6 +66,7 @@ class LostTrainer(RunObserver):
         self._steps = StepTimes()
         self._injected: float | None = None
         self._noticed: float | None = None
+        self._lost_in = 0  # the term of the loss
         self._ready: dict[int, float] = {}  # term -> when the last one that told so was ready for it
         self._copies: dict[int, CopiesTold] = {}  # by each trainer, the last
         self._had: set[tuple[int, int]] = set()  # (trainer, lane) of the copies before the loss
@@ -78,6 +79,7 @@ class LostTrainer(RunObserver):
                 self._steps.note(report, at)
             case TrainerFaultInjected(at=at):
                 self._injected = at
+                self._lost_in = max(self._ready)
                 self._had = {(holder, lane) for holder, told in self._copies.items() for lane in told.copies}
             case TermLeft() if self._injected is not None and self._noticed is None:
                 self._noticed = time.monotonic()
@@ -104,8 +106,9 @@ class LostTrainer(RunObserver):
         """None where training ended before the fault."""
         if self._injected is None:
             return None
-        ready = [at for at in self._ready.values() if self._noticed is not None and at > self._noticed]
-        return LossMoments(self._injected, self._noticed, max(ready, default=None), self._whole)
+        # A later term may be one in which another trainer joins.
+        following = min((term for term in self._ready if term > self._lost_in), default=None)
+        return LossMoments(self._injected, self._noticed, None if following is None else self._ready[following], self._whole)
 
     @property
     def slots_seeded(self) -> int:
@@ -136,13 +139,16 @@ def run(job: TrainJob, drill: TrainerDrill) -> dict[str, Any]:
     slot = slot_bytes(columns_of(job, schedule)[0], with_base=False)
     events = list(read_events(Path(job.run)))
     taken = [event for event in events if event["kind"] == LanesTakenOver.kind]
-    last = [event for event in events if event["kind"] == TermBegan.kind][-1]
+    taken_at = [event["term"] for event in taken] or [0]
+    following = next(
+        (event["step"] for event in events if event["kind"] == TermBegan.kind and event["term"] >= taken_at[0]), None
+    )
     figures: dict[str, Any] = {
         "signal": signal.Signals(fault.signal_number).name,
         "trainer": fault.trainer,
         "step": fault.step,
         "struck_at_seconds": moments.injected - begin,
-        "went_on_after_step": last["step"],
+        "went_on_after_step": following,
         "taken_over": [{name: event[name] for name in ("lanes", "from_trainer", "to_trainer")} for event in taken],
         "bytes_taken_over": sum(schedule.slots[lane] * slot for event in taken for lane in event["lanes"]),
         "bytes_seeded": observer.slots_seeded * slot,

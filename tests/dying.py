@@ -41,10 +41,11 @@ class Died(BaseException):
 class Death:
     """A trainer dies when it comes to a point the first time after that training step began.
 
-    dies: false: it only loses its peers there, and they it, and goes on in the next term. term: the number of that in which it happens; None: any.
+    trainer: None: whoever comes there first. dies: false: it only loses its peers there, and they it, and goes on in the next term. term: the
+    number of that in which it happens; None: any.
     """
 
-    trainer: int
+    trainer: int | None
     point: str
     step: int
     dies: bool = True
@@ -85,6 +86,7 @@ class Coordinator:
     def gone(self, trainer: int, failed: bool = False) -> None:
         """A trainer is dead; or failed, which ends the test."""
         with self._changed:
+            self._standings.pop(trainer, None)
             self.failed |= failed
             self._there.discard(trainer)
             self._leave(trainer)
@@ -164,7 +166,7 @@ class _Training:
         start = Start.anew(schedule)
         self.coordinator = Coordinator(tuple(contiguous_lanes(schedule.header.lanes, trainers)), copies, start.step)
         self.denses = {number: DenseModel.build(job, schedule) for number in range(trainers)}
-        self.deaths = set(deaths)
+        self.deaths, self.drawing = set(deaths), threading.Lock()
         self.failures: list[BaseException] = []
         self.logs = Path(tempfile.mkdtemp())
         self.checked = CopyCheck()
@@ -242,10 +244,13 @@ class _OneTrainer:
                 return
             except PeerLost:
                 assert trainer.commits is not None
+                self._come_to("term over")
                 term = shared.coordinator.next(self._number, trainer.commits.standing())
                 self._term = term.number
                 trainer.commits.roll_back(term.step)
+                self._come_to("rolled back")
             session = join_term(parts, *self._place(term))
+            self._come_to("group formed")
             seeded = {
                 (lane, term.rank(t)) for lane, holders in enumerate(term.copies) for t in holders if t in term.complete[lane]
             }
@@ -261,6 +266,7 @@ class _OneTrainer:
 
     def _run_term(self, trainer: Trainer, events: Iterator[Event], before: int) -> None:
         """The program from here to its end, or to a stop, and the end."""
+        self._come_to("ready")
         shared, trained, stopped, failure = self._all, before, None, None
         shared.checked.watch(trainer)
         keep = trainer.on_point
@@ -307,23 +313,25 @@ class _OneTrainer:
 
     def _acted(self, action: str) -> None:
         """What the traffic's thread does."""
-        if any(
-            death.point == action and death.trainer == self._number and death.step <= self._step for death in self._all.deaths
-        ):
+        if self._death_at(action) is not None:
             self._dying = True
             raise Died
 
+    def _death_at(self, point: str) -> Death | None:
+        """What befalls this trainer at a point."""
+        with self._all.drawing:
+            for death in self._all.deaths:
+                here = death.trainer in (self._number, None) and death.term in (self._term, None)
+                if here and death.point == point and death.step <= self._step:
+                    if death.trainer is None or not death.dies:
+                        self._all.deaths.remove(death)
+                    return death
+        return None
+
     def _come_to(self, point: str) -> None:
-        for death in self._all.deaths:
-            if (
-                (death.trainer, death.point) == (self._number, point)
-                and death.step <= self._step
-                and death.term in (self._term, None)
-            ):
-                if death.dies:
-                    self._dying = True
-                else:
-                    self._all.deaths.remove(death)
-                    raise PeerLost(f"trainer {self._number}: at {point} of step {self._step}")
+        death = self._death_at(point)
+        if death is not None and not death.dies:
+            raise PeerLost(f"trainer {self._number}: at {point} of step {self._step}")
+        self._dying |= death is not None
         if self._dying:
             raise Died

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from command_line import reached
 from small_job import arguments, summary, synthetic_schedule
 from warm import Warm
 
 from foreload.trainer.cli import main
+from foreload.trainer.cluster.control import AskStop, Stopping, ask
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.faults import (
     END_POINTS,
@@ -196,3 +198,40 @@ def test_a_trainer_and_a_shard_are_killed_in_the_same_step(
     faults: list[Fault | TrainerFault] = [Fault(20, 1, signal.SIGKILL), killed(0, point, 22), killed(2, point, 50)]
     err = check_faults(warm, schedule, undisturbed, tmp_path / "run", faults, PARITY, copies=2)
     assert "store shard 1: is whole again" in err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", ["committed", "exchanged", "data leaves"])
+def test_two_that_have_a_lane_are_killed_in_the_same_step_and_a_third_has_it(
+    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, point: str
+) -> None:
+    check_faults(warm, schedule, undisturbed, tmp_path / "run", [killed(0, point, 20), killed(1, point, 20)], PARITY, copies=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("store", [PLAIN, PARITY])
+def test_where_all_that_have_a_lane_are_killed_the_run_ends_and_a_resume_begins_where_rows_were_saved_last(
+    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, store: str
+) -> None:
+    run = tmp_path / "run"
+    command = arguments(schedule, run, "--store", store, "--trainers", str(TRAINERS), "--copies", "2", "--digest")
+    both = [killed(0, "committed", 20), killed(1, "committed", 20)]
+    status, err = warm.begin(command, tmp_path / "first", both).end()
+    assert status == 3
+    assert "trainer 0, 1: lost, and with it the last steps of lane 0, 1, of which no other trainer has a complete copy" in err
+    # Nothing was saved before.
+    job = warm.begin([*command, "--resume"], tmp_path / "second")
+    job.until(reached(run, 30))
+    assert ask(run, AskStop()) == Stopping()
+    status, err = job.end()
+    assert status == 0, err
+    assert "resumed from the beginning: the run was broken off since" in err
+    stopped = Run.open(run).saved_status().step
+    status, err = warm.begin(
+        [*command, "--resume"], tmp_path / "third", [killed(2, "committed", 70), killed(3, "committed", 70)]
+    ).end()
+    assert status == 3, err
+    status, err = warm.begin([*command, "--resume"], tmp_path / "fourth").end()
+    assert status == 0, err
+    assert f"resumed after step {stopped}: the run was broken off since" in err
+    assert summary(run)["digest"] == undisturbed

@@ -153,6 +153,33 @@ def test_who_took_lanes_over_dies_before_the_next_step(
     assert [term.step for term in terms] == [-1, 5, 5]
 
 
+TAKEOVERS = [
+    *((code, point) for code in CODES for point in ("rolled back", "group formed", "ready", "fenced", "marker written")),
+    ((1, 0), "owed written"),
+    *(((2, 1), point) for point in ("record held", "batch finished", "rows looked at", "empty record held", "base read")),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "point"),
+    [pytest.param(*case, marks=pytest.mark.full if place % 4 else ()) for place, case in enumerate(TAKEOVERS)],
+)
+@pytest.mark.parametrize("dead", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_who_takes_lanes_over_dies_on_the_way(
+    schedule: Schedule,
+    servers: LocalStores,
+    undisturbed: dict[tuple[int, int], Trained],
+    dead: int,
+    code: tuple[int, int],
+    point: str,
+) -> None:
+    deaths = (Death(dead, "rows applied", 6), Death(None, point, 0, term=2))
+    outcome, terms = _lose(schedule, servers, 4, *deaths, copies=3, parity=code)
+    assert_same(outcome, undisturbed[code])
+    assert outcome.stored == undisturbed[code].stored
+    assert len(terms[-1].members) == 2
+
+
 @pytest.mark.parametrize(
     ("point", "step", "code"),
     [

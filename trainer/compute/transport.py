@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import stat
 import threading
@@ -153,34 +154,52 @@ class GlooTransport(Transport):
                 f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {_first_line(error)}"
             ) from error
         ports = {int(port) for of_rank in told for port in of_rank.split(",") if port}
-        self._connections = {end.inode for end in _sockets() if end.peer is not None and ports & {end.port, end.peer}}
+        # Descriptors of its own: gloo closes its when a peer does.
+        self._connections = [
+            socket.socket(fileno=os.dup(end.descriptor))
+            for end in _sockets()
+            if end.peer is not None and ports & {end.port, end.peer}
+        ]
+        self._closed = select.poll()
+        for connection in self._connections:
+            self._closed.register(connection, select.POLLRDHUP)
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         try:
             # Receives first: data that arrives goes straight into its tensor.
             works = [(peer, self._group.recv([_one_dimensional(tensor)], peer, kind)) for peer, tensor in incoming.items()]
+            self._check_open()
             works += [(peer, self._group.send([_one_dimensional(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
         except RuntimeError as error:
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {_first_line(error)}") from error
+        # Who has everyone's token of a barrier may leave.
+        if kind != BARRIER_KIND:
+            self._check_open()
         return _GlooWork(self, works)
+
+    def _check_open(self) -> None:
+        """Raise PeerLost if a connection is closed: gloo may not note that for a message that was posted at the same moment, and wait for ever."""
+        if self._closed.poll(0):
+            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: its connection is closed")
 
     def interrupt(self) -> None:
         # gloo's own `abort` frees neither who waits here nor who waits for this rank, so the connections are cut below it.
-        for end in _sockets():
-            if end.inode in self._connections:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self.interrupt()
         self._group.abort()
         del self._group
+        for connection in self._connections:
+            connection.close()
 
 
 class _Socket(NamedTuple):
     """A TCP socket of this process; peer: the port at the other end, None where it listens."""
 
     descriptor: int
-    inode: int
     port: int
     peer: int | None
 
@@ -192,14 +211,13 @@ def _sockets() -> list[_Socket]:
         descriptor = int(name)
         # One may be closed meanwhile, or be something else.
         with contextlib.suppress(OSError):
-            status = os.fstat(descriptor)
-            if not stat.S_ISSOCK(status.st_mode):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                     listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     peer = None if listens else one.getpeername()[1]
-                    found.append(_Socket(descriptor, status.st_ino, one.getsockname()[1], peer))
+                    found.append(_Socket(descriptor, one.getsockname()[1], peer))
     return found
 
 

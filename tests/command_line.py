@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,18 +78,24 @@ class Remains:
 class Command:
     """A `foreload` command (or another module's) started in a process, and process group, of its own.
 
-    terminal: the path of one, to be its controlling terminal and to print to. environment: further variables; None for one that it is not to inherit.
+    terminal: the path of one, to be its controlling terminal and to print to. within: a command line that starts what follows it, as in another
+    namespace. environment: further variables; None for one that it is not to inherit.
     """
 
     def __init__(
-        self, *arguments: object, module: str = "foreload.trainer.cli", terminal: str | None = None, **environment: str | None
+        self,
+        *arguments: object,
+        module: str = "foreload.trainer.cli",
+        terminal: str | None = None,
+        within: Sequence[str] = (),
+        **environment: str | None,
     ) -> None:
         self.remains = Remains()
         variables = os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment
         # The first terminal that the leader of a session opens is its controlling one.
         at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
         self.process = subprocess.Popen(
-            [*at_terminal, sys.executable, "-m", module, *map(str, arguments)],
+            [*at_terminal, *within, sys.executable, "-m", module, *map(str, arguments)],
             env={name: value for name, value in variables.items() if value is not None},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

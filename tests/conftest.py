@@ -6,7 +6,7 @@ There is one conftest.py: a second one would be a second module of that name, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,8 +102,10 @@ def launched() -> Iterator[Callable[..., Command]]:
 
     started: list[Command] = []
 
-    def launch(*arguments: str, module: str = "foreload.trainer.cli", **environment: str | None) -> Command:
-        started.append(Command(*arguments, module=module, **environment))
+    def launch(
+        *arguments: str, module: str = "foreload.trainer.cli", within: Sequence[str] = (), **environment: str | None
+    ) -> Command:
+        started.append(Command(*arguments, module=module, within=within, **environment))
         return started[-1]
 
     yield launch

@@ -70,19 +70,32 @@ class Placement:
     def load(cls, path: Path) -> Placement:
         """Read a placement that `save` wrote; CacheError if it is not one."""
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            return cls.of_text(path.read_text(encoding="utf-8"), str(path))
+        except OSError as error:
+            raise CacheError(f"{path}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
+
+    @classmethod
+    def of_text(cls, text: str, where: str) -> Placement:
+        """The inverse of `text`; CacheError if it is none, which names where that was found."""
+        try:
+            stored = json.loads(text)
             if stored["format"] != FORMAT:
-                raise CacheError(f"{path}: placement format must be {FORMAT}; got {stored['format']!r}")
+                raise CacheError(f"{where}: placement format must be {FORMAT}; got {stored['format']!r}")
             members = np.array(stored["members"], np.int32)
             return cls(int(stored["shards"]), int(stored["k"]), int(stored["r"]), members)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CacheError(f"{path}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CacheError(f"{where}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
 
     def save(self, path: Path) -> None:
         """Write the placement as JSON, whole or not at all."""
+        with replacing(path, durable=True) as temporary:
+            temporary.write_text(self.text, encoding="utf-8")
+
+    @property
+    def text(self) -> str:
+        """The placement as JSON."""
         stored = {"format": FORMAT, "shards": self.shard_count, "k": self.k, "r": self.r, "members": self.members.tolist()}
-        with replacing(path, durable=True) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            json.dump(stored, file, separators=(",", ":"))
+        return json.dumps(stored, separators=(",", ":"))
 
     def shards(self, lane: int, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
         """The store shard of each row of a lane. table: int16 [n]; ordinal: int64 [n], not negative. Returns int32 [n]."""

@@ -33,6 +33,10 @@ _MOST_BYTES = 1 << 31  # of a record
 _PART = 1 << 20  # bytes that are sent at once
 
 
+class _Interrupted(CopyLost):
+    """Nobody waits for the holders of this term any more."""
+
+
 class HeldRecords:
     """Of each lane, the last record and the term that it counts for, in memory. Any thread may use it."""
 
@@ -119,8 +123,8 @@ class CopiedLog:
     """A BatchLog of one trainer: of the lanes that it owns, each record goes to all of their holders before `hold` returns.
 
     records: of this trainer, into which its LogService takes those of others. silence: how long a holder may take. on_lost: called with the reason
-    when one does not answer, in the thread that holds a batch: the term must end then, and that thread waits for `begin_term` of the next. A
-    takeover's records are not waited for so; there CopyLost is raised.
+    when one does not answer, in the thread that holds a batch, and calls nothing here: the term must end then, and that thread waits for `begin_term`
+    of the next. A takeover's records are not waited for so; there CopyLost is raised.
     """
 
     def __init__(self, records: HeldRecords, token: str, silence: timedelta, on_lost: Callable[[str], None]) -> None:
@@ -188,8 +192,10 @@ class CopiedLog:
             except CopyLost as error:
                 if taken:
                     raise
-                self._on_lost(str(error))
+                lost = error
             with self._changed:
+                if not isinstance(lost, _Interrupted) and self._generation == generation:
+                    self._on_lost(str(lost))
                 while self._generation == generation and not self._closed:
                     self._changed.wait()
                 if self._closed:
@@ -271,7 +277,7 @@ class CopiedLog:
         while left:
             with self._changed:
                 if self._interrupted is not None:
-                    raise CopyLost(self._interrupted)
+                    raise _Interrupted(self._interrupted)
             patience = deadline - time.monotonic()
             if patience <= 0:
                 silent = ", ".join(str(trainer) for trainer, _ in left.values())

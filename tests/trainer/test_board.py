@@ -6,13 +6,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from small_job import step_report
 
-from foreload.trainer.cluster.board import Board, StopAgreement, host_store, join_store
+from foreload.trainer.cluster.board import PART_BYTES, Board, StopAgreement, host_store, join_store
 from foreload.trainer.cluster.events import EventReceiver, EventSender
-from foreload.trainer.cluster.facts import StopAfter, StopWanted, Term, contiguous_lanes
+from foreload.trainer.cluster.facts import DenseAtEnd, StopAfter, StopWanted, Term, contiguous_lanes
 from foreload.trainer.cluster.messages import Ended, ScrubFailed, StepEnded
 from foreload.trainer.cluster.terms import first_term
 from foreload.trainer.compute.transport import LocalHub, Transport
@@ -117,3 +118,19 @@ def test_a_trainer_notices_that_the_launcher_is_gone() -> None:
         board.publish(StopWanted())
     with pytest.raises(PeerLost, match=f"coordinator at 127.0.0.1:{port}"):
         join_store("127.0.0.1", port, timedelta(milliseconds=200))
+
+
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES, 3 * PART_BYTES + 5, pytest.param(100_000_000, marks=pytest.mark.full)])
+def test_bytes_of_any_number_stand_beside_a_fact(size: int) -> None:
+    writer, reader = boards(2)
+    data = np.random.default_rng(size).bytes(size)
+    writer.publish_bytes(DenseAtEnd.of(data, 7), data, 3)
+    fact, read = reader.read_bytes(DenseAtEnd, 3)
+    assert (fact.step, fact.size, read) == (7, size, data)
+
+
+def test_other_bytes_than_the_fact_says_are_refused() -> None:
+    writer, reader = boards(2)
+    writer.publish_bytes(DenseAtEnd.of(b"one", 7), b"two", 3)
+    with pytest.raises(MessageError, match="DenseAtEnd/3: must be 3 bytes with checksum"):
+        reader.read_bytes(DenseAtEnd, 3)

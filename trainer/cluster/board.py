@@ -9,6 +9,7 @@ finishes step t + 1 without it, so everybody reads this number after step t + 1 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,10 +18,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from foreload.trainer.cluster.codec import decode, encode
-from foreload.trainer.cluster.facts import StopAfter, StopWanted, Term
-from foreload.trainer.errors import PeerLost
+from foreload.trainer.cluster.facts import Bytes, StopAfter, StopWanted, Term
+from foreload.trainer.errors import MessageError, PeerLost
 
 _Fact = TypeVar("_Fact")
+_Bytes = TypeVar("_Bytes", bound=Bytes)
+
+PART_BYTES = 1 << 22  # of bytes beside a fact, in one message of the rendezvous store
 
 
 def host_store(address: str, timeout: timedelta, listening: int | None = None) -> Any:
@@ -79,6 +83,24 @@ class Board:
             with _reachable():
                 self._store.delete_key(_name(kind, place))
         return fact
+
+    def publish_bytes(self, fact: Bytes, data: bytes, *place: int) -> None:
+        """State a fact with bytes of any number beside it, which `read_bytes` gives."""
+        name = _name(type(fact), place)
+        store: Any = self._store  # torch's stubs know no bytes
+        with _reachable():
+            for part, first in enumerate(range(0, len(data), PART_BYTES)):
+                store.set(f"{name}/{part}", data[first : first + PART_BYTES])
+        self.publish(fact, *place)
+
+    def read_bytes(self, kind: type[_Bytes], *place: int) -> tuple[_Bytes, bytes]:
+        """What `publish_bytes` stated, waited for as `read` does. Raises PeerLost, and MessageError where the bytes are other ones."""
+        fact, name = self.read(kind, *place), _name(kind, place)
+        with _reachable():
+            data = b"".join(self._store.get(f"{name}/{part}") for part in range(-(-fact.size // PART_BYTES)))
+        if len(data) != fact.size or hashlib.sha256(data).hexdigest() != fact.checksum:
+            raise MessageError(f"{name}: must be {fact.size} bytes with checksum {fact.checksum}; got {len(data)} others")
+        return fact, data
 
 
 class StopAgreement:

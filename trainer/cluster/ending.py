@@ -17,6 +17,7 @@ from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import Term
+from foreload.trainer.cluster.host_messages import HOST_GONE
 from foreload.trainer.cluster.messages import Departed, Failed, LostRows, TrainerEnd
 from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
 from foreload.trainer.run.directory import CONTROL, STORES, Run
@@ -123,4 +124,6 @@ def reason(failures: Sequence[Failed], silent: Mapping[int, str], term: Term) ->
 
 def ended_how(status: int) -> str:
     """How a process ended."""
+    if status == HOST_GONE:
+        return "its host is not reached any more"
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

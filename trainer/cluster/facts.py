@@ -7,7 +7,9 @@ Where a fact stands more than once, its place is told: numbers after its name. W
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import Self
 
 
 def contiguous_lanes(lanes: int, trainers: int) -> list[int]:
@@ -69,6 +71,39 @@ class Term:
     def leader(self) -> int:
         """The trainer that hosts lane 0: it speaks for all where one has to."""
         return self.hosts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """That bytes stand on the board (`Board.publish_bytes`). checksum: SHA-256; step: the training step after which they are what they are."""
+
+    size: int
+    checksum: str
+    step: int
+
+    @classmethod
+    def of(cls, data: bytes, step: int) -> Self:
+        """The fact of these bytes."""
+        return cls(len(data), hashlib.sha256(data).hexdigest(), step)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAtStart(Bytes):
+    """The dense part that a call goes on from, for trainers that do not have the run's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAtEnd(Bytes):
+    """The dense part at the end, of a leader that does not have the run's folder, at (term)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlace:
+    """Of a run over several hosts, at (trainer): where the trainer takes records of the batch log, and whether it has the run's folder."""
+
+    host: str
+    port: int
+    has_run: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.trainer_group import Ending, TrainerGroup
@@ -63,6 +64,10 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
     Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
     """
     numerics.check_processor()
+    if under_scheduler() and job.coordinator is not None:
+        raise SettingError(
+            "--coordinator: is for hosts that join by themselves; leave it out under torchrun, which starts the trainers"
+        )
     if not under_scheduler():
         with Interrupts() as interrupts:
             return Launcher(job, interrupts, None, observer or RunObserver(), start_process).run()
@@ -129,7 +134,7 @@ class Launcher:
         self._group: TrainerGroup | None = None  # as soon as there is one
         self._events: EventLog  # once this call has the run
         # A scheduler has started the other trainers itself, each as a call of `train`.
-        self._spawned = range(1) if rendezvous is not None else range(job.trainers)
+        self._spawned = range(1) if rendezvous is not None else range(job.trainers_here)
 
     def run(self) -> Ending:
         """Train; see `train`."""
@@ -229,19 +234,23 @@ class Launcher:
                 keep_schedule(run, schedule)
                 check = self._spare_check(manifest)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
-                self._group = group = TrainerGroup(
-                    self._job,
-                    self._interrupts,
-                    run,
-                    manifest,
-                    start,
-                    schedule,
-                    shards,
-                    self._observer,
-                    self._start_process,
-                    events,
-                )
-                ending = group.train(self._rendezvous, self._spawned)
+                with Hosts.of(self._job, run.path) as hosts:
+                    if hosts is not None:
+                        hosts.await_first()
+                    self._group = group = TrainerGroup(
+                        replace(self._job, namespace=manifest.namespace),
+                        self._interrupts,
+                        run,
+                        manifest,
+                        start,
+                        schedule,
+                        shards,
+                        self._observer,
+                        self._start_process,
+                        events,
+                        hosts,
+                    )
+                    ending = group.train(self._rendezvous, self._spawned)
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:

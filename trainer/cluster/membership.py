@@ -10,7 +10,7 @@ from foreload.trainer.cluster.board import Board, clear_agreement
 from foreload.trainer.cluster.facts import Admitted, HandedOver, Lease, StopWanted, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages import CopiesTold, Ready, TermLeft
 from foreload.trainer.cluster.terms import NO_CHANGE, changed_term, next_term, wants_change
-from foreload.trainer.compute.succession import next_hosts
+from foreload.trainer.compute.succession import ONE_MACHINE, next_hosts
 from foreload.trainer.run.event_log import (
     EventLog,
     LanesMoved,
@@ -38,7 +38,7 @@ class Membership:
     term: the one that is on the board; ready: who has told in it that it can begin. copies: how many trainers are to have each lane, where
     there are so many; silence: after which one that renews no lease is lost. raise_term: notes a term's number in RUN before anyone owns lanes in it.
     kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: what the user is told, a line; events: where what
-    befalls the run is noted.
+    befalls the run is noted; machines: which one each trainer is on.
 
     change: who can join and who is to leave, set by the caller; members and lanes then change as soon as may be.
     """
@@ -54,10 +54,11 @@ class Membership:
         tell: Callable[[str], None],
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
+        machines: Mapping[int, str] = ONE_MACHINE,
     ) -> None:
         self._board, self.term, self._copies, self._silence = board, term, copies, silence
         self._raise_term, self._kill, self._tell, self._clock = raise_term, kill, tell, clock
-        self._events = events
+        self._events, self._machines = events, machines
         self.ready: dict[int, Ready] = {}
         self.begun = False  # whether the term's steps have begun
         self.change = NO_CHANGE
@@ -192,7 +193,7 @@ class Membership:
         before, standings = self.term, {trainer: self._left[trainer] for trainer in present}
         if not self._lost and all(standing.why is None for standing in standings.values()):
             killed = []
-            self.term = changed_term(before, standings, self._copies, self.change)
+            self.term = changed_term(before, standings, self._copies, self.change, self._machines)
         else:
             if not self._lost:
                 # All are alive: a connection between two of them broke.
@@ -203,7 +204,7 @@ class Membership:
             killed = [self._kill(trainer) for trainer in self._lost]
             for trainer, why in self._lost.items():
                 self._events.note(TrainerLost(trainer=trainer, cause=why))
-            self.term = next_term(before, standings, self._copies, all(killed))
+            self.term = next_term(before, standings, self._copies, all(killed), self._machines)
         if self.term.committed > before.committed:
             self._fruitless = 0
         self._events.step, self._events.term = self.term.committed, self.term.number

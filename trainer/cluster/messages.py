@@ -13,7 +13,17 @@ from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Lag, Scrubbed
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.run.manifest import Stage
 from foreload.trainer.run.report import Totals
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What of a run's folder a trainer without it needs. identity: as the manifest has it; stage: its last; placement: its text."""
+
+    identity: dict[str, Any]
+    stage: Stage
+    placement: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,8 @@ class LaunchSpec:
 
     first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
     batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
-    prefix, to go on from. faults: as RunObserver has them. totals: of the run before this call.
+    prefix, to go on from. faults: as RunObserver has them. totals: of the run before this call. hosts: where trainers are on several
+    hosts, and only some have the run's folder.
     """
 
     job: dict[str, Any]
@@ -35,6 +46,7 @@ class LaunchSpec:
     servers_return: bool  # servers of lost shards are started again, or others take their place
     faults: tuple[Fault | TrainerFault, ...] = ()
     totals: Totals = field(default_factory=Totals)
+    hosts: RunFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Protocol
 
 import foreload
+from foreload.pipelines.base.job_token import TOKEN_VARIABLE
 
 WORKER, KEEPER = "foreload.trainer.cluster.worker", "foreload.trainer.cluster.keeper"
 _STORES, _RENDEZVOUS, _ADDRESS = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_ADDRESS"
 _TRAINER, _LAUNCHER, _COMMANDS = "FORELOAD_TRAINER", "FORELOAD_LAUNCHER", "FORELOAD_COMMANDS"
+_HAS_RUN, _SCHEDULE = "FORELOAD_HAS_RUN", "FORELOAD_SCHEDULE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,24 @@ StartProcess = Callable[[ProcessStart], StartedProcess]
 
 
 @dataclass(frozen=True, slots=True)
+class OnHost:
+    """What a trainer of a job over several hosts knows of the host that it is on. token: the job's; has_run: whether the run's folder is here;
+    schedule: the folder of the schedule here, None where that is as on the coordinator's host.
+    """
+
+    token: str
+    has_run: bool
+    schedule: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerStart:
     """What a trainer is started with; all else it finds on the board. rendezvous: the address of the rendezvous store, which the
     board is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins. commands: of a
     trainer that is started while others train, how many commands to trainers the board has, which the URLs tell of already; None: it is one of
-    the first.
+    the first. on_host: of a job over several hosts.
     """
 
     trainer: int
@@ -73,10 +86,15 @@ class TrainerStart:
     store_urls: tuple[str, ...] | None
     launcher: int
     commands: int | None = None
+    on_host: OnHost | None = None
 
     def environment(self) -> dict[str, str]:
         """These fields as variables of the process's environment."""
-        return {
+        of_host: dict[str, str] = {}
+        if self.on_host is not None:
+            of_host = {_HAS_RUN: json.dumps(self.on_host.has_run), TOKEN_VARIABLE: self.on_host.token}
+            of_host |= {} if self.on_host.schedule is None else {_SCHEDULE: self.on_host.schedule}
+        return of_host | {
             _TRAINER: str(self.trainer),
             _RENDEZVOUS: self.rendezvous,
             _ADDRESS: self.address,
@@ -89,6 +107,9 @@ class TrainerStart:
     def of_environment(cls, environment: Mapping[str, str]) -> TrainerStart:
         """The inverse of `environment`."""
         urls = json.loads(environment[_STORES])
+        on_host = None
+        if _HAS_RUN in environment:
+            on_host = OnHost(environment[TOKEN_VARIABLE], json.loads(environment[_HAS_RUN]), environment.get(_SCHEDULE))
         return cls(
             int(environment[_TRAINER]),
             environment[_RENDEZVOUS],
@@ -96,6 +117,7 @@ class TrainerStart:
             None if urls is None else tuple(urls),
             int(environment[_LAUNCHER]),
             json.loads(environment[_COMMANDS]),
+            on_host,
         )
 
 

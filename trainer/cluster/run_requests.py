@@ -37,13 +37,15 @@ class _Count:
 
 
 class RunRequests:
-    """The coordinator's side. members: the trainers' numbers; protected: whether there is parity; training: whether all of them are ready.
+    """The coordinator's side. members: the trainers' numbers; protected: whether there is parity; training: whether all of them are ready;
+    over_hosts: whether they are on several hosts.
 
     scrub, scrubbed and row_counts are called in threads of the control socket, the rest in the main one.
     """
 
-    def __init__(self, members: Iterable[int], protected: bool, training: Callable[[], bool]) -> None:
+    def __init__(self, members: Iterable[int], protected: bool, training: Callable[[], bool], over_hosts: bool = False) -> None:
         self._members, self._protected, self._training = frozenset(members), protected, training
+        self._over_hosts = over_hosts
         self._condition = threading.Condition()
         self._commands: list[TrainerCommand] = []
         self._number = 0
@@ -64,6 +66,8 @@ class RunRequests:
         """Begin a scrub, if none is under way."""
         if not self._protected:
             return Refused("it has no parity, so there is nothing to check its rows against; train with --parity")
+        if self._over_hosts:
+            return Refused("it trains on several hosts, which cannot be told of its rows; scrub it when it rests")
         if not self._training():
             return Refused("its trainers are still starting; try again in a moment")
         with self._condition:

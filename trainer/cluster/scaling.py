@@ -60,6 +60,16 @@ class Scaling:
             self._asked += 1
             return ScaleBegun(self._asked, before, trainers)
 
+    def offer(self) -> int | None:
+        """A further trainer, which another host starts, is to join: its number; None where there are as many as lanes already."""
+        with self._changed:
+            if self._wanted >= self._lanes:
+                return None
+            self._wanted += 1
+            trainer, self._next = self._next, self._next + 1
+            self._starting[trainer] = False
+            return trainer
+
     def progress(self, number: int) -> ScaleProgress | Refused:
         """How far what was asked for is. number: which time."""
         with self._changed:
@@ -99,12 +109,12 @@ class Scaling:
             self._leaving.add(trainer)
         return True
 
-    def lost(self, trainer: int) -> None:
-        """A member is lost; another one takes its place, where that is wanted."""
+    def lost(self, trainer: int, elsewhere: bool = False) -> None:
+        """A member is lost; another one takes its place, where that is wanted. elsewhere: it was on another host, which has to offer another one."""
         with self._changed:
             if trainer in self._leaving:
                 return
-            if not self._restarts:
+            if not self._restarts or elsewhere:
                 self._wanted = max(self._wanted - 1, 1)
             elif trainer in self._new:
                 self._fruitless += 1

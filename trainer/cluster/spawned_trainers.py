@@ -6,18 +6,24 @@ import os
 from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 
+from foreload.cache.client.url import parse_urls
 from foreload.trainer.cluster.ending import ended_how
+from foreload.trainer.cluster.host_connections import HostedTrainer
+from foreload.trainer.cluster.host_messages import HOST_GONE
+from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart, pause
 
 
 class SpawnedTrainers:
     """The processes, by trainers' numbers. urls: of the store shards as they are now, with passwords. lock: the descriptor of the run's, if any.
 
-    A trainer that outlives this process goes on holding the lock on the run.
+    A trainer that outlives this process goes on holding the lock on the run. hosts: the other hosts of the job, on which trainers can be, too.
     """
 
-    def __init__(self, start: StartProcess, urls: Callable[[], Sequence[str]], lock: int | None) -> None:
-        self._start, self._urls = start, urls
+    def __init__(
+        self, start: StartProcess, urls: Callable[[], Sequence[str]], lock: int | None, hosts: Hosts | None = None
+    ) -> None:
+        self._start, self._urls, self._hosts = start, urls, hosts
         self._held: tuple[int, ...] = () if lock is None else (lock,)
         self._processes: dict[int, StartedProcess] = {}
         self._place = ("", "")
@@ -30,8 +36,34 @@ class SpawnedTrainers:
     def start(self, trainer: int, commands: int | None = None) -> None:
         """Start a trainer. commands: as in `TrainerStart`."""
         rendezvous, address = self._place
-        told = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), commands)
+        on_host = None if self._hosts is None else self._hosts.on_host
+        told = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), commands, on_host)
         self._processes[trainer] = self._start(ProcessStart(WORKER, (), told.environment(), self._held))
+
+    def start_first(self, here: Sequence[int]) -> None:
+        """Start the trainers that training begins with: those of this host, and those that other hosts have offered for that, which follow them."""
+        for trainer in here:
+            self.start(trainer)
+        for trainer, hosted in enumerate(() if self._hosts is None else self._hosts.first, len(here)):
+            self._start_elsewhere(trainer, hosted, None)
+
+    def take_offers(self, offer: Callable[[], int | None], commands: int) -> list[int]:
+        """Have other hosts start the trainers that they have offered since; returns these. offer: gives the number of one, None: it is not needed."""
+        taken = []
+        while self._hosts is not None and (hosted := self._hosts.take()) is not None:
+            trainer = offer()
+            if trainer is None:
+                self._hosts.refuse(hosted, "the job has as many trainers as lanes, or ends")
+                continue
+            self._start_elsewhere(trainer, hosted, commands)
+            taken.append(trainer)
+        return taken
+
+    def _start_elsewhere(self, trainer: int, hosted: HostedTrainer, commands: int | None) -> None:
+        assert self._hosts is not None
+        self._processes[trainer] = hosted
+        stores = tuple(url.plain for url in parse_urls(",".join(self._urls())))
+        self._hosts.start(hosted, trainer, self._place[0], stores, commands)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -45,7 +77,8 @@ class SpawnedTrainers:
 
     def pause(self, at_most: timedelta, ended: Container[int]) -> None:
         """Return after a while, or as soon as one ends. ended: those that have."""
-        pause([process for trainer, process in self._processes.items() if trainer not in ended], at_most)
+        left = [process for trainer, process in self._processes.items() if trainer not in ended]
+        pause([process for process in left if not isinstance(process, HostedTrainer)], at_most)
 
     def forget(self, trainer: int) -> None:
         """One that has ended is of no interest any more."""
@@ -58,12 +91,16 @@ class SpawnedTrainers:
             return False
         process.kill()
         process.wait()
-        return True
+        # Of one on another host, which may be cut off, this is not always known.
+        return process.poll() not in (None, HOST_GONE)
 
     def await_end(self, patience: timedelta) -> None:
-        """Wait until each has ended, but no longer than that for any."""
+        """Wait until each has ended, but no longer than that for any. Those of other hosts, which then see to their own end, are let go."""
         for process in self._processes.values():
             process.wait(patience)
+        self._processes = {
+            trainer: process for trainer, process in self._processes.items() if not isinstance(process, HostedTrainer)
+        }
 
     def kill(self) -> None:
         """End all at once."""

@@ -25,7 +25,8 @@ class TermWatch:
 
     def __init__(self, connect: Callable[[], Any], trainer: int, silence: timedelta) -> None:
         self._connect, self._trainer, self._silence = connect, trainer, silence
-        self._watched: tuple[int, Transport] | None = None
+        self._watched: tuple[int, Transport, Callable[[], None]] | None = None
+        self._broken = 0  # the term that this trainer has found to be over
         self._changed = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="term watch", daemon=True)
@@ -39,16 +40,20 @@ class TermWatch:
         self._thread.join()
 
     @contextlib.contextmanager
-    def watching(self, term: int, transport: Transport) -> Iterator[None]:
-        """While entered, `transport` is interrupted as soon as the term is over."""
+    def watching(self, term: int, transport: Transport, on_over: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """While entered, `transport` is interrupted as soon as the term is over, and `on_over` called, in the thread."""
         with self._changed:
-            self._watched = term, transport
+            self._watched = term, transport, on_over
         try:
             yield
         finally:
             # The thread is not at the transport any more when this returns.
             with self._changed:
                 self._watched = None
+
+    def break_off(self, term: int) -> None:
+        """A term is over for this trainer, though nobody has said so: any thread may tell."""
+        self._broken = term
 
     def _run(self) -> None:
         board = Board(self._connect())
@@ -61,6 +66,10 @@ class TermWatch:
                     board.publish(Lease(looks // every), self._trainer)
                 looks += 1
                 with self._changed:
-                    if self._watched is not None and board.poll(TermOver, self._watched[0]) is not None:
-                        self._watched[1].interrupt()
+                    if self._watched is None:
+                        continue
+                    term, transport, on_over = self._watched
+                    if self._broken == term or board.poll(TermOver, term) is not None:
+                        transport.interrupt()
+                        on_over()
                         self._watched = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from foreload.trainer.cluster.facts import Term, contiguous_lanes
 from foreload.trainer.cluster.messages import TermLeft
-from foreload.trainer.compute.succession import balanced_hosts, next_copies, next_hosts
+from foreload.trainer.compute.succession import ONE_MACHINE, balanced_hosts, next_copies, next_hosts
 from foreload.trainer.errors import LanesLost
 
 
@@ -26,14 +26,18 @@ class Change:
 NO_CHANGE = Change()
 
 
-def first_term(number: int, members: Sequence[int], lanes: int, copies: int, step: int) -> Term:
+def first_term(
+    number: int, members: Sequence[int], lanes: int, copies: int, step: int, machines: Mapping[int, str] = ONE_MACHINE
+) -> Term:
     """The term that a call of `foreload train` begins with. copies: how many trainers have each lane, its owner included; step: the last trained."""
     hosts = tuple(members[rank] for rank in contiguous_lanes(lanes, len(members)))
     none: tuple[tuple[int, ...], ...] = ((),) * lanes
-    return Term(number, tuple(members), hosts, next_copies(hosts, none, members, copies), none, step, targets=hosts)
+    return Term(number, tuple(members), hosts, next_copies(hosts, none, members, copies, machines), none, step, targets=hosts)
 
 
-def next_term(before: Term, standings: Mapping[int, TermLeft], copies: int, dead: bool = True) -> Term:
+def next_term(
+    before: Term, standings: Mapping[int, TermLeft], copies: int, dead: bool = True, machines: Mapping[int, str] = ONE_MACHINE
+) -> Term:
     """The term after one in which members were lost: their lanes go to trainers that have complete copies, all others stay where they are.
 
     standings: of the members that are there, by number. It goes on from the least step that any of them stands at: what others did beyond is undone.
@@ -46,7 +50,7 @@ def next_term(before: Term, standings: Mapping[int, TermLeft], copies: int, dead
         before.number + 1,
         members,
         hosts,
-        _with_targets(next_copies(hosts, complete, members, copies), hosts, pending),
+        _with_targets(next_copies(hosts, complete, members, copies, machines), hosts, pending),
         complete,
         _least_step(before, standings),
         any(standing.stopping for standing in standings.values()),
@@ -57,7 +61,9 @@ def next_term(before: Term, standings: Mapping[int, TermLeft], copies: int, dead
     )
 
 
-def changed_term(before: Term, standings: Mapping[int, TermLeft], copies: int, change: Change) -> Term:
+def changed_term(
+    before: Term, standings: Mapping[int, TermLeft], copies: int, change: Change, machines: Mapping[int, str] = ONE_MACHINE
+) -> Term:
     """The term after one that all members have left at the same step, as was planned.
 
     Lanes go where they are to be if a complete copy is there; where there is none, one is made, so that they can go in a later term. Where they are
@@ -83,7 +89,7 @@ def changed_term(before: Term, standings: Mapping[int, TermLeft], copies: int, c
     remain = tuple(trainer for trainer in there if trainer in stay or trainer in hosts or trainer in kept.values())
     copied = tuple(
         (*holders, kept[lane]) if lane in kept and kept[lane] not in holders else holders
-        for lane, holders in enumerate(next_copies(hosts, complete, stay, copies))
+        for lane, holders in enumerate(next_copies(hosts, complete, stay, copies, machines))
     )
     return Term(
         before.number + 1,

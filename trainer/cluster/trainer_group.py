@@ -23,6 +23,7 @@ from foreload.trainer.cluster.ending import first_of, reason, stage_of, status_o
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.keeper import Keeper
 from foreload.trainer.cluster.lane_copies import LaneCopies
 from foreload.trainer.cluster.membership import Membership
@@ -51,11 +52,13 @@ from foreload.trainer.cluster.messages import (
     TrainerFaultInjected,
 )
 from foreload.trainer.cluster.processes import StartProcess
+from foreload.trainer.cluster.run_folder import publish_dense, run_facts, save_over_hosts
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.scaling import Scaling
 from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.terms import first_term
+from foreload.trainer.compute.succession import ONE_MACHINE
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
@@ -98,25 +101,24 @@ class TrainerGroup:
         observer: RunObserver,
         start_process: StartProcess,
         events: EventLog,
+        hosts: Hosts | None = None,
     ) -> None:
-        self._events = events
+        self._events, self._hosts = events, hosts
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
-        self._observer, self._start_process = observer, start_process
-        self._schedule, self._shards = schedule, shards
+        self._observer, self._start_process, self._schedule, self._shards = observer, start_process, schedule, shards
         self._commands = 0  # how many were published
-        self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock)
-        self.manifest = manifest
-        self.status = start
+        self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock, hosts)
+        self.manifest, self.status = manifest, start
         self.failure: str | None = None
-        self.at_rest = False
-        self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.copies_held, start.step)
+        self.at_rest = self._stop_told = False
+        machines = self._machines = ONE_MACHINE if hosts is None else hosts.machines
+        self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.copies_held, start.step, machines)
         self._membership: Membership | None = None
         self._copies = LaneCopies(self._first, _tell, events)
         self._training = False  # whether all trainers were ready once
         self._ended: dict[int, TrainerEnd] = {}
         self._failures: list[tuple[int, Failed]] = []
-        self._stop_told = False
-        self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training)
+        self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training, hosts is not None)
         self._scaling = Scaling(
             job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell
         )
@@ -136,6 +138,7 @@ class TrainerGroup:
             servers_return=self._shards.servers_return,
             faults=tuple(self._observer.faults),
             totals=Totals(**self._start.totals),  # type: ignore[arg-type]
+            hosts=None if self._hosts is None else run_facts(self._run, self.manifest),
         )
         self._interrupts.defer_signals = True
         address = job.own_address()
@@ -148,8 +151,7 @@ class TrainerGroup:
             # Trainers start while the keeper does.
             place = _scheduler_address() if keeper is None else keeper.address
             self._trainers.meet_at(place, address, () if keeper is None else (keeper.held,))
-            for trainer in spawned:
-                self._trainers.start(trainer)
+            self._trainers.start_first(spawned)
             return self._lead(Board(rendezvous if keeper is None else keeper.join()), spec)
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
@@ -163,7 +165,9 @@ class TrainerGroup:
             self._end_process,
             _tell,
             self._events,
+            machines=self._machines,
         )
+        publish_dense(board, self._run, spec)
         board.publish(spec)
         steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
         report = RunReport(
@@ -177,6 +181,7 @@ class TrainerGroup:
             self._follow(board, report, members)
             left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
+            save_over_hosts(board, self._run, spec, members.term.number, self._ended.values())
             # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
             stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
             self._run.come_to_rest(replace(self.manifest, stages=stages), self.status)
@@ -242,10 +247,12 @@ class TrainerGroup:
             self._run_requests.now_members(members.term.members)
             self._shards.now_trainers(members.term.members)
             for trainer in members.lost:
-                self._scaling.lost(trainer)
+                self._scaling.lost(trainer, elsewhere=bool(self._machines.get(trainer)))
         if under_scheduler():
             members.begin()
             return
+        for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
+            self._receiver.add(trainer)
         self._scaling.see(members, dead, goes_on)
         for trainer in dead.keys() - set(members.term.members):
             self._trainers.forget(trainer)

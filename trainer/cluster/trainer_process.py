@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from foreload.cache.client.store import Store
-from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.errors import CopyLost
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.rehearsal import rehearse_takeover
 from foreload.pipelines.base.interrupts import Interrupts
@@ -27,6 +26,7 @@ from foreload.trainer.cluster.ending import end_alone, shared_totals
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import Fingerprint, Orphaned, RunSaved
 from foreload.trainer.cluster.faults import FaultPoints, TrainerFault
+from foreload.trainer.cluster.hosted_log import FolderLog, HostedLog, TermLog
 from foreload.trainer.cluster.messages import (
     Departed,
     Ended,
@@ -37,6 +37,8 @@ from foreload.trainer.cluster.messages import (
     TrainerEnd,
     TrainerFaultInjected,
 )
+from foreload.trainer.cluster.processes import OnHost
+from foreload.trainer.cluster.run_folder import FolderElsewhere, OwnFolder, RunFolder, save_over_hosts
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
 from foreload.trainer.cluster.trainer_terms import TrainerTerms
 from foreload.trainer.compute import numerics
@@ -48,12 +50,10 @@ from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
-from foreload.trainer.run.dense_file import load_dense, save_dense
-from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
+from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.next_term import continue_term
 from foreload.trainer.run.report import Totals
-from foreload.trainer.run.resume import check_same
 from foreload.trainer.run.state_transfer import receive_state, send_state
 
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
@@ -80,10 +80,14 @@ class TrainerProcess:
         leaving: threading.Event,
         connect: Callable[[], Any] | None,
         commands: int | None,
+        on_host: OnHost | None,
     ) -> None:
         self._board, self._events, self._interrupts = board, events, interrupts
         self._trainer, self._spec, self._store_urls, self._ready = trainer, spec, store_urls, ready
         self._job = TrainJob.of(spec.job)
+        if on_host is not None and on_host.schedule is not None:
+            self._job = replace(self._job, schedule=on_host.schedule)
+        self._address, self._on_host = address, on_host
         self._run = Path(self._job.run)
         self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
         self._leaving, self._leave_told = leaving, False
@@ -97,7 +101,8 @@ class TrainerProcess:
         self._segments = 0  # how many of the schedule were begun
         self._flushed = 0  # rows written beyond the schedule
         # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
-        self._over: PeerLost | None = None
+        self._over: PeerLost | CopyLost | None = None
+        self._hosted: HostedLanes | None = None  # once there are any
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
@@ -105,22 +110,47 @@ class TrainerProcess:
         numerics.set_up(job.threads, job.device, job.cpu_capability)
         self._check_fingerprint()
         self._schedule = schedule = Schedule(job.schedule, follow=job.follow)
-        if spec.resumes:
-            check_same(Run.open(self._run).manifest.stages[-1], schedule)
+        self._folder = folder = self._open_folder()
+        folder.check_schedule(schedule, spec.resumes)
         self._dense = dense = DenseModel.build(job, schedule)
         if spec.resumes and not self._terms.joins:
-            load_dense(self._run / DENSE, dense.module, dense.optimizer, spec.start_step)
+            folder.load_dense(dense, spec.start_step)
         if self._terms.survives or self._terms.joins:
             rehearse_takeover()
-        placement = Placement.load(self._run / PLACEMENT)
-        with Store.connect(self._store_urls, job.store_silence, placement.r) as store, self._terms.watched():
+        with (
+            Store.connect(self._store_urls, job.store_silence, folder.placement.r) as store,
+            self._terms.watched(),
+            contextlib.closing(self._open_log()) as log,
+        ):
             access = StoreAccess(
-                store, placement, job.run_namespace, FileLog(self._run / LOG),
-                ownership=Ownership(self._terms.term.number, Run.open(self._run).manifest.identity),
+                store, folder.placement, job.run_namespace, log.log,
+                ownership=Ownership(self._terms.term.number, folder.identity),
                 on_shards=self._link.shard_news,
                 on_action=self._points.in_traffic if self._points.any else None,
             )  # fmt: skip
+            self._log = log
             self._run_terms(dense.parts(job, schedule), access)
+
+    def _open_folder(self) -> RunFolder:
+        if self._on_host is None or self._on_host.has_run or self._spec.hosts is None:
+            return OwnFolder(self._run)
+        return FolderElsewhere(self._board, self._spec.hosts)
+
+    def _open_log(self) -> TermLog:
+        if self._on_host is None:
+            return FolderLog(self._run / LOG, self._trainer)
+        return HostedLog(
+            self._board, self._trainer, self._address, self._on_host, self._spec.last_batches, self._job.peer_silence, self._lose_holder
+        )  # fmt: skip
+
+    def _lose_holder(self, why: str) -> None:
+        """A trainer that holds the batch log of a lane that is hosted here does not answer: the term is over. The traffic's thread says so."""
+        self._end_waits(why)
+        self._terms.break_off()
+
+    def _end_waits(self, why: str) -> None:
+        if self._hosted is not None:
+            self._hosted.traffic.interrupt(CopyLost(why))
 
     def _run_terms(self, parts: TrainerParts, access: StoreAccess) -> None:
         """Train in one term after the other, until there is no further one, or none with this trainer."""
@@ -133,6 +163,7 @@ class TrainerProcess:
                 self._serve(hosted, parts, stack)
                 self._link.catch_up()
                 terms.join()
+            self._log.begin_term(terms.term, ())
             while True:
                 why: str | None = None
                 try:
@@ -148,11 +179,13 @@ class TrainerProcess:
                             before, events = self._continue(parts, access, session, before, hosted)
                         if not self._run_term(before, events):
                             return
-                except PeerLost as error:
+                except (PeerLost, CopyLost) as error:
                     if hosted is None:
-                        raise
+                        raise PeerLost(str(error)) from error
                     # It may be gone because rows are: then that is said, of this trainer's rows.
-                    hosted.traffic.probe()
+                    self._terms.on_over()
+                    with contextlib.suppress(CopyLost):
+                        hosted.traffic.probe()
                     if not terms.survives:
                         raise
                     self._over, why = error, str(error)
@@ -167,18 +200,39 @@ class TrainerProcess:
         """Have what is asked of this trainer done by the traffic of its lanes, which lives as long as `stack`."""
         self._link.serve(hosted, parts.layouts)
         stack.enter_context(hosted.traffic)
+        # Whatever waits there for the next term does not, once there is none.
+        stack.callback(self._log.close)
+        self._hosted = hosted
+        if self._on_host is not None:
+            self._terms.on_over = self._see_over
 
     def _next_term(self, before: Trainer | None, why: str | None) -> None:
         """Leave the term and come to the next, at the step that is committed, without the lanes that go to others. Raises PeerLost, TrainerError."""
         terms = self._terms
+        commits = None if before is None else before.commits
+        standing = None
+        if before is not None:
+            standing = Standing(self._last_step, (), False) if commits is None else commits.standing()
+        while True:
+            terms.next(standing, why)
+            try:
+                self._log.begin_term(terms.term, () if before is None else before.lanes.numbers)
+                break
+            except CopyLost as error:
+                why = str(error)
+        if self._hosted is not None:
+            self._hosted.traffic.interrupt(None)
         if before is None:
-            terms.next(None, why)
             return
-        commits = before.commits
-        terms.next(commits.standing() if commits is not None else Standing(self._last_step, (), False), why)
         if commits is not None:
             commits.roll_back(terms.term.committed)
         terms.hand_over(commits, before.lanes.numbers)
+
+    def _see_over(self) -> None:
+        """The term is over: nobody here waits for other trainers any more. The thread that watches the term says so."""
+        why = f"trainer {self._trainer}: term {self._terms.term.number} is over"
+        self._log.interrupt(why)
+        self._end_waits(why)
 
     def _continue(
         self, parts: TrainerParts, access: StoreAccess, session: TermSession, before: Trainer | None, hosted: HostedLanes
@@ -225,7 +279,7 @@ class TrainerProcess:
         # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
         session.barrier()
         if session.leads:
-            save_dense(self._run / DENSE, self._dense.module, self._dense.optimizer, self._last_step, self._on_dense_written)
+            self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
         end = TrainerEnd(
             step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(),
             traffic=self._counters(lanes), lost=tuple(lost), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals,
@@ -233,7 +287,7 @@ class TrainerProcess:
         self._board.publish(end, term.number, self._trainer)
         self._events.send(Ended())
         self._points.come_to("ended")
-        if session.leads or terms.survives:
+        if session.leads or terms.survives or self._on_host is not None:
             self._see_run_saved(session)
         return False
 
@@ -254,8 +308,9 @@ class TrainerProcess:
         while self._board.poll(RunSaved) is None:
             self._terms.check()
             if self._board.poll(Orphaned) is not None:
-                if session.leads:
+                if self._log.ends_alone(term):
                     ended = {trainer: self._board.read(TrainerEnd, term.number, trainer) for trainer in term.members}
+                    save_over_hosts(self._board, Run(self._run), self._spec, term.number, ended.values())
                     left = [told for trainer in term.left if (told := self._board.poll(Departed, trainer)) is not None]
                     end_alone(Run(self._run), self._schedule, ended, left, self._spec.totals)
                 return

@@ -54,6 +54,7 @@ class TrainerTerms:
         self.term = board.read(Term, spec.first_term)
         self._first_term = spec.first_term
         self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None else None
+        self.on_over: Callable[[], None] = lambda: None  # called, in another thread, when a term is over
 
     @property
     def survives(self) -> bool:
@@ -97,7 +98,7 @@ class TrainerTerms:
                 self._rendezvous, number, self._trainer, members, silence, self._address, forming, self.check
             )
         try:
-            with self._watch.watching(number, transport) if self._watch is not None else contextlib.nullcontext():
+            with self._watch.watching(number, transport, self.on_over) if self._watch is not None else contextlib.nullcontext():
                 yield transport
         finally:
             transport.close()
@@ -135,6 +136,11 @@ class TrainerTerms:
     def depart(self, departed: Departed) -> None:
         """Tell what this trainer has done, which is no member any more and has handed its lanes over."""
         self._board.publish(departed, self._trainer)
+
+    def break_off(self) -> None:
+        """The term is over for this trainer, though nobody has said so; any thread may tell."""
+        if self._watch is not None:
+            self._watch.break_off(self.term.number)
 
     def check(self) -> None:
         """Raise PeerLost if the term is over: whoever waits for another trainer by the board calls this again and again."""

@@ -23,7 +23,7 @@ from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.board import Board, join_store
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.messages import Failed, LaunchSpec, LostRows
-from foreload.trainer.cluster.processes import TrainerStart
+from foreload.trainer.cluster.processes import OnHost, TrainerStart
 from foreload.trainer.cluster.trainer_process import TrainerProcess
 from foreload.trainer.errors import PeerLost, TrainerError
 
@@ -45,7 +45,15 @@ def main() -> int:
         return join_store(host, int(port), JOIN_TIMEOUT)
 
     try:
-        return work(connect(), start.trainer, start.address, start.store_urls, connect=connect, commands=start.commands)
+        return work(
+            connect(),
+            start.trainer,
+            start.address,
+            start.store_urls,
+            connect=connect,
+            commands=start.commands,
+            on_host=start.on_host,
+        )
     except PeerLost as error:
         sys.stderr.write(f"foreload: error: {error}\n")
         return 2
@@ -75,13 +83,14 @@ def work(
     interrupts: Interrupts | None = None,
     connect: Callable[[], Any] | None = None,
     commands: int | None = None,
+    on_host: OnHost | None = None,
 ) -> int:
     """Train as trainer number `trainer`; returns the exit status: 0, 2 where the coordinator was told why it failed, 1 for an error that was not
     foreseen, with its traceback. rendezvous: the store that the board is on; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers. connect: makes a further connection to the rendezvous store; None: the loss of another
-    trainer is not survived. commands: as in `TrainerStart`.
+    trainer is not survived. commands, on_host: as in `TrainerStart`.
     """
     board = Board(rendezvous)
     sender = EventSender(board, trainer)
@@ -89,7 +98,7 @@ def work(
         spec = board.read(LaunchSpec)
         TrainerProcess(
             rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
-            commands,
+            commands, on_host,
         ).run()  # fmt: skip
     except ForeloadError as error:
         with contextlib.suppress(PeerLost):

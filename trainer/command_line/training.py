@@ -30,8 +30,44 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     status.add_argument("run", metavar="RUN", help="the folder that `foreload train --run` wrote")
     add_json(status, "result")
+    _add_join(commands)
     _add_drill(add_group(commands, "drill", "practise a failure"))
     _add_scale(commands)
+
+
+def _add_join(commands: Any) -> None:
+    join = add_plain(
+        commands, "join", _join, "train as one more trainer of a job on another host",
+        "Offers a trainer on this host to `foreload train --coordinator HOST:PORT`, before training begins or while it goes on, and stays until "
+        "it has ended. Ctrl-C hands its lanes over to the others, and leaves. Of the run's folder nothing is needed here.",
+    )  # fmt: skip
+    join.add_argument("coordinator", metavar="HOST:PORT", help="what `foreload train --coordinator` was given")
+    join.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="a copy of RUN/token of the coordinator's host; by default the token in FORELOAD_JOB_TOKEN",
+    )
+    join.add_argument("--schedule", metavar="PATH", help="the schedule on this host, where it is not in the same place as there")
+    join.add_argument(
+        "--address",
+        metavar="HOST",
+        help="address of this host at which other trainers reach it; by default that towards the coordinator",
+    )
+    join.add_argument(
+        "--store",
+        metavar="URL,...",
+        help="the store shards as this host reaches them, in the coordinator's order, where that takes other URLs",
+    )
+    join.add_argument(
+        "--wait", metavar="S", type=float, default=300.0, help="seconds for the coordinator to be there (default 300)"
+    )
+
+
+def _join(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import join
+
+    join.run(parsed.coordinator, parsed.token_file, parsed.schedule, parsed.address, parsed.store, parsed.wait)
+    return 0
 
 
 def _add_scale(commands: Any) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+ONE_MACHINE: Mapping[int, str] = MappingProxyType({})
+"""The machines of trainers that are all on the same."""
 
 
 def next_hosts(hosts: Sequence[int], complete: Sequence[Collection[int]], there: Sequence[int]) -> tuple[int | None, ...]:
@@ -25,12 +29,16 @@ def next_hosts(hosts: Sequence[int], complete: Sequence[Collection[int]], there:
 
 
 def next_copies(
-    hosts: Sequence[int], complete: Sequence[Collection[int]], there: Sequence[int], copies: int
+    hosts: Sequence[int],
+    complete: Sequence[Collection[int]],
+    there: Sequence[int],
+    copies: int,
+    machines: Mapping[int, str] = ONE_MACHINE,
 ) -> tuple[tuple[int, ...], ...]:
     """Of each lane the trainers that hold copies next, so that `copies` have it with its host, or all where there are fewer.
 
-    Complete copies stay where they are; of too many, and for further ones, those trainers are taken that hold the fewest. there: the trainers that
-    may hold copies.
+    Complete copies stay where they are; of too many, and for further ones, those trainers are taken that are on another machine than the host, and
+    of these those that hold the fewest. there: the trainers that may hold copies. machines: which machine each trainer is on.
     """
     chosen: list[list[int]] = [[] for _ in hosts]
 
@@ -39,7 +47,10 @@ def next_copies(
             free = [trainer for trainer in there if trainer in allowed and trainer not in (hosts[lane], *chosen[lane])]
             if not free:
                 return
-            chosen[lane].append(min(free, key=lambda trainer: (sum(trainer in holders for holders in chosen), trainer)))
+            near = machines.get(hosts[lane])
+            chosen[lane].append(
+                min(free, key=lambda one: (machines.get(one) == near, sum(one in holders for holders in chosen), one))
+            )
 
     for lane in range(len(hosts)):
         choose(lane, complete[lane])

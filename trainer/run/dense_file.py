@@ -28,7 +28,11 @@ def save_dense(
 
     on_written: called between the two. Raises RunError where it cannot be written for another reason.
     """
-    data = dense_bytes(module, optimizer, step)
+    write_dense(path, dense_bytes(module, optimizer, step), on_written)
+
+
+def write_dense(path: Path, data: bytes, on_written: Callable[[], None] = lambda: None) -> None:
+    """Write what `dense_bytes` gave; see `save_dense`."""
 
     def write() -> None:
         with replacing(path, durable=True) as temporary:

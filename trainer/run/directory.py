@@ -3,7 +3,8 @@
 lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
 are where it says), dense.safetensors, placement.json, metrics.jsonl, events.jsonl, summary.json, tensorboard/, stores/ (rows of local stores),
 write-back/ (with parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), drill.png (of `foreload drill`),
-control.sock while it trains, scrub/ while that is scrubbed.
+control.sock while it trains, token (by which other hosts join it, its
+owner's alone), scrub/ while that is scrubbed.
 
 A folder with a lock or a manifest is a run's, one without a status is a run that never began to train: so whatever part of it was made, or deleted,
 when its maker was killed, a new run may take its place.
@@ -36,7 +37,7 @@ from foreload.trainer.run.manifest import VERSION, Manifest, Stage, Status
 
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
-EVENTS = "events.jsonl"
+EVENTS, TOKEN = "events.jsonl", "token"
 LOG, DRILL, SCRUB, KEPT, LOCK = "write-back", "drill.png", "scrub", "kept", "lock"
 # In the order in which they are deleted: what has no status never began.
 _FILES = (
@@ -54,6 +55,7 @@ _FILES = (
     LOG,
     DRILL,
     SCRUB,
+    TOKEN,
     LOCK,
 )
 

@@ -27,7 +27,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.run.job_values import Parity, Servers, Size, TableSettings, tables
+from foreload.trainer.run.job_values import Parity, Place, Servers, Size, TableSettings, tables
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
 _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
@@ -120,6 +120,18 @@ class TrainJob:
     peer_timeout: float | None = setting(
         None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300", _WHERE, metavar="S"
     )  # fmt: skip
+    coordinator: Place | None = setting(
+        None, Place.parse, "have trainers on other hosts, which join here: the address of this machine that they reach, and a free port",
+        _WHERE, metavar="HOST:PORT", stated=False,
+    )  # fmt: skip
+    local_trainers: int | None = setting(
+        None, integer(1, MOST_LANES), "with --coordinator: how many of the trainers are started here; by default one", _WHERE,
+        metavar="K", stated=False,
+    )  # fmt: skip
+    token_file: str | None = setting(
+        None, text, "with --coordinator: a file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new one in RUN/token",
+        _WHERE, metavar="FILE", stated=False,
+    )  # fmt: skip
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
     resume: bool = setting(
         False,
@@ -160,10 +172,33 @@ class TrainJob:
             raise SettingError(
                 f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}"
             )
+        self._check_hosts()
         if self.store.local and self.spare:
             raise SettingError(
                 f"--spare: is for servers that --store names by URL; {self.store} starts dead servers again by itself"
             )
+
+    def _check_hosts(self) -> None:
+        if self.coordinator is None:
+            for flag, value in (("--local-trainers", self.local_trainers), ("--token-file", self.token_file)):
+                if value is not None:
+                    raise SettingError(f"{flag}: is for trainers on several hosts; give --coordinator, or leave it out")
+            return
+        if self.coordinator.host in ("0.0.0.0", "::"):
+            raise SettingError(
+                f"--coordinator: must name an address that other hosts reach, not all of them; got {self.coordinator}"
+            )
+        if self.trainers_here > self.trainers:
+            raise SettingError(f"--local-trainers: must be at most --trainers, {self.trainers}; got {self.local_trainers}")
+        if self.store.local:
+            raise SettingError(
+                f"--store: must name servers that all hosts reach, by URL, where there is --coordinator; got {self.store}"
+            )
+
+    @property
+    def trainers_here(self) -> int:
+        """How many of the trainers this host starts when training begins."""
+        return self.trainers if self.coordinator is None else self.local_trainers or 1
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> TrainJob:
@@ -178,7 +213,7 @@ class TrainJob:
         """Every setting as JSON and TOML hold it: `of` gives the same job again."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         own = {name: table.to_dict() for name, table in self.tables.items()}
-        written = {name: str(value) for name, value in values.items() if isinstance(value, Servers | Parity | Size)}
+        written = {name: str(value) for name, value in values.items() if isinstance(value, Servers | Parity | Size | Place)}
         return values | written | {"tables": own}
 
     def code(self, shards: int) -> Parity:
@@ -234,7 +269,7 @@ class TrainJob:
         Raises SettingError where that is nowhere.
         """
         if self.address is not None or not under_scheduler():
-            return self.address or "127.0.0.1"
+            return self.address or (self.coordinator.host if self.coordinator is not None else "127.0.0.1")
         return _address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     @property

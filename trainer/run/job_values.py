@@ -47,6 +47,26 @@ class Servers:
         return f"local:{self.local}" if self.local else ",".join(self.urls)
 
 
+class Place(NamedTuple):
+    """Where something listens, on this machine or another one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Place:
+        """HOST:PORT, with an IPv6 address in brackets. Raises SettingError."""
+        if isinstance(value, Place):
+            return value
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})", value) if isinstance(value, str) else None
+        if match is None or not 0 < int(match[2]) < 1 << 16:
+            raise SettingError(f"{flag}: must be HOST:PORT, such as 10.0.0.1:5000; got {value!r}")
+        return cls(match[1].strip("[]"), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
 class Parity(NamedTuple):
     """Any r of k + r store shards may be lost; k = 1 and r = 0 without parity."""
 

@@ -1,0 +1,175 @@
+"""`foreload train --coordinator` and `foreload join`: trainers that share no folder with the run, over the loopback."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from command_line import Command, free_port, reached, refused
+from small_job import arguments, summary, synthetic_schedule
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.pipelines.base.job_token import new_token
+from foreload.trainer.cli import main
+from foreload.trainer.cluster.messages import TermLeft
+from foreload.trainer.cluster.terms import first_term, next_term
+from foreload.trainer.run.directory import Run
+from foreload.trainer.run.event_log import read_events
+
+TOKEN = new_token()
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of 60 steps in four lanes, with evaluation after each."""
+    return synthetic_schedule(
+        tmp_path_factory.mktemp("schedule"), 8500, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2"
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of a run with one trainer that nothing happened to."""
+    run = tmp_path_factory.mktemp("run") / "undisturbed"
+    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    return str(summary(run)["digest"])
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Three servers."""
+    with LocalStores(3, tmp_path_factory.mktemp("three")) as stores:
+        yield stores
+
+
+@pytest.fixture
+def servers(three: LocalStores) -> list[str]:
+    """For --store: three empty servers."""
+    with Store(three.urls, timedelta(seconds=10)) as store:
+        for shard in range(3):
+            store.command(shard, "FLUSHALL")
+    return ["--store", ",".join(three.urls)]
+
+
+class Job:
+    """A coordinator and hosts that join it, as processes of this machine."""
+
+    def __init__(self, launched: Callable[..., Command], schedule: Path, run: Path, *further: str) -> None:
+        self.launched, self.schedule, self.run = launched, schedule, run
+        self.place = f"127.0.0.1:{free_port()}"
+        given = arguments(schedule, run, "--coordinator", self.place, "--digest", "--peer-timeout", "30", *further)
+        self.coordinator = launched(*given, FORELOAD_JOB_TOKEN=TOKEN)
+
+    def join(self, *further: str, **environment: str) -> Command:
+        return self.launched("join", self.place, *further, **({"FORELOAD_JOB_TOKEN": TOKEN} | environment))
+
+
+@pytest.mark.parametrize(
+    "who", [pytest.param("guest", id="a joined one"), pytest.param("leader", id="the one beside the run's folder")]
+)
+def test_a_host_is_lost_and_the_other_goes_on(
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], who: str
+) -> None:
+    run = tmp_path / "run"
+    job = Job(launched, schedule, run, *servers, "--trainers", "2", "--copies", "2", "--no-restart")
+    guest = job.join()
+    job.coordinator.until(reached(run, 10))
+    (guest if who == "guest" else job.coordinator).workers[0].kill()
+    status, _, err = job.coordinator.end()
+    assert status == 0, err
+    told = guest.end()
+    assert summary(run)["digest"] == undisturbed, err
+    assert summary(run)["steps"] == 120
+    assert "training goes on after step" in err
+    if who == "guest":
+        assert told[0] == 2
+        assert "was killed by SIGKILL" in told[2]
+    else:
+        assert told[0] == 0, told
+        assert "ended in order" in told[2]
+    lost = [event["trainer"] for event in read_events(run) if event["kind"] == "trainer-lost"]
+    assert lost == [1 if who == "guest" else 0]
+    # Nothing was logged in the run's folder until the end; then it has where each lane stands.
+    assert main(["scrub", str(run)]) == 0
+
+
+def test_a_stop_and_a_resume_over_hosts(
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    job = Job(launched, schedule, run, *servers, "--trainers", "3", "--copies", "2", "--local-trainers", "1")
+    guests = [job.join() for _ in range(2)]
+    job.coordinator.until(reached(run, 20))
+    job.coordinator.process.terminate()
+    assert job.coordinator.end()[0] == 143
+    assert [guest.end()[0] for guest in guests] == [0, 0]
+    job = Job(launched, schedule, run, *servers, "--resume", "--trainers", "2", "--copies", "2")
+    guest = job.join()
+    job.coordinator.until(reached(run, Run.open(run).saved_status().step + 10))
+    guest.workers[0].kill()
+    status, _, err = job.coordinator.end()
+    assert status == 0, err
+    guest.end()
+    assert summary(run)["digest"] == undisturbed
+
+
+def test_who_has_another_token_is_refused_and_harms_nothing(
+    schedule: Path, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    place = f"127.0.0.1:{free_port()}"
+    coordinator = launched(*arguments(schedule, run, "--coordinator", place, "--trainers", "2", *servers))
+    coordinator.until((run / "token").exists)
+    assert stat.S_IMODE((run / "token").stat().st_mode) == 0o600
+    wrong = tmp_path / "wrong"
+    wrong.write_text(new_token())
+    assert refused("join", place, "--token-file", wrong) == (
+        f"coordinator at {place}: refuses this host: the token is not the job's; give what RUN/token has there, with --token-file"
+    )
+    with socket.create_connection(("127.0.0.1", int(place.split(":")[1]))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    guest = launched("join", place, "--token-file", run / "token")
+    status, _, err = coordinator.end()
+    assert status == 0, err
+    assert "waiting for 1 of 2 trainers: foreload join " in err
+    assert "127.0.0.1: refused at --coordinator: the token is not the job's" in err
+    assert guest.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "machines", [{0: "", 1: "", 2: "b", 3: "b"}, {0: "", 1: "b", 2: "", 3: "b"}, {0: "", 1: "", 2: "", 3: "b"}]
+)
+def test_copies_lie_on_other_hosts_where_there_are_some(machines: dict[int, str]) -> None:
+    term = first_term(1, range(4), 8, 2, -1, machines)
+    assert all(machines[holder] != machines[host] for host, (holder,) in zip(term.hosts, term.copies, strict=True))
+    # Where a host is lost with all that were on it, the others have every lane.
+    left = [trainer for trainer in range(4) if machines[trainer] == ""]
+    copied = {t: tuple(lane for lane, holders in enumerate(term.copies) if t in holders) for t in left}
+    standings = {t: TermLeft(1, 5, copied[t], False, "it is gone") for t in left}
+    assert set(next_term(term, standings, 2, machines=machines).hosts) <= set(left)
+
+
+@pytest.mark.parametrize(
+    ("further", "rule"),
+    [
+        (["--coordinator", "0.0.0.0:5000"], "--coordinator: must name an address that other hosts reach"),
+        (["--coordinator", "here"], "--coordinator: must be HOST:PORT"),
+        (["--coordinator", "h:1", "--store", "local:3"], "--store: must name servers that all hosts reach"),
+        (["--local-trainers", "2"], "--local-trainers: is for trainers on several hosts"),
+        (["--coordinator", "h:1", "--local-trainers", "2"], "--local-trainers: must be at most --trainers, 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(schedule: Path, tmp_path: Path, further: list[str], rule: str) -> None:
+    given = arguments(schedule, tmp_path / "run", "--store", "redis://127.0.0.1:1", *further)
+    assert refused(*given).startswith(rule)
+
+
+def test_a_coordinator_that_is_not_there_is_told(tmp_path: Path) -> None:
+    told = refused("join", f"127.0.0.1:{free_port()}", "--wait", "0", FORELOAD_JOB_TOKEN=TOKEN)
+    assert "cannot be reached" in told
+    assert "--token-file: is missing" in refused("join", "127.0.0.1:1")

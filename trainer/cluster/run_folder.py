@@ -1,0 +1,131 @@
+"""What a trainer takes from the run's folder, and leaves there: it has that folder, or gets and gives the same over the rendezvous store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.facts import DenseAtEnd, DenseAtStart
+from foreload.trainer.cluster.messages import LaunchSpec, RunFacts, TrainerEnd
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.run.dense_file import dense_bytes, load_dense, load_dense_bytes, save_dense, write_dense
+from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.resume import check_same
+
+
+def run_facts(run: Run, manifest: Manifest) -> RunFacts:
+    """What trainers without a run's folder are told of it. manifest: as it is by now."""
+    return RunFacts(manifest.identity, manifest.stages[-1], run.placement.text)
+
+
+def publish_dense(board: Board, run: Run, spec: LaunchSpec) -> None:
+    """Put the dense part that a run goes on from on the board, where there are trainers without its folder. Raises PeerLost, RunError."""
+    if spec.hosts is None or not spec.resumes:
+        return
+    try:
+        data = (run.path / DENSE).read_bytes()
+    except OSError as error:
+        raise RunError(f"{run.path / DENSE}: cannot be read ({error}); restore the run's folder") from error
+    board.publish_bytes(DenseAtStart.of(data, spec.start_step), data)
+
+
+def save_over_hosts(board: Board, run: Run, spec: LaunchSpec, term: int, ended: Iterable[TrainerEnd]) -> None:
+    """Put into a run's folder what trainers without it have told on the board at the end of a term: the dense part, and where each lane's log ends.
+
+    Where all trainers have that folder, there is nothing to be done. Raises PeerLost, RunError.
+    """
+    if spec.hosts is None:
+        return
+    if board.poll(DenseAtEnd, term) is not None:
+        _, data = board.read_bytes(DenseAtEnd, term)
+        write_dense(run.path / DENSE, data)
+    if run.placement.r:
+        log = FileLog(run.path / LOG)
+        for one in ended:
+            for lane, number in one.last_batches.items():
+                if number:
+                    log.hold(lane, LoggedBatch.empty(number, number, None))
+        log.close()
+
+
+class RunFolder(ABC):
+    """Of one trainer. identity: of the run, as the manifest has it; placement: of its rows."""
+
+    identity: dict[str, Any]
+    placement: Placement
+
+    @abstractmethod
+    def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
+        """Raise RunError unless a schedule is the one to be trained, with the segments that were trained on already where the run resumes."""
+
+    @abstractmethod
+    def load_dense(self, dense: DenseModel, step: int) -> None:
+        """Put the dense part of the last clean stop, after `step`, in its place. Raises RunError."""
+
+    @abstractmethod
+    def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
+        """Leave the dense part after `step` for the run. written: called before it takes the place of the one before. Raises RunError."""
+
+
+class OwnFolder(RunFolder):
+    """The folder is here."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._run = path, Run.open(path)
+        self.identity, self.placement = self._run.manifest.identity, Placement.load(path / PLACEMENT)
+
+    def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
+        """See RunFolder. Its launcher has opened the same schedule."""
+        if resumes:
+            check_same(self._run.manifest.stages[-1], schedule)
+
+    def load_dense(self, dense: DenseModel, step: int) -> None:
+        """See RunFolder."""
+        load_dense(self._path / DENSE, dense.module, dense.optimizer, step)
+
+    def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
+        """See RunFolder."""
+        save_dense(self._path / DENSE, dense.module, dense.optimizer, step, written)
+
+
+class FolderElsewhere(RunFolder):
+    """The folder is on another host."""
+
+    def __init__(self, board: Board, facts: RunFacts) -> None:
+        self._board, self._facts = board, facts
+        self.identity, self.placement = facts.identity, Placement.of_text(facts.placement, "the coordinator's placement")
+
+    def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
+        """See RunFolder."""
+        stage = self._facts.stage
+        same = schedule.identity == stage.identity
+        if same and schedule.complete and stage.checksum is not None:
+            same = schedule.checksum == stage.checksum
+        if not same:
+            raise RunError(
+                f"schedule {schedule.path}: is not the one that the job trains, {stage.path} on the coordinator's host; give a copy of that "
+                "with --schedule"
+            )
+        if resumes:
+            check_same(stage, schedule)
+
+    def load_dense(self, dense: DenseModel, step: int) -> None:
+        """See RunFolder."""
+        fact, data = self._board.read_bytes(DenseAtStart)
+        if fact.step != step:
+            raise RunError(f"dense part: must be of step {step}, is of {fact.step}; restore the run's folder")
+        load_dense_bytes(data, dense.module, dense.optimizer)
+
+    def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
+        """See RunFolder: the coordinator writes it."""
+        data = dense_bytes(dense.module, dense.optimizer, step)
+        written()
+        self._board.publish_bytes(DenseAtEnd.of(data, step), data, term)

@@ -61,6 +61,23 @@ class _Server:
         return self.directory / f"shard-{self.shard}.rdb"
 
     @property
+    def set_aside(self) -> Path:
+        """What was saved before the server was started again, empty: it counts until its rows of today are saved."""
+        return self.directory / f"shard-{self.shard}.rdb.before"
+
+    def has_saved(self) -> bool:
+        """Whether there are saved rows to start with."""
+        return self.saved.exists() or self.set_aside.exists()
+
+    def put_back(self) -> None:
+        """Have the server start with what was set aside, if nothing was saved since."""
+        if self.set_aside.exists():
+            if self.saved.exists():
+                self.set_aside.unlink()
+            else:
+                self.set_aside.rename(self.saved)
+
+    @property
     def pid_file(self) -> Path:
         return self.directory / f"shard-{self.shard}.pid"
 
@@ -189,6 +206,13 @@ class LocalStores:
         """The process ids of the servers that are alive, None for the others."""
         return tuple(server.pid() for server in self._servers)
 
+    def without_rows(self) -> list[int]:
+        """The shards, before the servers are started, whose rows are neither saved in the directory nor in a server that runs."""
+        before = LocalStores.find(self.directory)
+        pids = before.pids if before is not None else (None,) * self.count
+        servers = [_Server(self.directory, shard, self.directory) for shard in range(self.count)]
+        return [server.shard for server in servers if not pids[server.shard] and not server.has_saved()]
+
     def start(self) -> LocalStores:
         """Start the servers and wait until they answer and have loaded their rows.
 
@@ -205,6 +229,9 @@ class LocalStores:
             self._servers = before._servers
         else:
             self._lay_out()
+        for server in self._servers:
+            if server.shard not in self.left:
+                server.put_back()
         executable = self._executable or find_executable([server.saved for server in self._servers])
         try:
             for server in self._servers:
@@ -238,12 +265,14 @@ class LocalStores:
     def restart(self, shard: int) -> bool:
         """Start the server of a shard again if its process is gone, empty; it answers a moment later. Whether that was so.
 
+        What it had saved before is set aside, until the servers are stopped: where nothing is saved then, it is what they start with next.
         Raises StoreError if it cannot be started.
         """
         server, process = self._servers[shard], self._processes.get(shard)
         if (process is not None and process.poll() is None) or server.pid() is not None:
             return False
-        server.saved.unlink(missing_ok=True)
+        if server.saved.exists():
+            server.saved.replace(server.set_aside)
         self._processes[shard] = self._launch(server, self._executable or find_executable())
         return True
 
@@ -284,6 +313,10 @@ class LocalStores:
             process.wait()
         self._processes.clear()
         for server in self._servers:
+            if save:
+                server.set_aside.unlink(missing_ok=True)
+            else:
+                server.put_back()
             server.socket.unlink(missing_ok=True)
             server.pid_file.unlink(missing_ok=True)
             if server.socket.parent != self.directory:

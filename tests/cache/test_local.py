@@ -86,6 +86,40 @@ def test_an_unsaved_stop_keeps_what_was_saved_before_and_nothing_else(tmp_path: 
         assert store.command(0, "EXISTS", "later") == 0
 
 
+def test_what_was_saved_counts_until_a_server_that_was_started_again_saves(tmp_path: Path) -> None:
+    def kill_and_restart(stores: LocalStores) -> None:
+        (pid,) = stores.pids
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        stores._processes[0].wait()
+        assert stores.restart(0)
+        stores._await_ready(stores._servers[0], stores._processes[0], "redis-server")
+
+    stores = LocalStores(1, tmp_path).start()
+    write(stores)
+    stores.stop(save=True)
+    with LocalStores(1, tmp_path) as stores:
+        for _ in range(2):
+            kill_and_restart(stores)
+            assert read(stores)[0].missing is not None
+    # The launcher may be killed, and the machine with it, before anyone stops them.
+    stores = LocalStores(1, tmp_path).start()
+    assert read(stores)[0].missing is None
+    kill_and_restart(stores)
+    (pid,) = stores.pids
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    stores._processes[0].wait()
+    stores = LocalStores(1, tmp_path)
+    assert stores.without_rows() == []
+    stores.start()
+    assert read(stores)[0].missing is None
+    kill_and_restart(stores)
+    stores.stop(save=True)
+    with LocalStores(1, tmp_path) as stores:
+        assert read(stores)[0].missing is not None
+
+
 def test_a_later_command_finds_and_stops_what_was_left(tmp_path: Path) -> None:
     assert LocalStores.find(tmp_path) is None
     stores = LocalStores(2, tmp_path).start()

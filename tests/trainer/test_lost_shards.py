@@ -463,6 +463,30 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
     assert 1.5 * len(survived) < sum(told.values()) < 2.5 * len(survived)
 
 
+def test_after_too_many_losses_a_run_goes_on_from_its_last_clean_stop(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3"))
+    job.until(reached(run, 10))
+    job.process.send_signal(signal.SIGINT)
+    status, _, err = job.end()
+    assert status == 130, err
+    stopped = Run.open(run).saved_status().step
+    job = launched("train", str(schedule), "--run", str(run), "--resume")
+    job.until(reached(run, stopped + 10))
+    stores = LocalStores.find(run / STORES)
+    assert stores is not None
+    for pid in stores.pids[:2]:
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    status, _, err = job.end()
+    assert status == 3, err
+    assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
+    assert f"resumed after step {stopped}: the run was broken off since" in capsys.readouterr().err
+    assert summary(run)["digest"] == undisturbed
+
+
 def flush(run: Path, shard: int) -> None:
     """Have the server of a store shard forget everything, under the connections that it has."""
     stores = LocalStores.find(run / STORES)

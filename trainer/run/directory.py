@@ -313,9 +313,7 @@ def open_stores(run: Run, status: Status) -> LocalStores | None:
     if count is None:
         return None
     stores = LocalStores(count, run.path / STORES, adopt=True)
-    earlier = LocalStores.find(stores.directory)
-    running = earlier.pids if earlier is not None else (None,) * count
-    missing = [shard for shard in range(count) if not running[shard] and not (stores.directory / f"shard-{shard}.rdb").exists()]
+    missing = stores.without_rows()
     # A shard of which parity has the rows begins empty, and is noticed by that; so do all where none was ever written.
     if len(missing) > run.placement.r and any(status.batches.values()):
         raise CacheError(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command_line import Command, error_of, reached
+from command_line import Command, done, error_of, reached
 from small_job import arguments, summary
 
 from foreload.pipelines import prepare
@@ -110,6 +110,37 @@ def test_a_follower_that_waits_heeds_ctrl_c_and_goes_on_later(
     assert Run.open(run).saved_status().step == last
     put_back(schedule, followed)
     check_going_on(followed, run, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", [False, True], ids=["and it comes", "and a stop is asked for"])
+def test_a_trainer_joins_while_a_segment_is_waited_for(
+    schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], stopped: bool
+) -> None:
+    run = tmp_path / "run"
+
+    def joined() -> bool:
+        told = training_status(run)
+        return told is not None and told.members == (0, 1)
+
+    with growing(schedule, tmp_path / "growing", 2) as followed:
+        last = last_step(schedule, 2)
+        wanted = () if stopped else ("--digest",)
+        job = launched(*arguments(followed, run, "--store", "local:1", "--follow", *wanted))
+        job.until(reached(run, last))
+        done("scale", run, 2, "--no-wait")
+        job.until(joined)
+        if stopped:
+            job.interrupt(joined)
+        else:
+            publish_rest(schedule, followed)
+        status, _, err = job.end()
+    assert status == (130 if stopped else 0), err
+    if stopped:
+        assert Run.open(run).saved_status().step == last
+        put_back(schedule, followed)
+        check_going_on(followed, run, undisturbed)
+    assert summary(run)["digest"] == undisturbed
 
 
 def last_step(schedule: Path, segments: int) -> int:

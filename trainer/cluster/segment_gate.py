@@ -29,15 +29,19 @@ class SegmentGate:
     """A trainer's side of the agreement, in a term: its leader decides, when all members have a segment's files.
 
     events: the program, from where training begins; its first segment is opened by the constructor, which raises ScheduleError, before any trainer
-    begins. begun: how many segments of the schedule were begun, those of earlier calls included.
+    begins. begins: the number of that segment, where a further term begins with it: it may not be there yet, and is agreed on like all later ones.
+    begun: how many segments of the schedule were begun, those of earlier calls included.
     """
 
-    def __init__(self, board: Board, schedule: Schedule, events: Iterator[Event], trainer: int, term: Term) -> None:
+    def __init__(
+        self, board: Board, schedule: Schedule, events: Iterator[Event], trainer: int, term: Term, begins: int | None = None
+    ) -> None:
         self._board, self._schedule, self._events = board, schedule, events
         self._trainer, self._leader, self._term = trainer, term.leader, term.number
         self._others = [other for other in term.members if other != term.leader]
-        self._first = next(events, None)
-        self.begun = 0
+        self._begins = begins
+        self._first = next(events, None) if begins is None else None
+        self.begun = begins or 0
         if self._first is not None:
             schedule.open(self._first.segment)
             self.begun = self._first.segment + 1
@@ -49,6 +53,10 @@ class SegmentGate:
         """
         self._meanwhile = meanwhile
         event = self._first
+        if self._begins is not None:
+            self._agree(self._begins)
+            self.begun = self._begins + 1
+            event = next(self._events, None)
         while event is not None:
             yield event
             segment = self._schedule.segment(event.segment)

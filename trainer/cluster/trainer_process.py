@@ -52,7 +52,7 @@ from foreload.trainer.errors import LossNotFinite, PeerLost
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.next_term import continue_term
+from foreload.trainer.run.next_term import continue_term, segment_after
 from foreload.trainer.run.report import Totals
 from foreload.trainer.run.state_transfer import receive_state, send_state
 
@@ -259,7 +259,8 @@ class TrainerProcess:
         terms, lanes, session, schedule = self._terms, trainer.lanes, trainer.session, self._schedule
         term = terms.term
         self._link.serve_copies(term.number, {} if trainer.commits is None else trainer.commits.copies)
-        gate = SegmentGate(self._board, schedule, events, self._trainer, term)
+        begins = segment_after(schedule, term.committed) if term.number > self._spec.first_term else None
+        gate = SegmentGate(self._board, schedule, events, self._trainer, term, begins)
         self._segments = max(self._segments, gate.begun)
         if self._points.any:
             trainer.on_point = self._points.in_step

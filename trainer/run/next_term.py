@@ -30,6 +30,15 @@ def place_after(schedule: Schedule, step: int) -> tuple[int, int]:
     raise ValueError(f"step: must be one of the schedule, got {step}")
 
 
+def segment_after(schedule: Schedule, step: int) -> int | None:
+    """The segment that begins behind a training step, published or not; None where the step's own goes on."""
+    segment, index = place_after(schedule, step)
+    if not index:
+        return segment
+    known = [schedule.segment(number) for number in range(segment + 1)]
+    return segment + 1 if index == sum(len(one.samples) for one in known if one is not None) else None
+
+
 def _next_training_event(schedule: Schedule, segment: int, index: int) -> Event | None:
     """The first training event from event `index` on; None where there is none, or it is not known yet."""
     for event in schedule.known_events(segment):

@@ -59,7 +59,11 @@ def test_who_has_the_token_is_served(server: TokenServer) -> None:
     assert asked(server) == ({"a": 1}, b"xy")
 
 
-@pytest.mark.parametrize(("token", "purpose"), [(new_token(), "echo"), (TOKEN[:-1] + "_", "echo"), (TOKEN, "another")])
+@pytest.mark.parametrize(
+    ("token", "purpose"),
+    [(new_token(), "echo"), (TOKEN[:-1] + "_", "echo"), (TOKEN, "another")],
+    ids=["token", "last character", "purpose"],
+)
 def test_another_token_or_purpose_is_refused(
     server: TokenServer, refused: list[tuple[str, str]], token: str, purpose: str
 ) -> None:

@@ -70,7 +70,11 @@ class Job:
 
 
 @pytest.mark.parametrize(
-    "who", [pytest.param("guest", id="a joined one"), pytest.param("leader", id="the one beside the run's folder")]
+    "who",
+    [
+        pytest.param("guest", id="a joined one"),
+        pytest.param("leader", marks=pytest.mark.full, id="the one beside the run's folder"),
+    ],
 )
 def test_a_host_is_lost_and_the_other_goes_on(
     schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], who: str
@@ -98,6 +102,7 @@ def test_a_host_is_lost_and_the_other_goes_on(
     assert main(["scrub", str(run)]) == 0
 
 
+@pytest.mark.full
 def test_a_stop_and_a_resume_over_hosts(
     schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
 ) -> None:

@@ -167,7 +167,7 @@ def test_trainers_are_killed_one_after_the_other(
     assert Run.open(tmp_path / "run").saved_status().term == 1 + len(faults)
 
 
-@pytest.mark.parametrize(("store", "faults"), _covered(AT_THE_END, 1))
+@pytest.mark.parametrize(("store", "faults"), _covered(AT_THE_END, 0))
 def test_trainers_are_killed_at_the_end(
     warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, store: str, faults: list[TrainerFault]
 ) -> None:

@@ -80,6 +80,21 @@ def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
     assert events[-1]["step"] == 119
 
 
+def test_the_leader_that_is_asked_to_leave_hands_its_lanes_over(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", "2", "--copies", "2", "--digest"))
+    job.until(reached(run, 10))
+    job.workers[0].terminate()
+    status, _, err = job.end()
+    assert status == 0, err
+    assert "lost" not in err
+    assert (summary(run)["digest"], summary(run)["steps"], summary(run)["trainers"]) == (undisturbed, 120, 1)
+    kinds = [event["kind"] for event in read_events(run)]
+    assert kinds == ["call-began", "term-began", "lanes-moved", "trainer-left", "term-began", "call-ended"]
+
+
 def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:

@@ -333,6 +333,7 @@ class _OneTrainer:
 
         trainer.session.barrier()
         if trainer.run(events, ends, on_step, on_evaluation, lambda: True) is not None:
+            trainer.session.barrier()
             return True
         trainer.lanes.write_everything_back(shared.schedule.header.end_step, at_stop=False)
         trainer.session.barrier()

@@ -1,35 +1,35 @@
-"""`foreload scale`, and trainers that are killed, or asked to leave, while others come: the model is that of an undisturbed run."""
+"""`foreload scale`, and trainers that are killed, or asked to leave, while others come: the model is that of an undisturbed run.
+
+The schedule grows as the tests want it to, so that a run waits for trainers that are starting, however long that takes.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from command_line import Command, done, reached, refused
+from command_line import Command, done, refused
 from small_job import arguments, summary, synthetic_schedule
+from test_following import growing, manifests, publish_rest
 
+from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.control import training_status
+from foreload.trainer.cluster.control import RunStatus, training_status
 from foreload.trainer.run.event_log import read_events
 
-STEPS, BATCH = 1500, 64
-
-pytestmark = (
-    pytest.mark.full
-)  # a trainer takes seconds to start; one leaves in test_killed_trainer.py, and test_scaled.py has joining in one process
-FURTHER = ("--peer-timeout", "60", "--digest")
+STEPS = 120
 
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps in four lanes, enough of them for trainers to start meanwhile."""
-    return synthetic_schedule(
-        tmp_path_factory.mktemp("schedule"), STEPS * BATCH, lanes=4, slots=500, further=f"--batch-size {BATCH}"
-    )
+    """Four lanes, with few slots, in many segments."""
+    folder = tmp_path_factory.mktemp("schedule")
+    return synthetic_schedule(folder, STEPS * 128, lanes=4, slots=500, further="--segment-bytes 100KB")
 
 
 @pytest.fixture(scope="module")
@@ -41,130 +41,157 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(summary(run)["digest"])
 
 
-def hosts(run: Path) -> list[int]:
-    """Of each lane, the trainer; none where the run does not train any more."""
-    told = training_status(run)
-    return [] if told is None else list(told.lanes)
+class Run:
+    """A run whose schedule grows; it has trained what was published first."""
+
+    def __init__(self, job: Command, run: Path, schedule: Path, followed: Path, published: int) -> None:
+        self.job, self.path, self._schedule, self._followed, self._published = job, run, schedule, followed, published
+        self.job.until(self._waits)
+
+    @property
+    def status(self) -> RunStatus:
+        status = training_status(self.path)
+        assert status is not None, self.job.process.communicate()
+        return status
+
+    def _waits(self) -> bool:
+        """Whether all that is published is trained."""
+        last = Schedule(self._schedule).segment(self._published - 1)
+        assert last is not None
+        told = training_status(self.path)
+        return told is not None and told.step >= last.first + len(last.samples) - 1
+
+    def members(self, *trainers: int) -> None:
+        """Wait until these are the trainers; nobody trains meanwhile."""
+        self.job.until(lambda: self.status.members == trainers)
+
+    def hosting(self, *trainers: int) -> None:
+        """Train until these are the trainers that host lanes."""
+
+        def there() -> bool:
+            if self._waits():
+                segments = manifests(self._schedule)
+                assert self._published < len(segments)
+                shutil.copy(segments[self._published], self._followed)
+                self._published += 1
+            return set(self.status.lanes) == set(trainers)
+
+        self.job.until(there)
+
+    @property
+    def joining(self) -> Iterator[psutil.Process]:
+        """The trainers' processes that were started while others trained."""
+        return (worker for worker in self.job.workers if worker.environ()["FORELOAD_COMMANDS"] != "null")
+
+    def end(self, undisturbed: str, trainers: int) -> str:
+        """Train to the end: the undisturbed model, every step told once; returns what was said."""
+        publish_rest(self._schedule, self._followed)
+        status, _, err = self.job.end()
+        assert status == 0, err
+        assert "Traceback" not in err
+        told = summary(self.path)
+        assert [told[name] for name in ("digest", "steps", "state", "trainers")] == [undisturbed, STEPS, "ended", trainers]
+        return err
 
 
-def joining(job: Command) -> Iterator[psutil.Process]:
-    """The trainers' processes that were started while others trained."""
-    for worker in job.workers:
-        if worker.environ()["FORELOAD_COMMANDS"] != "null":
-            yield worker
+Begin = Callable[..., Run]
 
 
-def end(job: Command, run: Path, undisturbed: str) -> str:
-    """The run ends with the undisturbed model, every step told once; returns what was said."""
-    status, _, err = job.end()
-    assert status == 0, err
-    assert "Traceback" not in err
-    told = summary(run)
-    assert (told["digest"], told["steps"], told["state"]) == (undisturbed, STEPS, "ended")
-    return err
+@pytest.fixture
+def begin(schedule: Path, tmp_path: Path, launched: Callable[..., Command]) -> Iterator[Begin]:
+    """Begins a run, given what stands on its command line beside the schedule."""
+    with growing(schedule, tmp_path / "growing", 3) as followed:
+
+        def begun(*further: str) -> Run:
+            run = tmp_path / "run"
+            job = launched(*arguments(followed, run, "--follow", "--peer-timeout", "60", "--digest", *further))
+            return Run(job, run, schedule, followed, 3)
+
+        yield begun
 
 
 @pytest.mark.parametrize(
-    ("numbers", "further"),
+    "further",
     [
-        pytest.param((2, 4, 2, 1), ("--store", "local:1"), id="to four and back"),
-        pytest.param((2, 4, 2, 1), ("--store", "local:3", "--copies", "2"), id="with parity and copies"),
+        pytest.param(("--store", "local:1"), marks=pytest.mark.full, id="alone"),
+        pytest.param(("--store", "local:3", "--copies", "2"), id="with parity and copies"),
     ],
 )
-def test_scaling_changes_nothing(
-    schedule: Path,
-    undisturbed: str,
-    tmp_path: Path,
-    launched: Callable[..., Command],
-    numbers: tuple[int, ...],
-    further: tuple[str, ...],
-) -> None:
-    run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, *FURTHER, *further))
-    job.until(reached(run, 5))
-    assert "the number of trainers must be 1 to the schedule's lanes, 4; got 5" in refused("scale", run, 5)
-    before = 1
-    for number in numbers:
-        said = done("scale", run, number).splitlines()
-        assert (said[0], said[-1].split(":")[0]) == (f"{before} -> {number} trainers", "done")
-        lanes = [event["lanes"] for event in read_events(run) if event["kind"] == "term-began"][-1]
-        assert len(set(lanes)) == number
-        before = number
-    end(job, run, undisturbed)
-    kinds = [event["kind"] for event in read_events(run)]
-    assert kinds.count("trainer-joined") == kinds.count("trainer-left") > 0
-    assert summary(run)["trainers"] == numbers[-1]
-    assert "is not being trained" in refused("scale", run, 2)
+def test_scaling_up_and_down_changes_nothing(begin: Begin, undisturbed: str, further: tuple[str, ...]) -> None:
+    run = begin(*further)
+    assert "the number of trainers must be 1 to the schedule's lanes, 4; got 5" in refused("scale", run.path, 5)
+    for number, members in ((2, (0, 1)), (4, (0, 1, 2, 3))):
+        assert f"-> {number} trainers" in done("scale", run.path, number, "--no-wait")
+        run.members(*members)
+        run.hosting(*members)
+    for number in (2, 1):
+        done("scale", run.path, number, "--no-wait")
+        run.hosting(*range(number))
+    assert "done: 1 trainer" in done("scale", run.path, 1)
+    run.end(undisturbed, trainers=1)
+    kinds = [event["kind"] for event in read_events(run.path)]
+    assert kinds.count("trainer-joined") == kinds.count("trainer-left") == 3
+    assert "is not being trained" in refused("scale", run.path, 2)
 
 
-def test_a_killed_trainer_is_replaced(schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]) -> None:
-    run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, *FURTHER, "--store", "local:3", "--trainers", "2", "--copies", "2"))
-    job.until(reached(run, 20))
-    job.workers[0].kill()
-    job.until(lambda: set(hosts(run)) == {1, 2})
-    err = end(job, run, undisturbed)
+@pytest.mark.full
+def test_a_killed_trainer_is_replaced(begin: Begin, undisturbed: str) -> None:
+    run = begin("--store", "local:3", "--trainers", "2", "--copies", "2")
+    run.job.workers[0].kill()
+    run.members(1, 2)
+    run.hosting(1, 2)
+    err = run.end(undisturbed, trainers=2)
     assert "trainer 0: lost (was killed by SIGKILL)" in err
     assert "trainer 2: joined after step" in err
-    assert summary(run)["trainers"] == 2
 
 
-def test_one_that_is_asked_to_leave_hands_its_lanes_over(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
-) -> None:
-    run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, *FURTHER, "--store", "local:1", "--trainers", "3"))
-    job.until(reached(run, 20))
-    job.workers[0].send_signal(signal.SIGTERM)
-    job.until(lambda: 0 not in hosts(run))
-    err = end(job, run, undisturbed)
+@pytest.mark.full
+def test_one_that_is_asked_to_leave_hands_its_lanes_over(begin: Begin, undisturbed: str) -> None:
+    run = begin("--store", "local:1", "--trainers", "3")
+    run.job.workers[0].send_signal(signal.SIGTERM)
+    run.hosting(1, 2)
+    err = run.end(undisturbed, trainers=2)
     assert "trainer 0: left after step" in err
     assert "lost" not in err
 
 
+@pytest.mark.full
 def test_the_only_trainer_that_is_asked_to_leave_stops_cleanly(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
+    begin: Begin, schedule: Path, undisturbed: str, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1"))
-    job.until(reached(run, 20))
-    job.workers[0].send_signal(signal.SIGTERM)
-    status, _, err = job.end()
-    assert (status, summary(run)["state"]) == (0, "stopped"), err
-    assert main(arguments(schedule, run, "--store", "local:1", "--resume", "--trainers", "2", "--digest")) == 0
-    assert summary(run)["digest"] == undisturbed
+    run = begin("--store", "local:1")
+    run.job.workers[0].send_signal(signal.SIGTERM)
+    run.job.process.wait()
+    assert summary(run.path)["state"] == "stopped"
+    publish_rest(schedule, tmp_path / "growing")
+    assert main(arguments(tmp_path / "growing", run.path, "--resume", "--trainers", "2", "--digest")) == 0
+    assert summary(run.path)["digest"] == undisturbed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("copies", ["1", "2"])
-def test_one_that_is_killed_while_it_joins_is_not_missed(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], copies: str
-) -> None:
-    run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, *FURTHER, "--store", "local:1", "--trainers", "2", "--copies", copies))
-    job.until(reached(run, 5))
-    done("scale", run, 3, "--no-wait")
-    job.until(lambda: any(joining(job)))
-    next(joining(job)).kill()
+@pytest.mark.parametrize("when", ["as it starts", "as a member"])
+def test_one_that_is_killed_while_it_joins_is_not_missed(begin: Begin, undisturbed: str, copies: str, when: str) -> None:
+    run = begin("--store", "local:1", "--trainers", "2", "--copies", copies)
+    done("scale", run.path, 3, "--no-wait")
+    run.job.until(lambda: any(run.joining))
+    if when == "as a member":
+        run.members(0, 1, 2)
+    next(run.joining).kill()
     # Another one is started.
-    job.until(lambda: len(set(hosts(run))) == 3)
-    err = end(job, run, undisturbed)
-    assert re.search(r"trainer 2: (did not join: it was killed by SIGKILL|lost \(was killed by SIGKILL\))", err), err
+    run.members(0, 1, 3)
+    run.hosting(0, 1, 3)
+    err = run.end(undisturbed, trainers=3)
+    told = "did not join: it was killed by SIGKILL" if when == "as it starts" else r"lost \(was killed by SIGKILL\)"
+    assert re.search(f"trainer 2: {told}", err), err
 
 
-def test_a_trainer_is_killed_while_another_joins(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
-) -> None:
-    run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, *FURTHER, "--store", "local:3", "--trainers", "2", "--copies", "2"))
-    job.until(reached(run, 5))
-    done("scale", run, 3, "--no-wait")
-
-    def joined() -> bool:
-        told = training_status(run)
-        return told is not None and 2 in told.members
-
-    job.until(joined)
-    job.workers[0].kill()
-    job.until(lambda: len(set(hosts(run))) == 3)
-    err = end(job, run, undisturbed)
-    assert "trainer 0: lost (was killed by SIGKILL)" in err
+@pytest.mark.full
+def test_a_trainer_is_killed_while_another_joins(begin: Begin, undisturbed: str) -> None:
+    run = begin("--store", "local:3", "--trainers", "2", "--copies", "2")
+    done("scale", run.path, 3, "--no-wait")
+    run.members(0, 1, 2)
+    run.job.workers[0].kill()
+    run.members(1, 2, 3)
+    run.hosting(1, 2, 3)
+    assert "trainer 0: lost (was killed by SIGKILL)" in run.end(undisturbed, trainers=3)

@@ -272,6 +272,8 @@ class TrainerProcess:
         stopped, failure, goes_on = self._train(trainer, gate)
         self._segments = max(self._segments, gate.begun)
         if goes_on:
+            # Who leaves closes its connections; another one may still wait for a message of the last step.
+            session.barrier()
             return True
         self._points.come_to("last write-back")
         self._flushed += lanes.write_everything_back(self._last_step + 1, at_stop=stopped)

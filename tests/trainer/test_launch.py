@@ -167,7 +167,7 @@ def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2"))
+    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2", "--copies", "1"))
     job.until(reached(run, 3))
     job.workers[1].kill()
     status, _, err = job.end()

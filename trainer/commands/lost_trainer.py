@@ -164,7 +164,7 @@ def _check(job: TrainJob, drill: TrainerDrill) -> None:
     if job.copies_held < 2:
         raise SettingError(
             f"--copies: a drill that loses a trainer needs 2 at least, so that another goes on with its lanes; got {job.copies_held} "
-            f"with --trainers {job.trainers}; give --trainers 2 --copies 2"
+            f"with --trainers {job.trainers}; give --trainers 2, and no --copies 1"
         )
     check_whole(job)
     if drill.trainer is not None and not 0 <= drill.trainer < job.trainers:

@@ -115,7 +115,10 @@ class TrainJob:
         None, number(0.1), "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10", _WHERE, metavar="S"
     )  # fmt: skip
     copies: int | None = setting(
-        None, integer(1), "how many trainers hold each lane's rows, its own included: one less may be lost at once; 1: none", _WHERE, metavar="N"
+        None, integer(1),
+        "how many trainers hold each lane's rows, its own included: one less may be lost at once; by default 2 where there are so many, "
+        "but 1 under a scheduler and with --device cuda",
+        _WHERE, metavar="N",
     )  # fmt: skip
     peer_timeout: float | None = setting(
         None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300", _WHERE, metavar="S"
@@ -261,7 +264,8 @@ class TrainJob:
         """How many trainers are to hold each lane's rows, its own included, as soon as there are so many."""
         if under_scheduler():
             return 1  # it ends the other trainers where one dies
-        return self.copies or 1
+        by_default = 1 if self.device == "cuda" else 2  # on CUDA devices losses were never tried
+        return self.copies or by_default
 
     def own_address(self) -> str:
         """The address of this machine at which other trainers reach this call's: as told, or else where MASTER_ADDR finds this process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size
 from foreload.pipelines.schedule.reader import Schedule
@@ -28,7 +29,7 @@ def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
 
 
 def check_fit(job: TrainJob, schedule: Schedule) -> str:
-    """What the slots of a lane really take, staging included, in words. Raises SettingError if --memory, or prepare's, is less."""
+    """What the slots of a lane really take, with staging, in words. Raises SettingError if --memory, or prepare's, is less, or copies too many."""
     header, slots = schedule.header, max(schedule.slots)
     columns, narrowest = columns_of(job, schedule)
     protected = job.code(job.store.count).r > 0
@@ -38,6 +39,12 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     if job.copies_held > 1:
         further = job.copies_held - 1
         copy_bytes = slot_bytes(columns, with_base=False) * slots
+        in_all, available = header.lanes * (taken + further * copy_bytes), available_bytes()
+        if header.lanes * taken <= available < in_all:
+            raise SettingError(
+                f"--copies: {job.copies_held} trainers hold each lane, which takes {readable(in_all)} in all of them, and {readable(available)} are "
+                "available here; give --copies 1, with which the loss of a trainer ends the call, or prepare with fewer --slots"
+            )
         words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
     if narrowest < columns:
         words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"

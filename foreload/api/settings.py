@@ -64,6 +64,7 @@ class TrainSettings(TypedDict, total=False):
     store_timeout: float
     copies: int | None
     peer_timeout: float | None
+    rebalance: bool
     address: str | None
     follow: bool
     resume: bool

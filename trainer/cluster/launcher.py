@@ -68,6 +68,10 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
         raise SettingError(
             "--coordinator: is for hosts that join by themselves; leave it out under torchrun, which starts the trainers"
         )
+    if under_scheduler() and job.rebalance:
+        raise SettingError(
+            "--rebalance: is for trainers that foreload starts itself; leave it out under torchrun, where lanes stay"
+        )
     if not under_scheduler():
         with Interrupts() as interrupts:
             return Launcher(job, interrupts, None, observer or RunObserver(), start_process).run()

@@ -17,10 +17,14 @@ from foreload.trainer.errors import LanesLost
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is to become of the members: joining, those that can join; leaving, those that are to leave once they host no lane."""
+    """What is to become of the members: joining, those that can join; leaving, those that are to leave once they host no lane.
+
+    targets: of each lane the trainer that is to host it, where that is planned elsewhere, for the members as they are.
+    """
 
     joining: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    targets: tuple[int, ...] | None = None
 
 
 NO_CHANGE = Change()
@@ -74,7 +78,7 @@ def changed_term(
     there = (*members, *change.joining)
     stay = [trainer for trainer in there if trainer not in change.leaving]
     held = [{*complete[lane], *before.copies[lane]} for lane in range(len(before_hosts))]
-    targets = before.targets
+    targets = before.targets if change.targets is None else change.targets
     if set(targets) != set(stay):
         targets = balanced_hosts(before_hosts, held, stay)
     hosts = tuple(
@@ -109,6 +113,8 @@ def wants_change(term: Term, complete: Sequence[Collection[int]], change: Change
     """Whether a term is to end so that members or lanes change. complete: lane -> the trainers with complete copies by now."""
     stay = {trainer for trainer in term.members if trainer not in change.leaving}
     if change.joining or set(term.targets) != stay:
+        return True
+    if change.targets is not None and change.targets != term.targets:
         return True
     moves = [lane for lane, host in enumerate(term.hosts) if term.targets[lane] != host]
     if moves:

@@ -52,6 +52,7 @@ from foreload.trainer.cluster.messages import (
     TrainerFaultInjected,
 )
 from foreload.trainer.cluster.processes import StartProcess
+from foreload.trainer.cluster.rebalancing import Rebalancing
 from foreload.trainer.cluster.run_folder import publish_dense, run_facts, save_over_hosts
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.scaling import Scaling
@@ -122,6 +123,7 @@ class TrainerGroup:
         self._scaling = Scaling(
             job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell
         )
+        self._rebalancing = Rebalancing(_tell, events) if job.rebalance else None
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
@@ -254,6 +256,8 @@ class TrainerGroup:
         for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
             self._receiver.add(trainer)
         self._scaling.see(members, dead, goes_on)
+        if self._rebalancing is not None:
+            self._rebalancing.see(members)
         for trainer in dead.keys() - set(members.term.members):
             self._trainers.forget(trainer)
         members.begin()
@@ -297,6 +301,8 @@ class TrainerGroup:
                 self._answers.stop_wanted |= not self._scaling.leave(trainer, self._membership)
             case StepEnded():
                 self._scaling.has_trained(trainer)
+                if self._rebalancing is not None:
+                    self._rebalancing.add(trainer, event.report)
                 report.step(trainer, event.report)
             case EvaluationEnded():
                 report.evaluation(event.report)
@@ -369,6 +375,7 @@ class TrainerGroup:
         summary = report.summary(
             state=self.status.state,
             trainers=len(self._ended),
+            rebalanced=[] if self._rebalancing is None else self._rebalancing.moves,
             store_traffic={name: sum(counts[name] for counts in traffic) for name in first.traffic},
             mixed_numerics=list(self.manifest.mixed_numerics),
         )

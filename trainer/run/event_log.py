@@ -107,6 +107,14 @@ class LanesMoved(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalanced(RunEvent):
+    """Lanes are to leave a trainer that is slower than others. lanes: of each lane, the trainer that is to host it."""
+
+    kind: ClassVar = "rebalanced"
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesIncomplete(RunEvent):
     """Lanes have no complete copy for now: if their trainer is lost, so are their last steps."""
 

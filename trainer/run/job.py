@@ -123,6 +123,14 @@ class TrainJob:
     peer_timeout: float | None = setting(
         None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300", _WHERE, metavar="S"
     )  # fmt: skip
+    rebalance: bool = setting(
+        False,
+        switch,
+        "have lanes leave a trainer that is persistently slower than the others",
+        _WHERE,
+        form="switch",
+        stated=False,
+    )
     coordinator: Place | None = setting(
         None, Place.parse, "have trainers on other hosts, which join here: the address of this machine that they reach, and a free port",
         _WHERE, metavar="HOST:PORT", stated=False,

@@ -39,11 +39,13 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     if job.copies_held > 1:
         further = job.copies_held - 1
         copy_bytes = slot_bytes(columns, with_base=False) * slots
-        in_all, available = header.lanes * (taken + further * copy_bytes), available_bytes()
-        if header.lanes * taken <= available < in_all:
+        lanes_here = -(-header.lanes * job.trainers_here // job.trainers)
+        in_all, available = lanes_here * (taken + further * copy_bytes), available_bytes()
+        if lanes_here * taken <= available < in_all:
             raise SettingError(
-                f"--copies: {job.copies_held} trainers hold each lane, which takes {readable(in_all)} in all of them, and {readable(available)} are "
-                "available here; give --copies 1, with which the loss of a trainer ends the call, or prepare with fewer --slots"
+                f"--copies: {job.copies_held} trainers hold each lane, which takes {readable(in_all)} in the {job.trainers_here} of this machine, "
+                f"where {readable(available)} are available; give --copies 1, with which the loss of a trainer ends the call, or prepare with fewer "
+                "--slots"
             )
         words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
     if narrowest < columns:

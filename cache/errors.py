@@ -53,6 +53,11 @@ class CopyLost(CacheError):
 
     code = "copy-lost"
 
+    def __init__(self, message: str, over: bool = False) -> None:
+        """over: the term is over, and nobody is known to be at fault."""
+        super().__init__(message)
+        self.over = over
+
 
 class StoreError(CacheError):
     """A store shard does not do what it was asked; the message names the shard by its URL, the password masked."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import disk_error, write_json
-from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.base.interrupts import Interrupts, came_of_interrupt
 from foreload.pipelines.base.progress import Progress
 from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
 from foreload.pipelines.planning.command_line import parser, read
@@ -160,7 +160,7 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
 def _note_failure(out: Path, error: BaseException) -> None:
     """Leave word in failed.json for a trainer that follows, unless the compilation has done so; a stop overrides what that says."""
     (out / MANIFEST).unlink(missing_ok=True)
-    stopped = isinstance(error, KeyboardInterrupt)
+    stopped = came_of_interrupt(error)
     if stopped or not (out / FAILED).exists():
         message = "it was stopped before it was complete" if stopped else str(error) or type(error).__name__
         with suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes the folder for whole

@@ -33,10 +33,6 @@ _MOST_BYTES = 1 << 31  # of a record
 _PART = 1 << 20  # bytes that are sent at once
 
 
-class _Interrupted(CopyLost):
-    """Nobody waits for the holders of this term any more."""
-
-
 class HeldRecords:
     """Of each lane, the last record and the term that it counts for, in memory. Any thread may use it."""
 
@@ -194,7 +190,7 @@ class CopiedLog:
                     raise
                 lost = error
             with self._changed:
-                if not isinstance(lost, _Interrupted) and self._generation == generation:
+                if not lost.over and self._generation == generation:
                     self._on_lost(str(lost))
                 while self._generation == generation and not self._closed:
                     self._changed.wait()
@@ -277,7 +273,7 @@ class CopiedLog:
         while left:
             with self._changed:
                 if self._interrupted is not None:
-                    raise _Interrupted(self._interrupted)
+                    raise CopyLost(self._interrupted, over=True)
             patience = deadline - time.monotonic()
             if patience <= 0:
                 silent = ", ".join(str(trainer) for trainer, _ in left.values())

@@ -65,6 +65,9 @@ class TrainSettings(TypedDict, total=False):
     copies: int | None
     peer_timeout: float | None
     rebalance: bool
+    coordinator: str
+    local_trainers: int
+    token_file: Path
     address: str | None
     follow: bool
     resume: bool

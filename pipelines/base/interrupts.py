@@ -23,7 +23,8 @@ class Interrupts:
     a terminal that is gone is an error.
 
     An exception that is raised within a finalizer, or within a callback from foreign code such as numba's compiler, is printed and
-    lost. A signal that arrives there is heeded as soon as the main thread has left the place.
+    lost. A signal that arrives there is heeded as soon as the main thread has left the place. One that arrives amid Python's own waiting for a
+    lock may leave that as "release unlocked lock": a RuntimeError that came of KeyboardInterrupt leaves this as KeyboardInterrupt.
 
     relayed: signals come twice, from the terminal and from what started this process (torchrun); the same one within a second is one.
 
@@ -44,7 +45,7 @@ class Interrupts:
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._again)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -53,6 +54,8 @@ class Interrupts:
             outer.received += self.received
         if self._due and kind is None:
             raise KeyboardInterrupt
+        if isinstance(error, RuntimeError) and came_of_interrupt(error):
+            raise KeyboardInterrupt from error
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler of SIGNALS: notes the signal, and raises KeyboardInterrupt now or, by the alarm, soon."""
@@ -86,6 +89,19 @@ class Interrupts:
             for descriptor in self._terminals:
                 os.dup2(nowhere, descriptor)
             os.close(nowhere)
+
+
+def came_of_interrupt(error: BaseException) -> bool:
+    """Whether an error is a KeyboardInterrupt, or was raised while one was handled, or because of one."""
+    origins, seen = [error], set[int]()
+    while origins:
+        origin = origins.pop()
+        if isinstance(origin, KeyboardInterrupt):
+            return True
+        if id(origin) not in seen:
+            seen.add(id(origin))
+            origins += [before for before in (origin.__cause__, origin.__context__) if before is not None]
+    return False
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

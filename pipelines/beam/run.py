@@ -12,6 +12,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
+from foreload.pipelines.base.interrupts import came_of_interrupt
 from foreload.pipelines.beam.pipeline import add_schedule
 from foreload.pipelines.beam.stages import Wrap
 from foreload.pipelines.errors import SettingError
@@ -57,7 +58,7 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
             result.cancel()
             raise
     except RuntimeError as error:
-        if _interrupted(error):  # Beam wraps what its workers meet, Ctrl-C too
+        if came_of_interrupt(error):  # Beam wraps what its workers meet, Ctrl-C too
             raise KeyboardInterrupt from error
         raise
 
@@ -77,13 +78,3 @@ def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt)) and not record.getMessage().startswith(
         KeyboardInterrupt.__name__
     )
-
-
-def _interrupted(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt is among what an error came from."""
-    origin: BaseException | None = error
-    while origin is not None:
-        if isinstance(origin, KeyboardInterrupt):
-            return True
-        origin = origin.__cause__ or origin.__context__
-    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -75,8 +76,17 @@ def in_a_finalizer(number: int) -> None:
     wait()
 
 
+def in_the_wait_for_a_lock(number: int) -> None:
+    """As in `Condition.wait`, where that has just given the lock back: to leave the block releases it once more."""
+    lock = threading.Lock()
+    with lock:
+        lock.release()
+        send(number)
+        wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("place", [in_plain_code, in_a_finalizer])
+@pytest.mark.parametrize("place", [in_plain_code, in_a_finalizer, in_the_wait_for_a_lock])
 def test_a_signal_ends_the_work(place: Callable[[int], None], number: int) -> None:
     before = [signal.getsignal(n) for n in (*SIGNALS, signal.SIGALRM)]
     with Interrupts() as outer:

@@ -48,7 +48,7 @@ class Inspection:
         self._monitor.ask(self._probe)
 
     def begin_scrub(self, known: ExpectedRows) -> None:
-        """Check every stripe of the lanes once from now on, beside the training. Raises CacheError without parity, and while a scrub is under way.
+        """Check every stripe of the lanes once from now on, beside the training; a scrub before is over. Raises CacheError without parity.
 
         known: the ids and tags that rows may have.
         """
@@ -56,8 +56,6 @@ class Inspection:
             raise CacheError("scrub: there is no parity to check rows against")
         with self._monitor:
             if self._scrub is not None:
-                if self._scrub.wanted:
-                    raise CacheError("scrub: one is under way already; wait for its end")
                 self._background.remove(self._scrub)
             self._scrub = LiveScrub(self._stored, self._rounds, self._lanes, self._monitor, known)
             self._background.add(self._scrub)

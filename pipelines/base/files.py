@@ -47,6 +47,15 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
         raise
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `replacing` left in a folder where its process was killed. Nobody may be writing there."""
+    for left in folder.glob(".*.tmp"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
 def _sync_folder(folder: Path) -> None:
     """Force to disk which files are in a folder; a file system that cannot is left alone."""
     descriptor = os.open(folder, os.O_RDONLY)

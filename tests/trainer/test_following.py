@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import Command, done, error_of, reached
+from growing import growing, publish_rest
 from small_job import arguments, summary
 
 from foreload.pipelines import prepare
-from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.format import (
     FAILED,
-    LOCK,
-    MANIFEST,
-    WORK,
 )
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
@@ -45,29 +41,6 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> obj
     run = tmp_path_factory.mktemp("run") / "undisturbed"
     assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
     return summary(run)["digest"]
-
-
-def manifests(schedule: Path) -> list[Path]:
-    """Those of the segments, in order."""
-    return sorted(schedule.glob("segment-*.json"))
-
-
-@contextmanager
-def growing(schedule: Path, path: Path, segments: int) -> Iterator[Path]:
-    """The folder of a schedule while `prepare` works on it: only the first segments are published. It is gone when the context ends."""
-    shutil.copytree(schedule, path)
-    (path / MANIFEST).unlink()
-    for published in manifests(path)[segments:]:
-        published.unlink()
-    (path / WORK).mkdir()
-    with at_work(path / WORK / LOCK):
-        yield path
-
-
-def publish_rest(schedule: Path, path: Path) -> None:
-    """What `prepare` publishes from there on, in its order."""
-    for published in [*manifests(schedule), schedule / MANIFEST]:
-        shutil.copy(published, path / published.name)
 
 
 def put_back(schedule: Path, path: Path) -> None:

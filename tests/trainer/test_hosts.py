@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
-from command_line import Command, free_port, reached, refused
+from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused
+from growing import GrowingRun, growing
 from small_job import arguments, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
@@ -28,7 +31,11 @@ TOKEN = new_token()
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs of 60 steps in four lanes, with evaluation after each."""
     return synthetic_schedule(
-        tmp_path_factory.mktemp("schedule"), 8500, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2"
+        tmp_path_factory.mktemp("schedule"),
+        8500,
+        lanes=4,
+        slots=500,
+        further="--eval-fraction 0.1 --epochs 2 --segment-bytes 100KB",
     )
 
 
@@ -120,6 +127,48 @@ def test_a_stop_and_a_resume_over_hosts(
     status, _, err = job.coordinator.end()
     assert status == 0, err
     guest.end()
+    assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.full
+def test_hosts_join_and_leave_while_others_train(
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    with growing(schedule, tmp_path / "growing", 3) as followed:
+        copy.symlink_to(followed)
+        job = Job(launched, followed, run, *servers, "--follow")
+        training = GrowingRun(job.coordinator, run, schedule, followed, 3)
+        guest = job.join("--schedule", str(copy))
+        training.members(0, 1)
+        training.hosting(0, 1)
+        guest.process.send_signal(signal.SIGINT)
+        training.hosting(0)
+        assert guest.end()[0] == 0
+        training.end(undisturbed, trainers=1)
+    kinds = [event["kind"] for event in read_events(run)]
+    assert kinds.count("trainer-joined") == kinds.count("trainer-left") == 1
+
+
+@pytest.mark.full
+def test_trainers_on_two_hosts_whose_launcher_is_killed_stop_and_go_on_exactly(
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    job = Job(launched, schedule, run, *servers, "--trainers", "2")
+    guest = job.join()
+    job.coordinator.until(reached(run, 10))
+    job.coordinator.process.kill()
+    _, err = job.coordinator.process.communicate(timeout=DEADLINE_SECONDS)
+    assert not psutil.wait_procs(job.coordinator.remains.processes(), timeout=DEADLINE_SECONDS)[1]
+    assert "its launcher was killed; stopped after step " in err
+    assert guest.end()[0] == 0
+    saved = Run.open(run).saved_status()
+    assert (saved.state, saved.totals["steps"]) == ("stopped", saved.step + 1)
+    job = Job(launched, schedule, run, *servers, "--resume", "--trainers", "2")
+    guest = job.join()
+    assert job.coordinator.end()[0] == 0
+    assert guest.end()[0] == 0
     assert summary(run)["digest"] == undisturbed
 
 

@@ -84,6 +84,7 @@ def check_faults(
     assert summary(run)["digest"] == undisturbed
     assert summary(run)["steps"] == STEPS
     assert "Traceback" not in err
+    assert not list(run.rglob("*.tmp"))
     return err
 
 

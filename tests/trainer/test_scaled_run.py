@@ -6,20 +6,16 @@ The schedule grows as the tests want it to, so that a run waits for trainers tha
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from command_line import Command, done, refused
+from growing import GrowingRun, growing, publish_rest
 from small_job import arguments, summary, synthetic_schedule
-from test_following import growing, manifests, publish_rest
 
-from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.control import RunStatus, training_status
 from foreload.trainer.run.event_log import read_events
 
 STEPS = 120
@@ -41,60 +37,7 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(summary(run)["digest"])
 
 
-class Run:
-    """A run whose schedule grows; it has trained what was published first."""
-
-    def __init__(self, job: Command, run: Path, schedule: Path, followed: Path, published: int) -> None:
-        self.job, self.path, self._schedule, self._followed, self._published = job, run, schedule, followed, published
-        self.job.until(self._waits)
-
-    @property
-    def status(self) -> RunStatus:
-        status = training_status(self.path)
-        assert status is not None, self.job.process.communicate()
-        return status
-
-    def _waits(self) -> bool:
-        """Whether all that is published is trained."""
-        last = Schedule(self._schedule).segment(self._published - 1)
-        assert last is not None
-        told = training_status(self.path)
-        return told is not None and told.step >= last.first + len(last.samples) - 1
-
-    def members(self, *trainers: int) -> None:
-        """Wait until these are the trainers; nobody trains meanwhile."""
-        self.job.until(lambda: self.status.members == trainers)
-
-    def hosting(self, *trainers: int) -> None:
-        """Train until these are the trainers that host lanes."""
-
-        def there() -> bool:
-            if self._waits():
-                segments = manifests(self._schedule)
-                assert self._published < len(segments)
-                shutil.copy(segments[self._published], self._followed)
-                self._published += 1
-            return set(self.status.lanes) == set(trainers)
-
-        self.job.until(there)
-
-    @property
-    def joining(self) -> Iterator[psutil.Process]:
-        """The trainers' processes that were started while others trained."""
-        return (worker for worker in self.job.workers if worker.environ()["FORELOAD_COMMANDS"] != "null")
-
-    def end(self, undisturbed: str, trainers: int) -> str:
-        """Train to the end: the undisturbed model, every step told once; returns what was said."""
-        publish_rest(self._schedule, self._followed)
-        status, _, err = self.job.end()
-        assert status == 0, err
-        assert "Traceback" not in err
-        told = summary(self.path)
-        assert [told[name] for name in ("digest", "steps", "state", "trainers")] == [undisturbed, STEPS, "ended", trainers]
-        return err
-
-
-Begin = Callable[..., Run]
+Begin = Callable[..., GrowingRun]
 
 
 @pytest.fixture
@@ -102,10 +45,10 @@ def begin(schedule: Path, tmp_path: Path, launched: Callable[..., Command]) -> I
     """Begins a run, given what stands on its command line beside the schedule."""
     with growing(schedule, tmp_path / "growing", 3) as followed:
 
-        def begun(*further: str) -> Run:
+        def begun(*further: str) -> GrowingRun:
             run = tmp_path / "run"
             job = launched(*arguments(followed, run, "--follow", "--peer-timeout", "60", "--digest", *further))
-            return Run(job, run, schedule, followed, 3)
+            return GrowingRun(job, run, schedule, followed, 3)
 
         yield begun
 

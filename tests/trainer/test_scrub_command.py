@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,12 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.marker import Marker
+from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
+from foreload.trainer.cluster.control import AskScrub, AskScrubbed, Refused, ScrubBegun, ScrubProgress, ask
 from foreload.trainer.command_line.stores import DAMAGED
 from foreload.trainer.run.directory import SCRUB, STORES
+from foreload.trainer.run.expected_rows import write_expected_rows
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,14 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of 30 steps."""
     return synthetic_schedule(tmp_path_factory.mktemp("schedule"), 30 * BATCH)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of a run with one trainer that nothing happened to."""
+    run = tmp_path_factory.mktemp("run") / "undisturbed"
+    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    return str(summary(run)["digest"])
 
 
 def asked(command: list[str], capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, str, dict[str, Any]]:
@@ -164,6 +176,36 @@ def test_a_run_is_scrubbed_and_told_of_while_it_trains(
     job.process.send_signal(signal.SIGINT)
     status, _, err = job.end()
     assert status == 130, err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_trainer_that_is_lost_amid_a_scrub_ends_that_alone(
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], killed: int
+) -> None:
+    run = tmp_path / "run"
+    job = launched(
+        *arguments(schedule, run, "--store", "local:3", "--trainers", "2", "--no-restart", "--peer-timeout", "60", "--digest")
+    )
+    job.until(reached(run, 40))
+    # While one stands still no lane is scrubbed to its end.
+    worker = job.workers[killed]
+    worker.suspend()
+    (run / SCRUB).mkdir()
+    write_expected_rows(Schedule(schedule), run / SCRUB)
+    begun: ScrubBegun | Refused | None = ask(run, AskScrub("."))
+    assert isinstance(begun, ScrubBegun)
+    progress: ScrubProgress | Refused | None = ask(run, AskScrubbed())
+    assert isinstance(progress, ScrubProgress)
+    assert not progress.done
+    worker.kill()
+    job.until(lambda: ask(run, AskScrubbed()) == Refused("its trainers, or their lanes, changed meanwhile; scrub it again"))
+    shutil.rmtree(run / SCRUB)
+    assert main(["scrub", str(run)]) == 0
+    status, _, err = job.end()
+    assert status == 0, err
+    assert f"trainer {killed}: lost (was killed by SIGKILL)" in err
+    assert summary(run)["digest"] == undisturbed
 
 
 def test_what_a_store_will_need_is_what_it_then_has(short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

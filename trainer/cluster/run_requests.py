@@ -22,10 +22,21 @@ COUNT_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socke
 
 @dataclass(slots=True)
 class _Scrub:
-    """The last scrub: what each trainer told of it last."""
+    """The last scrub: by which trainers, what each of them told of it last, and why it is over, if that is not since all are through."""
 
     number: int
-    told: dict[int, ScrubTold | ScrubFailed] = field(default_factory=dict)
+    members: frozenset[int]
+    told: dict[int, ScrubTold] = field(default_factory=dict)
+    failed: str | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether each trainer is through with its lanes."""
+        return self.told.keys() == self.members and all(part.scrubbed.done for part in self.told.values())
+
+    @property
+    def under_way(self) -> bool:
+        return self.failed is None and not self.done
 
 
 @dataclass(slots=True)
@@ -56,9 +67,8 @@ class RunRequests:
         """Who the trainers are from now on. What the earlier ones were asked for may never be answered: it has failed."""
         with self._condition:
             self._members = frozenset(members)
-            if self._scrub is not None and not self._is_scrubbed(self._scrub):
-                why = "its trainers, or their lanes, changed meanwhile; scrub it again"
-                self._scrub.told = {trainer: ScrubFailed(self._scrub.number, why) for trainer in self._members}
+            if self._scrub is not None and self._scrub.under_way:
+                self._scrub.failed = "its trainers, or their lanes, changed meanwhile; scrub it again"
             self._count = None
             self._condition.notify_all()
 
@@ -71,22 +81,22 @@ class RunRequests:
         if not self._training():
             return Refused("its trainers are still starting; try again in a moment")
         with self._condition:
-            if self._scrub is not None and not self._is_scrubbed(self._scrub):
+            if self._scrub is not None and self._scrub.under_way:
                 return Refused("a scrub of it is under way already; wait for its end")
-            self._scrub = _Scrub(self._next_number())
+            self._scrub = _Scrub(self._next_number(), self._members)
             self._commands.append(Scrub(self._scrub.number, request.rows))
             return ScrubBegun(self._scrub.number)
 
     def scrubbed(self) -> ScrubProgress | Refused:
         """How far the last scrub is."""
         with self._condition:
-            told = self._scrub.told.values() if self._scrub is not None else ()
-            for part in told:
-                if isinstance(part, ScrubFailed):
-                    return Refused(part.error)
-            parts = tuple(part.scrubbed for part in told if isinstance(part, ScrubTold))
-            done = self._scrub is not None and self._is_scrubbed(self._scrub)
-            return ScrubProgress(done, sum(part.stripes for part in parts), parts)
+            scrub = self._scrub
+            if scrub is None:
+                return ScrubProgress(False, 0, ())
+            if scrub.failed is not None:
+                return Refused(scrub.failed)
+            parts = tuple(part.scrubbed for part in scrub.told.values())
+            return ScrubProgress(scrub.done, sum(part.stripes for part in parts), parts)
 
     def row_counts(self) -> RowCountsAnswer:
         """What each trainer counts; nothing at all where one does not answer within COUNT_TIMEOUT."""
@@ -115,18 +125,17 @@ class RunRequests:
                         self._count.told[trainer] = event.held
                         self._condition.notify_all()
                 case ScrubTold() | ScrubFailed():
-                    if self._scrub is not None and self._scrub.number == event.number:
-                        self._scrub.told[trainer] = event
+                    scrub = self._scrub
+                    if scrub is None or scrub.number != event.number or not scrub.under_way:
+                        return
+                    if isinstance(event, ScrubFailed):
+                        scrub.failed = event.error
+                    else:
+                        scrub.told[trainer] = event
 
     def _next_number(self) -> int:
         self._number += 1
         return self._number
-
-    def _is_scrubbed(self, scrub: _Scrub) -> bool:
-        """Whether each trainer is through with its lanes, or cannot scrub them."""
-        return scrub.told.keys() == self._members and all(
-            isinstance(part, ScrubFailed) or part.scrubbed.done for part in scrub.told.values()
-        )
 
     def _is_counted(self, count: _Count) -> bool:
         return count.told.keys() == self._members

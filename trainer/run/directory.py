@@ -31,7 +31,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
-from foreload.pipelines.base.files import persist, write_json
+from foreload.pipelines.base.files import persist, remove_unfinished, write_json
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Stage, Status
 
@@ -207,9 +207,10 @@ class Run:
         self.write_status(replace(status, term=term))
 
     def come_to_rest(self, manifest: Manifest, status: Status) -> None:
-        """Publish what the run is by now, then how far it is; waits for as long as the disk is full."""
+        """Publish what the run is by now, then how far it is; waits for as long as the disk is full. What killed processes began to write goes."""
         persist(self.path / MANIFEST, lambda: self.write_manifest(manifest))
         persist(self.path / STATUS, lambda: self.write_status(status))
+        remove_unfinished(self.path)
 
     def saved_status(self) -> Status:
         """The status of the run's last clean stop. Raises RunError where it never began to train.

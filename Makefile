@@ -21,7 +21,7 @@ demo: venv
 
 # All that CI runs, or some of it: make test T=tests/cache/test_rows.py, make test T="tests/cache -k parity"
 test: venv
-	$(BIN)/python -m pytest -q -m "not full" $(or $(T),-n $(WORKERS) --dist loadfile)
+	$(BIN)/python -m pytest -q -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
 
 # Every grid. A run that was broken off goes on where it stopped: --stepwise remembers the first test that has not passed.
 test-full: venv

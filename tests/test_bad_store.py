@@ -241,6 +241,7 @@ def test_a_namespace_that_is_another_runs_is_refused_and_given_up_by_overwrite_o
     assert "namespace clicks belongs to a run already" in refused(*train(clicks, second, server.url, *named))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_its_own_store_shards_in_their_order_only(clicks: Clicks, tmp_path: Path, server: Server) -> None:
     run = tmp_path / "run"
     other = Server(tmp_path / "other")

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from command_line import Clicks, done, refused
 
 from foreload.pipelines.schedule.reader import Schedule
@@ -19,6 +20,7 @@ def prepare(clicks: Clicks, out: Path, *further: object) -> Path:
     return out
 
 
+@pytest.mark.full
 def test_slots_by_default_are_the_rows_that_there_are(clicks: Clicks, tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     out, few = prepare(clicks, tmp_path / "out", "--json", summary), prepare(clicks, tmp_path / "few", "--slots", "150")

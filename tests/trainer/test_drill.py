@@ -83,6 +83,7 @@ def test_a_killed_shard_is_rebuilt_and_the_model_is_that_of_an_undisturbed_run(
     assert (f"the model is that of an undisturbed run: digest {undisturbed}" in out) == ("--check" in further)
 
 
+@pytest.mark.full
 def test_a_stopped_shard_is_lost_after_its_timeout_and_rebuilt_when_it_goes_on(
     schedule: Path, undisturbed: str, tmp_path: Path
 ) -> None:

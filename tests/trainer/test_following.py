@@ -150,9 +150,8 @@ def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_
     check_going_on(followed, run, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "how", ["removed", *(pytest.param(how, marks=pytest.mark.full) for how in ("prepared anew", "prepared from other data"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["removed", "prepared anew", "prepared from other data"])
 def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], how: str
 ) -> None:

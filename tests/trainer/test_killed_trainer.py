@@ -37,7 +37,7 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str
     ("trainers", "gone", "store"),
     [
         pytest.param(2, [1], "local:1", id="one of two"),
-        pytest.param(3, [0, 2], "local:3", id="the leader of three and then another with parity"),
+        pytest.param(3, [0, 2], "local:3", marks=pytest.mark.full, id="the leader of three and then another with parity"),
         pytest.param(2, [0], "local:3", marks=pytest.mark.full, id="the leader of two with parity"),
         pytest.param(4, [3, 1], "local:1", marks=pytest.mark.full, id="two of four"),
     ],
@@ -80,6 +80,7 @@ def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
     assert events[-1]["step"] == 119
 
 
+@pytest.mark.full
 def test_the_leader_that_is_asked_to_leave_hands_its_lanes_over(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:

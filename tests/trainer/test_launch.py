@@ -111,6 +111,7 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     assert summary(run)["rows_flushed"] > 0
 
 
+@pytest.mark.full
 def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_in_other_numerics_says_since_when(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +269,7 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
         assert summary(run)[name] == summary(undisturbed)[name]
 
 
+@pytest.mark.full
 def test_trainers_whose_launcher_is_killed_before_they_begin_leave(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
@@ -375,6 +378,7 @@ def under_torchrun(*words: str) -> list[str]:
     return ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch", *words[1:]]
 
 
+@pytest.mark.full
 def test_torchrun_trains_with_the_processor_s_instructions_that_the_call_names(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
@@ -391,6 +395,7 @@ def test_torchrun_trains_with_the_processor_s_instructions_that_the_call_names(
     assert (trained_under["cpu_capability"], trained_under["onednn_isa"]) == ("AVX512", "AVX512_CORE")
 
 
+@pytest.mark.full
 def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebu
         check_repaired(run, err, undisturbed, capsys)
 
 
+@pytest.mark.full
 def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
     schedule: Path, undisturbed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
     check_repaired(run, err, undisturbed, capsys)
 
 
+@pytest.mark.full
 def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
     assert "not checked: store shard 1, which is lost" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +247,7 @@ def test_a_spare_takes_the_place_of_a_lost_shard(
         assert capsys.readouterr().out.strip() == undisturbed
 
 
+@pytest.mark.full
 def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
@@ -315,6 +319,7 @@ def servers_of_no_use(url: str, in_use: str) -> Iterator[tuple[str, str]]:
         store.command(0, "SET", "another's", "row")
 
 
+@pytest.mark.full
 def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_kept(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -495,7 +500,8 @@ def flush(run: Path, shard: int) -> None:
         store.command(shard, "FLUSHALL")
 
 
-@pytest.mark.parametrize("step", [10, *(pytest.param(step, marks=pytest.mark.full) for step in (25, 45, 60))])
+@pytest.mark.full
+@pytest.mark.parametrize("step", [10, 25, 45, 60])
 def test_a_server_that_is_emptied_under_its_connections_is_rebuilt(
     schedule: Path,
     undisturbed: str,

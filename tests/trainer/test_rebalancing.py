@@ -118,11 +118,11 @@ def test_a_slow_trainer_keeps_a_lane_and_the_model_is_the_same(tmp_path: Path, l
     assert main(arguments(schedule, undisturbed, "--store", "local:1", "--digest", *model)) == 0
     job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2", "--rebalance", "--digest", *model))
 
-    def moved() -> bool:
+    def given_away() -> bool:
         told = training_status(run)
         return told is not None and tuple(told.lanes) == (0, 1, 1, 1)
 
-    job.until(moved)
+    job.until(given_away)
     status, _, err = job.end()
     assert status == 0, err
     assert summary(run)["digest"] == summary(undisturbed)["digest"]

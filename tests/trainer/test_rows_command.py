@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import psutil
+import pytest
 from command_line import SMALL, Clicks, Command, done, reached, refused, run_here
 
 from foreload.cache.client.local import LocalStores
@@ -74,6 +75,7 @@ def test_runs_with_rows_are_listed_and_each_is_deleted_by_itself(clicks: Clicks,
         assert "namespace: must be" in refused("stores", "delete", urls, "a b")
 
 
+@pytest.mark.full
 def test_a_run_is_deleted_though_a_shard_is_down_and_what_is_left_is_told(clicks: Clicks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with LocalStores(1, tmp_path / "up") as up, LocalStores(1, tmp_path / "down") as down:
@@ -99,6 +101,7 @@ def test_a_run_is_deleted_though_a_shard_is_down_and_what_is_left_is_told(clicks
         assert keys(down_url) == []
 
 
+@pytest.mark.full
 def test_what_another_run_has_taken_stays(clicks: Clicks, tmp_path: Path) -> None:
     with LocalStores(1, tmp_path / "server") as server:
         first, second = tmp_path / "a" / "run", tmp_path / "b" / "run"

@@ -103,6 +103,7 @@ def test_a_damaged_row_is_named_left_alone_and_has_an_exit_status_of_its_own(
         assert store.command(1, "HGET", key, names[0]) == changed
 
 
+@pytest.mark.full
 def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:

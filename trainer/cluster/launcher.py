@@ -44,7 +44,7 @@ from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import LOG, STORES, SUMMARY, Run, check_free, locked, open_stores
 from foreload.trainer.run.event_log import CallBegan, EventLog
-from foreload.trainer.run.job import TrainJob, under_scheduler
+from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest
 from foreload.trainer.run.memory_check import check_fit
@@ -95,7 +95,7 @@ def _scheduled_store() -> tuple[Any, int, int]:
     """
     import torch.distributed as dist
 
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    place = scheduler_address()
     met: Future[tuple[Any, int, int]] = Future()
 
     def meet() -> None:

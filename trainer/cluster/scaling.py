@@ -9,7 +9,9 @@ from datetime import timedelta
 
 from foreload.trainer.cluster.control import Refused, ScaleBegun, ScaleProgress
 from foreload.trainer.cluster.membership import Membership
+from foreload.trainer.cluster.rebalancing import Rebalancing
 from foreload.trainer.cluster.terms import Change
+from foreload.trainer.compute.reports import StepReport
 
 JOIN_PATIENCE = timedelta(
     seconds=60
@@ -23,7 +25,7 @@ class Scaling:
     """The coordinator's side. `ask` and `progress` are called in threads of the control socket, the rest in the main one.
 
     trainers: how many there are at the beginning; lanes: of the schedule; restarts: whether one that is lost is replaced. start, end: start a
-    trainer's process by its number, and end it. tell: what the user is told, a line.
+    trainer's process by its number, and end it. tell: what the user is told, a line. rebalancing: where lanes are to leave slow trainers.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class Scaling:
         start: Callable[[int], None],
         end: Callable[[int], object],
         tell: Callable[[str], None],
+        rebalancing: Rebalancing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lanes, self._restarts, self._start, self._end, self._tell, self._clock = lanes, restarts, start, end, tell, clock
+        self._rebalancing = rebalancing
         self._wanted, self._next = trainers, trainers
         self._starting: dict[int, bool] = {}  # trainer -> whether it can join
         self._waited_since: float | None = None  # since when one that can join waits for others
@@ -93,11 +97,18 @@ class Scaling:
         """Whether it was started, and is no member yet."""
         return trainer in self._starting
 
-    def has_trained(self, trainer: int) -> None:
+    def has_trained(self, trainer: int, report: StepReport) -> None:
         """A trainer has trained a step."""
         if trainer in self._new:
             self._new.discard(trainer)
             self._fruitless = 0
+        if self._rebalancing is not None:
+            self._rebalancing.add(trainer, report)
+
+    @property
+    def rebalanced(self) -> list[dict[str, object]]:
+        """Which lanes were to leave slow trainers, and why, as the run's report has it."""
+        return [] if self._rebalancing is None else self._rebalancing.moves
 
     def leave(self, trainer: int, members: Membership) -> bool:
         """A trainer is to leave, since it was asked to. Returns false where no other one stays."""
@@ -138,6 +149,8 @@ class Scaling:
                 self._tell(f"{self._failed}, until `foreload scale` asks for it")
             self._start_and_end(staying, goes_on)
             members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
+            if self._rebalancing is not None:
+                self._rebalancing.see(members)
             done = members.at_rest and not self._starting and len(there) == self._wanted
             progress = ScaleProgress(len(there), self._wanted, len(self._starting), members.lanes_to_move, done, self._failed)
             self._progress = self._asked, progress

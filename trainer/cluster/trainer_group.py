@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -63,7 +62,7 @@ from foreload.trainer.compute.succession import ONE_MACHINE
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
-from foreload.trainer.run.job import TrainJob, under_scheduler
+from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport, Totals
@@ -121,9 +120,9 @@ class TrainerGroup:
         self._failures: list[tuple[int, Failed]] = []
         self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training, hosts is not None)
         self._scaling = Scaling(
-            job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell
-        )
-        self._rebalancing = Rebalancing(_tell, events) if job.rebalance else None
+            job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell,
+            Rebalancing(_tell, events) if job.rebalance else None,
+        )  # fmt: skip
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
@@ -151,7 +150,7 @@ class TrainerGroup:
                 stack.callback(keeper.close)
             stack.callback(self._trainers.kill)
             # Trainers start while the keeper does.
-            place = _scheduler_address() if keeper is None else keeper.address
+            place = scheduler_address() if keeper is None else keeper.address
             self._trainers.meet_at(place, address, () if keeper is None else (keeper.held,))
             self._trainers.start_first(spawned)
             return self._lead(Board(rendezvous if keeper is None else keeper.join()), spec)
@@ -256,8 +255,6 @@ class TrainerGroup:
         for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
             self._receiver.add(trainer)
         self._scaling.see(members, dead, goes_on)
-        if self._rebalancing is not None:
-            self._rebalancing.see(members)
         for trainer in dead.keys() - set(members.term.members):
             self._trainers.forget(trainer)
         members.begin()
@@ -300,9 +297,7 @@ class TrainerGroup:
                 # Where all were asked to leave, it is training that ends.
                 self._answers.stop_wanted |= not self._scaling.leave(trainer, self._membership)
             case StepEnded():
-                self._scaling.has_trained(trainer)
-                if self._rebalancing is not None:
-                    self._rebalancing.add(trainer, event.report)
+                self._scaling.has_trained(trainer, event.report)
                 report.step(trainer, event.report)
             case EvaluationEnded():
                 report.evaluation(event.report)
@@ -375,7 +370,7 @@ class TrainerGroup:
         summary = report.summary(
             state=self.status.state,
             trainers=len(self._ended),
-            rebalanced=[] if self._rebalancing is None else self._rebalancing.moves,
+            rebalanced=self._scaling.rebalanced,
             store_traffic={name: sum(counts[name] for counts in traffic) for name in first.traffic},
             mixed_numerics=list(self.manifest.mixed_numerics),
         )
@@ -401,7 +396,3 @@ class TrainerGroup:
 
 def _tell(line: str) -> None:
     sys.stderr.write(f"{line}\n")
-
-
-def _scheduler_address() -> str:
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -290,6 +290,11 @@ class TrainJob:
         return self.namespace or re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.run).absolute().name)[:64] or "run"
 
 
+def scheduler_address() -> str:
+    """Where a scheduler has its trainers meet: host and port."""
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
 def under_scheduler() -> bool:
     """Whether this process was started by torchrun or the like."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

@@ -11,6 +11,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import AskReplace, Replacing
+from foreload.trainer.cluster.coordinator_link import CoordinatorLink
 from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.cluster.messages import ShardsTold
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import EventLog, read_events
@@ -530,3 +533,43 @@ def test_without_parity_a_server_that_is_emptied_stops_the_training(
     line = error_of(status, err)
     assert re.search(r"store unix://\S*shard-1.sock: (lost rows of lane \d|stale shard)", line), line
     assert json.loads((run / "status.json").read_text())["state"] == "training"
+
+
+def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_before_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
+    job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls)})
+    shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
+
+    def told(trainer: int, state: ShardState) -> None:
+        shards.told(trainer, ShardSnapshot((ShardStatus(urls[0], state, "", 0.0), ShardStatus(urls[1]), ShardStatus(urls[2]))))
+
+    told(0, "rebuilding")
+    shards.now_trainers([0, 1])
+    told(0, "ok")  # of the lanes that it still has
+    assert shards.together.shards[0].state == "rebuilding"
+    told(1, "rebuilding")
+    shards.term_begins()
+    assert shards.together.shards[0].state == "rebuilding"
+    assert capsys.readouterr().err == ""
+    # The one that took the lane over is lost, and the first has it again, whole.
+    shards.now_trainers([0])
+    assert shards.together.shards[0].state == "rebuilding"
+    shards.term_begins()
+    assert shards.together.whole
+    assert capsys.readouterr().err == "store shard 0: is whole again\n"
+
+
+def test_a_trainer_tells_of_shards_that_it_finds_not_whole_as_it_takes_lanes_over(tmp_path: Path) -> None:
+    sent: list[object] = []
+    link = CoordinatorLink(mock.Mock(), mock.Mock(send=sent.append), 1, tmp_path, True, None, 0)
+    whole, rebuilding = (ShardSnapshot((ShardStatus("redis://127.0.0.1:1", state),)) for state in ("ok", "rebuilding"))
+    traffic = mock.Mock(shards=whole)
+    link.serve(mock.Mock(traffic=traffic), [])
+    link.tell_shards()
+    assert sent == []
+    for shards in (rebuilding, rebuilding, whole):
+        traffic.shards = shards
+        link.tell_shards()
+    assert [told.shards for told in sent if isinstance(told, ShardsTold)] == [rebuilding, whole]

@@ -104,22 +104,14 @@ class CoordinatorLink:
 
         Changes are told at every call, the rest every SHARDS_PAUSE.
         """
-        while self._news:
-            news, at = self._news.popleft()
-            if isinstance(news, ServerUnreachable):
-                self._events.send(news)
-            else:
-                self._tell_shards(news, at)
+        self._tell_news()
         if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
         if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
             self._stop_asked = True
             self._board.publish(StopWanted())
-        shards = self._traffic.shards
-        # A change of state comes by the queue, in its order; here it is how much is rebuilt.
-        if self._told is not None and shards != self._told and not shards.changes_since(self._told):
-            self._tell_shards(shards, time.monotonic())
+        self.tell_shards()
         if (copies := self._copies()) is not None and copies != self._copies_told:
             self._copies_told = copies
             self._events.send(copies)
@@ -131,6 +123,21 @@ class CoordinatorLink:
                     self._replace(command)
                 case Scrub() | CountRows() as request:
                     self._requests.begin(request)
+
+    def tell_shards(self) -> None:
+        """Tell how the store shards are for the lanes that are hosted now, where that is another state than was told last, or more is rebuilt."""
+        self._tell_news()
+        shards = self._traffic.shards
+        if shards != self._told and not (self._told is None and shards.whole):
+            self._tell_shards(shards, time.monotonic())
+
+    def _tell_news(self) -> None:
+        while self._news:
+            news, at = self._news.popleft()
+            if isinstance(news, ServerUnreachable):
+                self._events.send(news)
+            else:
+                self._tell_shards(news, at)
 
     def _tell_shards(self, shards: ShardSnapshot, at: float) -> None:
         """Tell the coordinator how the store shards are for this trainer. at: since when, time.monotonic()."""

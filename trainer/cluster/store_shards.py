@@ -44,6 +44,8 @@ class StoreShards:
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
         self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
+        # How they were for the trainers of the term before, until those of this one have told.
+        self._before_term: ShardSnapshot | None = None
         self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
 
     @property
@@ -67,8 +69,9 @@ class StoreShards:
 
     @property
     def together(self) -> ShardSnapshot:
-        """How the shards are for all trainers that told of them."""
-        return ShardSnapshot.together(self._told.values())
+        """How the shards are for all trainers that told of them; while a term is about to begin at best as they were before."""
+        before = self._before_term
+        return ShardSnapshot.together(self._told.values() if before is None else (*self._told.values(), before))
 
     def told(self, trainer: int, shards: ShardSnapshot) -> None:
         """Note how the shards are for a trainer, and tell the user where that changes how they are for all together; spares may take places."""
@@ -82,10 +85,14 @@ class StoreShards:
                 self._use_spare(shard, status.url)
 
     def now_trainers(self, trainers: Collection[int]) -> None:
-        """Who tells of shards from now on: what others told counts no more."""
-        before = self.together if self._told else None
+        """Who tells of shards from now on: what others told counts no more, once these have told of the lanes that they have now."""
+        self._before_term = self.together if self._told or self._before_term is not None else None
         self._told = {trainer: shards for trainer, shards in self._told.items() if trainer in trainers}
-        if self._told:
+
+    def term_begins(self) -> None:
+        """All trainers of the term have told how the shards are for their lanes."""
+        before, self._before_term = self._before_term, None
+        if before is not None:
             self._show(before)
 
     def _show(self, before: ShardSnapshot | None) -> None:

@@ -250,14 +250,16 @@ class TrainerGroup:
             for trainer in members.lost:
                 self._scaling.lost(trainer, elsewhere=bool(self._machines.get(trainer)))
         if under_scheduler():
-            members.begin()
+            if members.begin():
+                self._shards.term_begins()
             return
         for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
             self._receiver.add(trainer)
         self._scaling.see(members, dead, goes_on)
         for trainer in dead.keys() - set(members.term.members):
             self._trainers.forget(trainer)
-        members.begin()
+        if members.begin():
+            self._shards.term_begins()
 
     def _start_joining(self, trainer: int) -> None:
         self._receiver.add(trainer)

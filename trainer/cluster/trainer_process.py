@@ -268,6 +268,7 @@ class TrainerProcess:
         self._ready.set()
         if self._interrupts is not None:
             self._interrupts.defer_signals = True
+        self._link.tell_shards()
         terms.await_begin(numerics.fingerprint(self._device()), session)
         stopped, failure, goes_on = self._train(trainer, gate)
         self._segments = max(self._segments, gate.begun)

@@ -210,6 +210,7 @@ def test_what_trainers_cannot_be_drilled_is_refused_in_one_line_before_anything_
         (["--to", "1,0"], "--to: must be two numbers of trainers at least, such as 1,2,1; got 1,0"),
         (["--to", "1,x"], "--to: must be numbers of trainers with commas between, such as 1,2,1; got 1,x"),
         (["--to", "1,3"], "--to: must be at most the schedule's lanes, 2; got 3; prepare with more --lanes"),
+        (["--to", "1,2", "--trainers", "2"], "--trainers: is the first number of --to, 1; got 2; leave it out"),
         (["--to", "1,2", "--follow"], "--follow: cannot be given to a drill"),
     ],
 )

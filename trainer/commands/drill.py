@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from foreload.trainer.cluster.trainer_group import Ending
 
 MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
+_LEGEND_COLUMNS = 4
 _BINS = 120
 MADE_UP = "--format synthetic --rows 200000 --values 10000 --epochs 3 --batch-size 1024 --slots 20000"
 _WORDS = {"lost": "lost", "back": "server back", "whole": "rebuilt"}
@@ -308,6 +309,6 @@ def plot(
     axes.set_xlabel("seconds since training began")
     axes.set_ylabel("samples a second")
     axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=len(moments) + 1)
+    figure.legend(loc="outside lower center", ncols=min(len(moments) + 1, _LEGEND_COLUMNS))
     figure.savefig(path, dpi=110)
     return str(path)

@@ -118,6 +118,8 @@ def run(job: TrainJob, drill: ScaleDrill) -> dict[str, Any]:
         raise SettingError(
             f"--to: must be two numbers of trainers at least, such as 1,2,1; got {','.join(map(str, drill.numbers))}"
         )
+    if job.trainers not in (1, drill.numbers[0]):
+        raise SettingError(f"--trainers: is the first number of --to, {drill.numbers[0]}; got {job.trainers}; leave it out")
     check_whole(job)
     check_free(Path(job.run), job.overwrite)
     if drill.make:

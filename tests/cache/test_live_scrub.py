@@ -16,7 +16,7 @@ from test_lost_shard import kill
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
-from foreload.cache.errors import CacheError, RowError, RowsLost
+from foreload.cache.errors import RowError, RowsLost
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
@@ -223,17 +223,24 @@ def test_a_shard_that_is_lost_meanwhile_is_left_out(tmp_path: Path) -> None:
     assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
 
 
-def test_a_second_scrub_waits_for_the_end_of_the_first(four: LocalStores, tmp_path: Path) -> None:
-    refused: list[str] = []
+def test_a_further_scrub_takes_the_place_of_the_one_before(
+    four: LocalStores, tmp_path: Path, undisturbed: Callable[..., object]
+) -> None:
+    begun: list[int] = []
 
-    def twice(traffic: Traffic) -> None:
-        traffic.inspection.begin_scrub(Programs())
-        with pytest.raises(CacheError, match="one is under way already") as error:
+    def again(traffic: Traffic) -> None:
+        for _ in range(2):
             traffic.inspection.begin_scrub(Programs())
-        refused.append(str(error.value))
+            told = traffic.inspection.scrubbed()
+            assert told is not None
+            assert (told.findings.stripes, told.done) == (0, False)
+            begun.append(told.stripes)
 
-    Scrubbing("rows staged", 2, do=twice).train(four, 3, 2, 1, tmp_path)
-    assert refused
+    scrubbing = Scrubbing("parity acknowledged", 14, do=again)
+    assert scrubbing.train(four, 3, 2, 1, tmp_path) == undisturbed((3, 2, 1))
+    (found,) = scrubbing.found
+    assert found.stripes >= begun[1] == begun[0] > 0
+    assert (found.stripes_repaired, found.stripes_damaged) == (0, 0)
 
 
 def test_what_is_on_its_way_and_what_is_there_are_told(four: LocalStores, tmp_path: Path) -> None:

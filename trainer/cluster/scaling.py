@@ -147,7 +147,8 @@ class Scaling:
                     f"{self._fruitless} trainers in a row were lost before they trained a step; no further one is started"
                 )
                 self._tell(f"{self._failed}, until `foreload scale` asks for it")
-            self._start_and_end(staying, goes_on)
+            # A process that starts takes a core for seconds: not while the others take lanes over.
+            self._start_and_end(staying, goes_on, members.begun)
             members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
             if self._rebalancing is not None:
                 self._rebalancing.see(members)
@@ -171,10 +172,10 @@ class Scaling:
         self._tell(f"trainer {trainer}: did not join: {why}")
         self._end(trainer)
 
-    def _start_and_end(self, staying: set[int], goes_on: bool) -> None:
-        """Have as many on their way as are missing, and none that is not."""
+    def _start_and_end(self, staying: set[int], goes_on: bool, may_start: bool) -> None:
+        """Have as many on their way as are missing, if any may be started now, and none that is not."""
         missing = self._wanted - len(staying) - len(self._starting) if goes_on else -len(self._starting)
-        for _ in range(missing):
+        for _ in range(missing if may_start else 0):
             self._starting[self._next] = False
             self._start(self._next)
             self._next += 1

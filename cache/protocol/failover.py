@@ -251,8 +251,11 @@ class Failover:
     def take_back(self, last_batches: Mapping[int, int]) -> None:
         """Adopt the servers of lost shards that are there again, each emptied of the lanes; no write-back batch is under way.
 
-        last_batches: of each lane the number of its last one.
+        last_batches: of each lane that is served the number of its last one. A lane that was taken over a moment ago may not be among them yet: then
+        they are adopted once it is.
         """
+        if not last_batches.keys() >= set(self._table.lanes):
+            return
         for shard, fresh in self._probe.ready().items():
             try:
                 try:

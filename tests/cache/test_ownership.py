@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import Fenced, StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim, lane_key
@@ -34,13 +37,18 @@ def rows(tag: int, value: float, before: EndedRows | None = None) -> EndedRows:
     return with_base(ending(COUNT, tag, value=value, stored=0 if before is None else int(before.tag[0])), before)
 
 
-def new_owner(store: Store, k: int, r: int, log: Path, last_batch: int = 0) -> tuple[StoredRows, Traffic]:
-    """One that takes lane 0 over, of which COUNT rows of table 1 are in the store if there was any batch."""
+def taken_over(store: Store, k: int, r: int, last_batch: int = 0) -> tuple[StoredRows, LanePlan]:
+    """Lane 0, of which COUNT rows of table 1 are in the store if there was any batch, with a new owner."""
     stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
     written = np.array([0, COUNT if last_batch else 0, 0, 0])
     stored.stripes = lambda lane: stored.placement.stripes(lane, written)
     take_over(stored, UNFENCED, {0: last_batch})
-    plan = LanePlan(0, iter([]), last_batch, written=written)
+    return stored, LanePlan(0, iter([]), last_batch, written=written)
+
+
+def new_owner(store: Store, k: int, r: int, log: Path, last_batch: int = 0) -> tuple[StoredRows, Traffic]:
+    """The same, served."""
+    stored, plan = taken_over(store, k, r, last_batch)
     return stored, serving(stored, [plan], SEED, log=FileLog(log))
 
 
@@ -112,21 +120,49 @@ def test_a_run_written_before_there_was_a_fence_goes_on(
         assert (weights_read(taken, store, 2, 6) == 2.0).all()
 
 
-@CODES
-def test_a_shard_that_lost_rows_of_a_saved_run_is_noticed_when_it_goes_on(
-    servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
-) -> None:
-    _, traffic = new_owner(store, k, r, tmp_path / "first")
+def without_a_row(store: Store, k: int, r: int, log: Path) -> None:
+    """Have an owner of lane 0 write COUNT rows as its first batch, and the second shard lose one of them."""
+    _, traffic = new_owner(store, k, r, log)
     with traffic:
         traffic.write_back(0, 1, rows(5, 1.0))
     names = store.command(1, "HKEYS", lane_key("t", 0, 1))
     assert isinstance(names, list)
     store.command(1, "HDEL", lane_key("t", 0, 1), next(name for name in names if name != MARKER))
+
+
+@CODES
+def test_a_shard_that_lost_rows_of_a_saved_run_is_noticed_when_it_goes_on(
+    servers: LocalStores, store: Store, tmp_path: Path, k: int, r: int
+) -> None:
+    without_a_row(store, k, r, tmp_path)
     with Store(servers.urls, timedelta(seconds=10)) as other:
         if r:
-            stored, traffic = new_owner(other, k, r, tmp_path / "second", last_batch=1)
-            traffic.abort()
-            assert list(stored.shards.lost) == [1]
+            assert list(taken_over(other, k, r, last_batch=1)[0].shards.lost) == [1]
         else:
             with pytest.raises(StoreError, match=r"shard-1.sock: lost rows of lane 0: has \d+ of \d+"):
-                new_owner(other, k, r, tmp_path / "second", last_batch=1)
+                taken_over(other, k, r, last_batch=1)
+
+
+def test_a_lost_shard_that_answers_before_its_lane_is_served_is_rebuilt_once_it_is(
+    servers: LocalStores, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_a_row(store, 2, 1, tmp_path / "first")
+    answered, take_back = threading.Event(), Failover.take_back
+
+    def looked(self: Failover, last_batches: Mapping[int, int]) -> None:
+        there = bool(self._probe._ready)
+        try:
+            take_back(self, last_batches)
+        finally:
+            if there and not last_batches:
+                answered.set()
+
+    monkeypatch.setattr(Failover, "take_back", looked)
+    with Store(servers.urls, timedelta(seconds=10)) as other:
+        stored, plan = taken_over(other, 2, 1, last_batch=1)
+        with Traffic(stored, SEED, log=FileLog(tmp_path / "second")) as traffic:
+            assert answered.wait(60)
+            traffic.add_lane(plan)
+            while not traffic.shards.whole:
+                traffic.repair_shards(timedelta(seconds=1))
+        assert (weights_read(stored, store, 1, 5) == 1.0).all()

@@ -136,13 +136,12 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     if moments is None:
         raise TrainerError(f"drill: training stopped after step {ending.step}, before the fault was to be injected")
     timeline = observer.timeline
-    begin = float(timeline.ended[0] - timeline.took[0])
     figures: dict[str, Any] = {
         "signal": signal.Signals(fault.signal_number).name,
         "shard": fault.shard,
         "step": fault.step,
         "down_seconds": down,
-        "struck_at_seconds": moments.injected - begin,
+        "struck_at_seconds": moments.injected - timeline.begin,
         **account(timeline, moments),
         "rows_rebuilt": ending.summary["store_traffic"]["rows_rebuilt"],
     }
@@ -296,7 +295,7 @@ def plot(
             "drill: no picture is drawn, since matplotlib is not installed; `pip install matplotlib` and drill again\n"
         )
         return None
-    begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
+    begin, end = timeline.begin, timeline.end
     edges, rates = timeline.bins(max((end - begin) / _BINS, 1e-3))
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.add_subplot()

@@ -135,7 +135,6 @@ def run(job: TrainJob, drill: TrainerDrill) -> dict[str, Any]:
     if moments is None:
         raise TrainerError(f"drill: training stopped after step {ending.step}, before the fault was to be injected")
     timeline = observer.timeline
-    begin = float(timeline.ended[0] - timeline.took[0])
     slot = slot_bytes(columns_of(job, schedule)[0], with_base=False)
     events = list(read_events(Path(job.run)))
     taken = [event for event in events if event["kind"] == LanesTakenOver.kind]
@@ -147,7 +146,7 @@ def run(job: TrainJob, drill: TrainerDrill) -> dict[str, Any]:
         "signal": signal.Signals(fault.signal_number).name,
         "trainer": fault.trainer,
         "step": fault.step,
-        "struck_at_seconds": moments.injected - begin,
+        "struck_at_seconds": moments.injected - timeline.begin,
         "went_on_after_step": following,
         "taken_over": [{name: event[name] for name in ("lanes", "from_trainer", "to_trainer")} for event in taken],
         "bytes_taken_over": sum(schedule.slots[lane] * slot for event in taken for lane in event["lanes"]),
@@ -186,7 +185,7 @@ def account_loss(timeline: Timeline, moments: LossMoments) -> dict[str, float | 
     longest_gap_seconds is counted from the fault until the others went on. Normal are the steps before it, without the first tenth of them; after
     it there is one trainer less for the same work.
     """
-    begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
+    begin, end = timeline.begin, timeline.end
     injected, over = moments.injected, moments.taken_over
     normal = (begin + (injected - begin) / 10, injected)
     rate = timeline.throughput(normal)

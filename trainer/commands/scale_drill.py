@@ -156,7 +156,7 @@ def account_changes(timeline: Timeline, changes: Sequence[Change]) -> dict[str, 
     longest_gap_seconds is that between two steps from the asking until all was done, starting of processes included, while which training goes on;
     samples_per_second: of the time after it, until the next was asked for; the first entry is of the time before any.
     """
-    begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
+    begin, end = timeline.begin, timeline.end
     done = [change for change in changes if change.asked is not None and change.done is not None]
     entries: list[dict[str, Any]] = []
     since = begin

@@ -35,6 +35,16 @@ class Timeline:
     took: np.ndarray
     samples: np.ndarray
 
+    @property
+    def begin(self) -> float:
+        """When the first step began."""
+        return float(self.ended[0] - self.took[0])
+
+    @property
+    def end(self) -> float:
+        """When the last step ended."""
+        return float(self.ended[-1])
+
     def longest_gap(self, since: float, until: float) -> float:
         """The longest time between two steps from `since`, where the first gap begins, to the first step that ends at `until` or later.
 
@@ -95,7 +105,7 @@ def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
     longest_gap_seconds is counted from the fault until the shard is whole again. Normal are the steps before the fault, without the first tenth of
     them, and those after the shard is whole.
     """
-    begin, end = float(timeline.ended[0] - timeline.took[0]), float(timeline.ended[-1])
+    begin, end = timeline.begin, timeline.end
     injected = moments.injected
     whole = end if moments.whole is None else moments.whole
     normal = [(begin + (injected - begin) / 10, injected), (whole, end)]

@@ -40,20 +40,22 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
         if durable:
             _sync_folder(path.parent)
     except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
         raise
 
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what `replacing` left in a folder where its process was killed. Nobody may be writing there."""
     for left in folder.glob(".*.tmp"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

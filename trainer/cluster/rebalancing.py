@@ -69,7 +69,7 @@ class Rebalancing:
         self._tell, self._events = tell, events
         self.moves: list[dict[str, object]] = []
         self._window = _Window()
-        self._slowest: list[int] = []  # of the windows in a row that would have a lane moved, from whom
+        self._slowest, self._times = -1, 0  # from whom the last windows would have a lane move, and how many in a row
         self._term = -1  # which these are of
         self._targets: tuple[int, ...] | None = None  # asked for in this term
 
@@ -81,15 +81,12 @@ class Rebalancing:
         """Have lanes move, if it is time. To be called after whoever else says what is to change, which comes first."""
         term = members.term
         if term.number != self._term:
-            self._term, self._targets = term.number, None
-            self._begin_anew()
+            self._term, self._targets, self._times = term.number, None, 0
+            self._window = _Window()
         if self._targets is None and members.at_rest:
             self._look(members)
         if self._targets is not None:
             members.change = replace(members.change, targets=self._targets)
-
-    def _begin_anew(self) -> None:
-        self._window, self._slowest = _Window(), []
 
     def _look(self, members: Membership) -> None:
         """See whether the slowest trainer is to give lanes away."""
@@ -100,12 +97,12 @@ class Rebalancing:
         self._window = _Window()
         slowest = max(seconds, key=lambda trainer: seconds[trainer])
         targets = better_hosts(term.hosts, term.complete, seconds)
-        if targets is None or any(before != slowest for before in self._slowest):
-            self._slowest = []
+        if targets is None or slowest != self._slowest:
+            self._slowest, self._times = slowest, 0
         if targets is None:
             return
-        self._slowest.append(slowest)
-        if len(self._slowest) < WINDOWS:
+        self._times += 1
+        if self._times < WINDOWS:
             return
         self._targets = targets
         others = max(seconds[trainer] for trainer in seconds if trainer != slowest)

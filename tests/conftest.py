@@ -95,6 +95,26 @@ def store(servers: LocalStores) -> Iterator[Store]:
         yield store
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Three servers of a module, which it may kill and start again."""
+    from foreload.cache.client.local import LocalStores
+
+    with LocalStores(3, tmp_path_factory.mktemp("three")) as stores:
+        yield stores
+
+
+@pytest.fixture
+def urls(three: LocalStores) -> Sequence[str]:
+    """Those of a module's three servers, from which everything was deleted before."""
+    from foreload.cache.client.store import Store
+
+    with Store(three.urls, timedelta(seconds=10)) as store:
+        for shard in range(store.shards):
+            store.command(shard, "FLUSHALL")
+    return three.urls
+
+
 @pytest.fixture
 def launched() -> Iterator[Callable[..., Command]]:
     """Starts `foreload` with these arguments; keywords are as Command has them. None of it is left afterwards."""

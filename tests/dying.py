@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 from training import CopyCheck, Trained, digest, stored_fields
 
@@ -137,7 +138,23 @@ def train_with_deaths(
 ) -> tuple[Trained, list[StatedTerm]]:
     """Run a schedule to its end, or to a stop, while trainers are lost; returns what came of it, and the terms that there were."""
     training = _Training(job, schedule, urls, trainers, deaths, copies, Placement.spread(len(urls), *parity), stop_after)
-    threads = [threading.Thread(target=training.run, args=(number,), name=f"trainer {number}") for number in range(trainers)]
+    run_trainers(training, trainers)
+    return training.outcome(), training.coordinator.terms
+
+
+class Training(Protocol):
+    """Trainers in one process. logs: the folder of their batch logs; failures: what ended trainers before their time."""
+
+    logs: Path
+    failures: list[BaseException]
+
+    def run(self, number: int) -> None:
+        """One trainer, from its beginning to its end."""
+
+
+def run_trainers(training: Training, count: int) -> None:
+    """Run each trainer to its end, in a thread of its own. Raises what ended the first that failed."""
+    threads = [threading.Thread(target=training.run, args=(number,), name=f"trainer {number}") for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -145,7 +162,6 @@ def train_with_deaths(
     shutil.rmtree(training.logs)
     if training.failures:
         raise training.failures[0]
-    return training.outcome(), training.coordinator.terms
 
 
 class _Training:

@@ -5,7 +5,6 @@ Each term is stated by the rules of the coordinator (`foreload.trainer.cluster.t
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from dying import Death, Died
+from dying import Death, Died, run_trainers
 from training import CopyCheck, Trained, digest, stored_fields
 
 from foreload.cache.client.store import Store
@@ -156,14 +155,7 @@ def train_scaled(
     """
     count = trainers + sum(changes.values())
     training = _Training(job, schedule, urls, trainers, changes, copies, parity, deaths, count)
-    threads = [threading.Thread(target=training.run, args=(number,), name=f"trainer {number}") for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    shutil.rmtree(training.logs)
-    if training.failures:
-        raise training.failures[0]
+    run_trainers(training, count)
     return training.outcome(), training.coordinator.terms
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,13 +109,6 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         assert np.array_equal(mine, theirs)
     FileLog(tmp_path).hold(2, batch(7, 4))
     assert (held(tmp_path, 2).number, held(tmp_path, 2).before) == (7, 6)
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Three servers."""
-    with LocalStores(3, tmp_path_factory.mktemp("three")) as stores:
-        yield stores
 
 
 @pytest.mark.parametrize(("k", "r"), [(2, 1), (1, 0)])

@@ -14,7 +14,6 @@ from grids import covering
 from lane_owners import TIMEOUT, Died, History, Owner, check_all, dies_at
 from lane_program import make_program
 
-from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
 from foreload.cache.protocol.batch_log import LoggedBatch
@@ -33,22 +32,6 @@ TOKEN = new_token()
 def histories() -> Mapping[int, History]:
     """Two lanes."""
     return {lane: History.of(make_program(lane + 50, STEPS)) for lane in LANES}
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Three servers."""
-    with LocalStores(3, tmp_path_factory.mktemp("three")) as stores:
-        yield stores
-
-
-@pytest.fixture
-def urls(three: LocalStores) -> Sequence[str]:
-    """Three empty servers."""
-    with Store(three.urls, TIMEOUT) as store:
-        for shard in range(3):
-            store.command(shard, "FLUSHALL")
-    return three.urls
 
 
 class Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 
@@ -33,22 +33,6 @@ PARITIES = ((2, 1), (1, 0))
 def histories() -> Mapping[int, History]:
     """Two lanes."""
     return {lane: History.of(make_program(lane + 50, STEPS)) for lane in LANES}
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Three servers."""
-    with LocalStores(3, tmp_path_factory.mktemp("three")) as stores:
-        yield stores
-
-
-@pytest.fixture
-def urls(three: LocalStores) -> Sequence[str]:
-    """Three empty servers."""
-    with Store(three.urls, TIMEOUT) as store:
-        for shard in range(3):
-            store.command(shard, "FLUSHALL")
-    return three.urls
 
 
 def flush(urls: Sequence[str], shard: int) -> None:

@@ -14,6 +14,7 @@ from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.fields import PARITY_BIT
 from foreload.pipelines import prepare
+from foreload.trainer.cli import main
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.directory import Run
 
@@ -34,6 +35,13 @@ def synthetic_schedule(folder: Path, rows: int, lanes: int = 2, slots: int = 900
 def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
     """The command line, without the program's name, that trains a small model."""
     return ["train", str(schedule), "--run", str(run), *SMALL, *further]
+
+
+def train_undisturbed(schedule: Path, folder: Path) -> Path:
+    """Train a small model with one trainer and one store shard to the end, with nothing happening to it; returns the run, which has a digest."""
+    run = folder / "undisturbed"
+    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    return run
 
 
 def scheduler_environment(trainers: int = 2) -> dict[str, str]:

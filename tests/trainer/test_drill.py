@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from command_line import SMALL
-from small_job import BATCH, arguments, summary, synthetic_schedule
+from small_job import BATCH, summary, synthetic_schedule, train_undisturbed
 from test_timeline import steady
 
 from foreload.pipelines.schedule.reader import Schedule
@@ -36,8 +36,7 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a run without parity that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     return str(summary(run)["digest"])
 
 

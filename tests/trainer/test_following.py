@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Command, done, error_of, reached
 from growing import growing, publish_rest
-from small_job import arguments, summary
+from small_job import arguments, summary, train_undisturbed
 
 from foreload.pipelines import prepare
 from foreload.pipelines.base.files import write_json
@@ -38,8 +38,7 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> object:
     """The digest of a training that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     return summary(run)["digest"]
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused
 from growing import GrowingRun, growing
-from small_job import arguments, summary, synthetic_schedule
+from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
-from foreload.cache.client.local import LocalStores
-from foreload.cache.client.store import Store
 from foreload.pipelines.base.job_token import new_token
 from foreload.trainer.cli import main
 from foreload.trainer.cluster.messages import TermLeft
@@ -42,25 +39,14 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a run with one trainer that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     return str(summary(run)["digest"])
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Three servers."""
-    with LocalStores(3, tmp_path_factory.mktemp("three")) as stores:
-        yield stores
-
-
 @pytest.fixture
-def servers(three: LocalStores) -> list[str]:
+def servers(urls: Sequence[str]) -> list[str]:
     """For --store: three empty servers."""
-    with Store(three.urls, timedelta(seconds=10)) as store:
-        for shard in range(3):
-            store.command(shard, "FLUSHALL")
-    return ["--store", ",".join(three.urls)]
+    return ["--store", ",".join(urls)]
 
 
 class Job:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from command_line import reached
-from small_job import arguments, summary, synthetic_schedule
+from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from warm import Warm
 
-from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import AskStop, Stopping, ask
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.faults import (
@@ -44,8 +43,7 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a run with one trainer that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", PLAIN, "--digest")) == 0
+    run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     assert summary(run)["steps"] == STEPS
     return str(summary(run)["digest"])
 

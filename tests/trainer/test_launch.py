@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused_apart
-from small_job import arguments, scheduler_environment, summary, synthetic_schedule
+from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.cli import main
@@ -38,9 +38,7 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one trainer and one store shard that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
-    return run
+    return train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
 
 
 def test_a_run_leaves_what_the_commands_then_read(

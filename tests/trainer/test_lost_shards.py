@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from command_line import Command, error_of, free_port, reached
-from small_job import BATCH, arguments, rows_of, scheduler_environment, summary, synthetic_schedule
+from small_job import BATCH, arguments, rows_of, scheduler_environment, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -46,9 +46,7 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed_run(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without parity that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
-    return run
+    return train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

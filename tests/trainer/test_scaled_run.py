@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import Command, done, refused
 from growing import GrowingRun, growing, publish_rest
-from small_job import arguments, summary, synthetic_schedule
+from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
 from foreload.trainer.cli import main
 from foreload.trainer.run.event_log import read_events
@@ -31,8 +31,7 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a run with one trainer that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     assert summary(run)["steps"] == STEPS
     return str(summary(run)["digest"])
 

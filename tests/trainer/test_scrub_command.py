@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import Command, reached
-from small_job import BATCH, arguments, rows_of, summary, synthetic_schedule
+from small_job import BATCH, arguments, rows_of, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -40,8 +40,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a run with one trainer that nothing happened to."""
-    run = tmp_path_factory.mktemp("run") / "undisturbed"
-    assert main(arguments(schedule, run, "--store", "local:1", "--digest")) == 0
+    run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     return str(summary(run)["digest"])
 
 

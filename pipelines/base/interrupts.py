@@ -24,8 +24,7 @@ class Interrupts:
 
     An exception that is raised within a finalizer, or within a callback from foreign code such as numba's compiler, is printed and
     lost. A signal that arrives there is heeded as soon as the main thread has left the place. One that arrives amid Python's own waiting for a
-    lock may leave that as "release unlocked lock", and Beam wraps what its workers meet: a RuntimeError that came of KeyboardInterrupt leaves this
-    as KeyboardInterrupt.
+    lock may leave that as "release unlocked lock": a RuntimeError that came of KeyboardInterrupt leaves this as KeyboardInterrupt.
 
     relayed: signals come twice, from the terminal and from what started this process (torchrun); the same one within a second is one.
 

@@ -12,6 +12,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
+from foreload.pipelines.base.interrupts import came_of_interrupt
 from foreload.pipelines.beam.pipeline import add_schedule
 from foreload.pipelines.beam.stages import Wrap
 from foreload.pipelines.errors import SettingError
@@ -49,11 +50,16 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
         pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
     add_schedule(pipeline, plan, tasks, wrap)
     logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
-    result = pipeline.run()
     try:
-        result.wait_until_finish()
-    except KeyboardInterrupt:
-        result.cancel()
+        result = pipeline.run()
+        try:
+            result.wait_until_finish()
+        except KeyboardInterrupt:
+            result.cancel()
+            raise
+    except RuntimeError as error:
+        if came_of_interrupt(error):  # Beam wraps what its workers meet, Ctrl-C too
+            raise KeyboardInterrupt from error
         raise
 
 

@@ -293,6 +293,16 @@ class Clicks:
         return to
 
 
+def fill(disk: Path, leave_bytes: int) -> None:
+    """Leave so many bytes free on a disk that others write to."""
+    with open(disk / "ballast", "wb") as ballast:
+        while (excess := shutil.disk_usage(disk).free - leave_bytes) > 0:
+            try:
+                os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, excess)
+            except OSError:
+                continue
+
+
 def flip(path: Path, place: int) -> None:
     """Change one bit of the byte at `place`, counted from the end where negative."""
     data = bytearray(path.read_bytes())

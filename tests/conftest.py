@@ -6,6 +6,7 @@ There is one conftest.py: a second one would be a second module of that name, an
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -131,3 +132,18 @@ def launched() -> Iterator[Callable[..., Command]]:
     yield launch
     for one in started:
         one.clear()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 16 MiB; the test is skipped where none may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
+    yield disk
+    # Lazily: maps of files there may not have been collected yet.
+    subprocess.run(["umount", "-l", disk], check=True)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +19,7 @@ from command_line import (
     click_columns,
     done,
     error_of,
+    fill,
     flip,
     reached,
     refused,
@@ -193,31 +191,6 @@ def test_outputs_that_are_there_already_are_not_harmed(clicks: Clicks, tmp_path:
 
 
 # -- Disks ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 16 MiB; the test is skipped where none may be mounted."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=False, capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
-    yield disk
-    # Lazily: maps of files there may not have been collected yet.
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-def fill(disk: Path, leave_bytes: int) -> None:
-    """Leave so many bytes free on a disk that others write to."""
-    with open(disk / "ballast", "wb") as ballast:
-        while (excess := shutil.disk_usage(disk).free - leave_bytes) > 0:
-            try:
-                os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, excess)
-            except OSError:
-                continue
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(small_disk: Path) -> None:

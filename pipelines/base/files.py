@@ -28,12 +28,14 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
     """A temporary name beside path, for a file or folder that is renamed to it at the end: it is there whole, or not at all.
 
     The name is of this attempt alone, so that others may write the same file at the same time. durable: on return a file is on the disk; if the
-    power is lost before that, the old one or the new one is there, whole.
+    power is lost before that, the old one or the new one is there, whole. (Of a folder, so is which files are in it; each of these is the caller's.)
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
         yield temporary
-        if durable:
+        if durable and temporary.is_dir():
+            _sync_folder(temporary)
+        elif durable:
             with open(temporary, "rb") as written:
                 os.fsync(written.fileno())
         os.replace(temporary, path)
@@ -44,9 +46,9 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
         raise
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what `replacing` left in a folder where its process was killed. Nobody may be writing there."""
-    for left in folder.glob(".*.tmp"):
+def remove_unfinished(folder: Path, names: str = "*") -> None:
+    """Remove what `replacing` left in a folder where its process was killed, of files and folders to be named so. Nobody may be writing these."""
+    for left in folder.glob(f".{names}.tmp"):
         _remove(left)
 
 
@@ -132,9 +134,9 @@ def write_json(path: Path, value: object, durable: bool = False) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write_sealed(path: Path, value: dict[str, Any]) -> str:
-    """Write a JSON object with a seal: the SHA-256 of the object without it. Returns the file's SHA-256."""
-    return write_json(path, value | {SEAL: hashlib.sha256(_canonical(value)).hexdigest()})
+def write_sealed(path: Path, value: dict[str, Any], durable: bool = False) -> str:
+    """Write a JSON object with a seal: the SHA-256 of the object without it. Returns the file's SHA-256. durable: as `replacing` has it."""
+    return write_json(path, value | {SEAL: hashlib.sha256(_canonical(value)).hexdigest()}, durable)
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], str]:

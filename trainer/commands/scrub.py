@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-
-from tqdm import tqdm
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -27,6 +24,7 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.saved_run import layouts_of, open_saved
 
 POLL = timedelta(milliseconds=300)
@@ -83,7 +81,7 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
     ordinals = given_ordinals(schedule, step)
     stripes = int((-(-ordinals // stored.placement.k)).sum())
     total = Findings()
-    with _bar(stripes) as bar:
+    with progress_bar(stripes, "stripe") as bar:
         for lane, rows in table_rows(schedule, step, ordinals):
             for findings in scrub_table(stored, lane, rows, last_batches[lane]):
                 total.add(findings)
@@ -100,7 +98,7 @@ def _beside_training(scrubbed_run: Run, training: RunStatus) -> dict[str, Any]:
         write_expected_rows(schedule, directory)
         _asked(scrubbed_run, AskScrub(directory.name))
         progress = ScrubProgress(False, 0, ())
-        with _bar(0) as bar:
+        with progress_bar(0, "stripe") as bar:
             while not progress.done:
                 time.sleep(POLL.total_seconds())
                 progress = _asked(scrubbed_run, AskScrubbed())
@@ -128,10 +126,6 @@ def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
     if isinstance(answer, Refused):
         raise RunError(f"run {scrubbed_run.path}: {answer.error}")
     return answer
-
-
-def _bar(stripes: int) -> tqdm[Any]:
-    return tqdm(total=stripes, unit="stripe", unit_scale=True, disable=None, file=sys.stderr, dynamic_ncols=True)
 
 
 def told(total: Findings, tables: list[str], lost: list[int]) -> dict[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
+
+from foreload.trainer.run.model_rows import ModelRows
 
 
 class Digest:
     """SHA-256 of the dense part, and then of the tables in order, fed in pieces.
 
-    Call dense() once, and then for every table table() once and rows() any number of times, by ascending id.
+    Call model() once; or dense() once, and then for every table table() once and rows() any number of times, by ascending id.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,19 @@ class Digest:
             if values.shape[1]:
                 pieces.append(np.ascontiguousarray(values, "<f4").view(np.uint8))
         self._hash.update(np.hstack(pieces).data)
+
+    def model(
+        self, dense: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], tables: Sequence[str], rows: Iterator[ModelRows]
+    ) -> str:
+        """Hash a whole model: parameters and state, the tables' names, and every row by (table, id). Returns the digest, 64 hexadecimal digits."""
+        self.dense(*dense)
+        batch = next(rows, None)
+        for table, name in enumerate(tables):
+            self.table(name)
+            while batch is not None and batch.table == table:
+                self.rows(batch.ids, batch.weights, batch.state)
+                batch = next(rows, None)
+        return self.hexdigest()
 
     def hexdigest(self) -> str:
         """The digest of what was fed so far, 64 hexadecimal digits."""

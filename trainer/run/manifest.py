@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -60,6 +61,13 @@ class Manifest:
     fingerprint: dict[str, Any] | None = None
     mixed_numerics: tuple[dict[str, Any], ...] = ()
     version: int = VERSION
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Manifest:
+        """The inverse of `dataclasses.asdict`, from JSON. Raises TypeError and KeyError for what is none."""
+        stages = tuple(Stage(**stage) for stage in stored["stages"])
+        listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics")}
+        return cls(**{**stored, **listed, "stages": stages})
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.rows.staging import Rows, put_rows
+from foreload.pipelines.schedule.format import RowColumns
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 
@@ -52,19 +54,26 @@ def _read(
     # The row table knows the last change of the whole schedule; of a row that changes after `step`, the last one up to it is not known.
     tag_is_known = tags == rows["tag"]
     for lane in np.unique(rows["lane"]):
-        for known in (True, False):
-            places = np.flatnonzero((rows["lane"] == lane) & (tag_is_known == known))
-            if not places.size:
-                continue
-            expected = Expected(
-                rows["table"][places],
-                rows["ordinal"][places],
-                rows["id"][places],
-                tags[places],
-                int(lane),
-                tag_at_most=not known,
-            )
-            stored_rows = read_rows(stored, expected, None if last_batches is None else last_batches[lane])
-            weights[places] = stored_rows.weights[:, : layout.width]
-            state[places] = stored_rows.state[:, : layout.state_width]
+        places = np.flatnonzero(rows["lane"] == lane)
+        expected = RowColumns(rows["table"][places], rows["ordinal"][places], rows["id"][places], tags[places])
+        last_batch = None if last_batches is None else last_batches[lane]
+        stored_rows = lane_rows(stored, int(lane), expected, tag_is_known[places], last_batch)
+        weights[places] = stored_rows.weights[:, : layout.width]
+        state[places] = stored_rows.state[:, : layout.state_width]
     return ModelRows(table, rows["id"], weights, state)
+
+
+def lane_rows(stored: StoredRows, lane: int, expected: RowColumns, exact: np.ndarray, last_batch: int | None = None) -> Rows:
+    """Rows of a lane as the store has them, in the order of `expected`, whose tags are the latest that they may have.
+
+    exact: bool [n], the row must have that tag. last_batch: as for `read_rows`. Raises RowError and StoreError.
+    """
+    rows = Rows.zeros(len(expected), stored.shapes)
+    for known in (True, False):
+        places = np.flatnonzero(exact == known)
+        if places.size:
+            read = read_rows(stored, Expected(*expected.columns(places), lane, tag_at_most=not known), last_batch)
+            put_rows(read.weights, places, rows.weights)
+            put_rows(read.state, places, rows.state)
+            rows.tag[places] = read.tag
+    return rows

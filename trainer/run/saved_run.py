@@ -58,16 +58,7 @@ class SavedRun:
 
     def digest(self) -> str:
         """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits."""
-        digest = Digest()
-        digest.dense(*self.dense())
-        batches = self.rows()
-        batch = next(batches, None)
-        for table, layout in enumerate(self.layouts):
-            digest.table(layout.name)
-            while batch is not None and batch.table == table:
-                digest.rows(batch.ids, batch.weights, batch.state)
-                batch = next(batches, None)
-        return digest.hexdigest()
+        return Digest().model(self.dense(), [layout.name for layout in self.layouts], self.rows())
 
 
 def saved_run_at(run: Run, store: Store, status: Status) -> SavedRun:

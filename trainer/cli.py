@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
-from foreload.trainer.command_line import models, stores, training
+from foreload.trainer.command_line import checkpoints, models, stores, training
 from foreload.trainer.command_line.shared import Command, Parser, check_json
 
 ABOUT = """\
@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     training.add_to(commands)
     models.add_to(commands)
     stores.add_to(commands)
+    checkpoints.add_to(commands)
     return top
 
 

@@ -40,6 +40,12 @@ class RunError(TrainerError):
     code = "run"
 
 
+class CheckpointError(TrainerError):
+    """A checkpoint that is missing, unfinished, damaged or of another version, or that cannot be written or used as asked."""
+
+    code = "checkpoint"
+
+
 class MessageError(TrainerError):
     """A message between processes of a job, or on the control socket of a run, that is not what it must be; do both run the same foreload?"""
 

@@ -66,9 +66,8 @@ def _prepare(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.cluster.preforked import Preforked
     from foreload.trainer.cluster.processes import ChildProcess
-    from foreload.trainer.commands.train import train
+    from foreload.trainer.commands.train import call_values, train
     from foreload.trainer.run.job import TrainJob, under_scheduler
-    from foreload.trainer.run.resume import call_values
 
     job_file = values.pop("job", None)
     # The second is where the file wants the summary, which is written for the command line only.

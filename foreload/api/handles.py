@@ -215,8 +215,8 @@ def train(
 ) -> Run:
     """Train a model from a schedule, in processes of its own; returns when the run has ended.
 
-    schedule: may be left out with resume=True. model: a name as the command line has it, or the class itself, of a module that can be imported
-    from its file. Ctrl-C stops after the step with everything saved, and KeyboardInterrupt is raised then; resume=True goes on.
+    schedule: may be left out with resume=True or from_checkpoint. model: a name as the command line has it, or the class itself, of a module that
+    can be imported from its file. Ctrl-C stops after the step with everything saved, and KeyboardInterrupt is raised then; resume=True goes on.
     """
     values = {name: _plain(value) for name, value in settings.items()}
     if schedule is not None:

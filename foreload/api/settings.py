@@ -71,6 +71,7 @@ class TrainSettings(TypedDict, total=False):
     address: str | None
     follow: bool
     resume: bool
+    from_checkpoint: Path
     accept_numerics: bool
     overwrite: bool
     allow_nan: bool

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.base.progress import Display
+from foreload.trainer.commands.train import call_values
 from foreload.trainer.compute.numerics import mixed_text
 from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.errors import RunError
@@ -27,7 +28,7 @@ from foreload.trainer.run.directory import METRICS, SUMMARY, Run, check_free, lo
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status, new_manifest
 from foreload.trainer.run.report import RunReport, Totals
-from foreload.trainer.run.resume import call_values, resumed
+from foreload.trainer.run.resume import resumed
 
 
 def job(**changed: Any) -> TrainJob:

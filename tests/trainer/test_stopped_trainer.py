@@ -30,9 +30,9 @@ LANES = 4
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs in four lanes, with evaluation after each, and few slots; long enough for who stood still to say that it stops."""
+    """Two epochs in four lanes, with evaluation after each, and few slots."""
     return synthetic_schedule(
-        tmp_path_factory.mktemp("schedule"), 17100, lanes=LANES, slots=500, further="--eval-fraction 0.1 --epochs 2"
+        tmp_path_factory.mktemp("schedule"), 5700, lanes=LANES, slots=500, further="--eval-fraction 0.1 --epochs 2"
     )
 
 

@@ -23,14 +23,18 @@ from typing import Any, Literal
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl, parse_urls
-from foreload.cache.errors import StoreError
+from foreload.cache.errors import StoreError, StoreFull
 from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.namespace import claim, remove
+from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.spare import check_spare
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
@@ -42,12 +46,13 @@ from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import RunError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import LOG, STORES, SUMMARY, Run, check_free, locked, open_stores
+from foreload.trainer.run.directory import DENSE, LOG, STORES, SUMMARY, Run, check_free, locked, open_stores
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest
 from foreload.trainer.run.memory_check import check_fit
+from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.saved_run import saved_run_at
@@ -149,7 +154,7 @@ class Launcher:
             raise SettingError(
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
             )
-        self._check_model(schedule)
+        model = self._check_model(schedule)
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
         if self._job.resume:
@@ -158,11 +163,16 @@ class Launcher:
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
                     return self._resume(schedule, lock)
+        checkpoint = None if self._job.from_checkpoint is None else Checkpoint.open(self._job.from_checkpoint)
         check_free(path, self._job.overwrite)
         count = self._job.store.local
         urls = () if count else parse_urls(str(self._job.store))
         placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
         manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
+        if checkpoint is not None:
+            manifest = restored_manifest(checkpoint, self._job, schedule, manifest)
+            with progress_bar(checkpoint.total_bytes, "B") as bar:
+                check_restorable(checkpoint, self._job, model, bar.update)
         if not count:
             # Known to be there before anything is deleted.
             reach(urls, self._job.store_silence)
@@ -171,18 +181,65 @@ class Launcher:
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
             start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
             self._events = EventLog(run.path, start.step, start.term)
+            local = LocalStores(count, path / STORES) if count else None
             with self._events.failures():
-                return self._with_stores(run, run.manifest, start, schedule, LocalStores(count, path / STORES) if count else None)
+                if checkpoint is None:
+                    return self._with_stores(run, run.manifest, start, schedule, local)
+                self._restore(run, checkpoint, start, local)
+                return self._resume(schedule, lock)
 
-    def _check_model(self, schedule: Schedule) -> None:
+    def _restore(self, run: Run, checkpoint: Checkpoint, start: Status, local: LocalStores | None) -> None:
+        """Have a run that was made a moment ago be as if it had stopped cleanly where a checkpoint was saved, so that it can go on.
+
+        Its status is written last, local stores saved before: until then the same call can be made again, whoever was killed.
+        """
+        manifest, contents = run.manifest, checkpoint.contents
+        if local is not None:
+            local.start()
+        try:
+            urls = list(local.urls if local is not None else self._job.store.urls)
+            with self._claimed(run, manifest, start, urls):
+                ownership = Ownership(start.term, manifest.identity)
+                with Store(urls, self._job.store_silence) as store, progress_bar(checkpoint.row_count, "row") as bar:
+                    log = FileLog(run.path / LOG)
+                    rows = restore_rows(checkpoint, store, run.placement, manifest.namespace, log, ownership, bar.update)
+                restore_dense(checkpoint, run.path / DENSE)
+                if local is not None:
+                    local.stop(save=True, lost=rows.lost)
+                run.write_status(
+                    replace(
+                        start,
+                        state=contents.state,
+                        step=contents.step,
+                        batches=rows.batches,
+                        totals=contents.totals,
+                        lost=rows.lost,
+                    )
+                )
+        except StoreFull as error:
+            if local is None:
+                raise
+            raise RunError(
+                f"--run: the restored rows cannot be saved in {run.path}; free the disk, and make the same call again"
+            ) from error
+        finally:
+            if local is not None:
+                local.discard()
+        sys.stderr.write(
+            f"resumed from checkpoint {checkpoint.path}, after step {contents.step}, with {checkpoint.row_count:,} rows\n"
+        )
+        self._job = replace(self._job, from_checkpoint=None, resume=True, overwrite=False)
+
+    def _check_model(self, schedule: Schedule) -> DenseModel:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
         job = self._job
         # On the CPU, since it is only looked at: no trainer has a device yet.
-        module = DenseModel.build(replace(job, device="cpu"), schedule).module
-        if ignored := ignored_inputs(module, model_spec(schedule.header.features, job.dim)):
+        model = DenseModel.build(replace(job, device="cpu"), schedule)
+        if ignored := ignored_inputs(model.module, model_spec(schedule.header.features, job.dim)):
             sys.stderr.write(
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"
             )
+        return model
 
     def _resume(self, schedule: Schedule, lock: int | None) -> Ending:
         """Go on with the job's run from its last clean stop. lock: the descriptor of the run's lock, held. Raises what `train` does."""

@@ -372,7 +372,7 @@ class TrainerProcess:
         """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
         mine = numerics.fingerprint(self._device())
         if self._spec.fingerprint is not None:
-            numerics.check(mine, self._spec.fingerprint, resumed=True)
+            numerics.check(mine, self._spec.fingerprint, goes_on="--resume")
         elif self._terms.joins or self._trainer != self._terms.term.members[0]:
             numerics.check(mine, self._board.read(Fingerprint).fields)
         else:

@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
     export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
     add_command(
         commands, "digest", _digest, "print a fingerprint of a run's model",
-        "Prints the SHA-256 of every bit of the model: equal digests mean equal models (docs/definitions.md).",
+        "Prints the SHA-256 of every bit of the model of a run, or of a checkpoint: equal digests mean equal models (docs/definitions.md).",
     )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def job_of(parsed: argparse.Namespace) -> TrainJob:
 
 
 def _values(parsed: argparse.Namespace) -> dict[str, Any]:
-    from foreload.trainer.run.resume import call_values
+    from foreload.trainer.commands.train import call_values
 
     values, summary = call_values(given(parsed, TrainJob), parsed.job)
     if parsed.json is None and summary is not None:

@@ -193,10 +193,10 @@ def _check(job: TrainJob, drill: Drill) -> None:
 
 def check_whole(job: TrainJob) -> None:
     """Raise SettingError unless the job trains a whole schedule, in processes of its own."""
-    for name in ("resume", "follow"):
-        if getattr(job, name):
+    for flag, given in (("--resume", job.resume), ("--follow", job.follow), ("--from", job.from_checkpoint)):
+        if given:
             raise SettingError(
-                f"--{name}: cannot be given to a drill, which trains a whole schedule from its beginning on local stores"
+                f"{flag}: cannot be given to a drill, which trains a whole schedule from its beginning on local stores"
             )
     if under_scheduler():
         raise SettingError("drill: must be started by itself, not by torchrun or another scheduler")

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from foreload.pipelines.base.settings import read_job_file, settings_of
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.compute import numerics
+from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.resume import FREE_SETTINGS
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.faults import RunObserver
@@ -19,3 +27,34 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
     from foreload.trainer.cluster import launcher
 
     return launcher.train(job, observer, start_process)
+
+
+def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:
+    """The settings of a call of `foreload train`, by their names, for TrainJob.of: what its caller gives, else what the table [train] of the job
+    file says, if there is one, else, with `resume` or `from_checkpoint`, what the run was started with.
+
+    Also where the job file wants the summary, which is no setting of the training; None where it says nothing. Raises SettingError, RunError and
+    CheckpointError.
+    """
+    in_file = {} if job_file is None else read_job_file(job_file, "train", TrainJob, ["json"])
+    summary = in_file.pop("json", None)
+    values = in_file | dict(given)
+    if values.get("resume") and values.get("from_checkpoint"):
+        return values, summary  # TrainJob says that these do not go together
+    if values.get("resume"):
+        if not values.get("run"):
+            raise SettingError("--run: is missing; give the run that --resume goes on with")
+        return _remembered(Run.open(values["run"]).manifest) | values, summary
+    if values.get("from_checkpoint"):
+        before = _remembered(Checkpoint.open(values["from_checkpoint"]).contents.run)
+        # Where it was trained says nothing of where it is to be.
+        elsewhere = set(FREE_SETTINGS) - {"schedule", "model_folder"}
+        return {name: value for name, value in before.items() if name not in elsewhere} | values, summary
+    return values, summary
+
+
+def _remembered(manifest: Manifest) -> dict[str, Any]:
+    """The settings with which a run goes on where nothing else is said."""
+    # Runs of earlier versions remember an address, which is each call's own by now.
+    own = {name for name, setting in settings_of(TrainJob).items() if not setting.stated}
+    return {name: value for name, value in manifest.job.items() if name not in own} | {"schedule": manifest.stages[-1].path}

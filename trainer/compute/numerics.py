@@ -166,16 +166,17 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return [field for field in fields if one.get(field) != other.get(field)]
 
 
-def check(mine: Mapping[str, str], run: Mapping[str, str], resumed: bool = False) -> None:
+def check(mine: Mapping[str, str], run: Mapping[str, str], goes_on: str | None = None) -> None:
     """Raise FingerprintError, naming the first field that differs, unless this trainer's fingerprint is the run's.
 
-    mine, run: as `fingerprint` gives them; resumed: the run's is that of an earlier call, so --accept-numerics is a remedy.
+    mine, run: as `fingerprint` gives them; goes_on: the flag with which the run goes on, where its fingerprint is that of an earlier call, so
+    that --accept-numerics is a remedy.
     """
     for field in differing(mine, run):
         here, there = mine.get(field, "nothing"), run.get(field, "nothing")
         remedy = _REMEDY.get(field, "use the run's version of foreload")
-        if resumed:
-            remedy += ", or go on in these numerics with --resume --accept-numerics: the run then says from which step on"
+        if goes_on is not None:
+            remedy += f", or go on in these numerics with {goes_on} --accept-numerics: the run then says from which step on"
         raise FingerprintError(f"numerics fingerprint: {field} is {here} here and {there} in the run; {remedy}")
 
 

@@ -2,8 +2,8 @@
 
 lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
 are where it says), dense.safetensors, placement.json, metrics.jsonl, events.jsonl, summary.json, tensorboard/, stores/ (rows of local stores),
-write-back/ (with parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), drill.png (of `foreload drill`),
-control.sock while it trains, token (by which other hosts join it, its
+write-back/ (with parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), checkpoints/ (of `foreload
+checkpoint save`), drill.png (of `foreload drill`), control.sock while it trains, token (by which other hosts join it, its
 owner's alone), scrub/ while that is scrubbed.
 
 A folder with a lock or a manifest is a run's, one without a status is a run that never began to train: so whatever part of it was made, or deleted,
@@ -33,15 +33,16 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.files import persist, remove_unfinished, write_json
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.manifest import VERSION, Manifest, Stage, Status
+from foreload.trainer.run.manifest import VERSION, Manifest, Status
 
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
 EVENTS, TOKEN = "events.jsonl", "token"
-LOG, DRILL, SCRUB, KEPT, LOCK = "write-back", "drill.png", "scrub", "kept", "lock"
+LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
 # In the order in which they are deleted: what has no status never began.
 _FILES = (
     STATUS,
+    CHECKPOINTS,
     KEPT,
     MANIFEST,
     PLACEMENT,
@@ -169,9 +170,7 @@ class Run:
                 f"run {self.path}: its version must be {VERSION}; got {stored.get('version')!r}; use the program that wrote it"
             )
         try:
-            stages = tuple(Stage(**stage) for stage in stored["stages"])
-            listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics")}
-            return Manifest(**{**stored, **listed, "stages": stages})
+            return Manifest.of(stored)
         except (TypeError, KeyError) as error:
             raise RunError(
                 f"run {self.path}: {MANIFEST} is damaged ({error}); restore the folder from a copy, or delete the run with --overwrite and train anew"
@@ -303,6 +302,9 @@ def check_free(path: Path, overwrite: bool) -> None:
         raise RunError(
             f"--run: {path} holds a run already; give --resume to go on with it, --overwrite to delete it, or another folder"
         )
+    # Nor is there here, but for what outlives a run that is deleted.
+    if CHECKPOINTS in held and not overwrite:
+        raise RunError(f"--run: {path} holds checkpoints; give --overwrite to delete them, or another folder")
 
 
 def open_stores(run: Run, status: Status) -> LocalStores | None:

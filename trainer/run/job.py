@@ -152,8 +152,12 @@ class TrainJob:
         form="switch",
         stated=False,
     )
+    from_checkpoint: str | None = setting(
+        None, text, "make a new run as it was when this checkpoint was saved, on any store, and go on with it", _CALL,
+        metavar="CHECKPOINT", flag="--from", stated=False,
+    )  # fmt: skip
     accept_numerics: bool = setting(
-        False, switch, "with --resume: go on although this machine's arithmetic is not the run's; the run then says from which step on",
+        False, switch, "with --resume or --from: go on although this machine's arithmetic is not the run's; the run then says from which step on",
         _CALL, form="switch", stated=False,
     )  # fmt: skip
     overwrite: bool = setting(
@@ -177,8 +181,12 @@ class TrainJob:
             raise SettingError(
                 "--resume and --overwrite: only one of them can be given; --overwrite deletes the run that --resume continues"
             )
-        if self.accept_numerics and not self.resume:
-            raise SettingError("--accept-numerics: is for a run that goes on; give it with --resume, or leave it out")
+        if self.resume and self.from_checkpoint:
+            raise SettingError(
+                "--resume and --from: only one of them can be given; --from makes a new run, --resume goes on with one"
+            )
+        if self.accept_numerics and not (self.resume or self.from_checkpoint):
+            raise SettingError("--accept-numerics: is for a run that goes on; give it with --resume or --from, or leave it out")
         if self.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
             raise SettingError(
                 f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}"

@@ -1,0 +1,48 @@
+"""Reading a checkpoint's model without a store or a schedule: its dense part, its rows by table and id, its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor
+
+from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.run.dense_file import read_dense
+from foreload.trainer.run.digest import Digest
+from foreload.trainer.run.model_rows import ModelRows
+
+_ROWS = 1 << 16  # that are given at once
+
+
+def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters by name, and optimizer state by "<parameter>/<key>". Raises RunError."""
+    return read_dense(checkpoint.path / checkpoint.contents.dense.name, checkpoint.contents.step)
+
+
+def rows_by_id(checkpoint: Checkpoint) -> Iterator[ModelRows]:
+    """Every row by (table, id), of files that were verified; 16 bytes a row of one table are held, the rest is mapped."""
+    for table, layout in enumerate(checkpoint.contents.tables):
+        files = checkpoint.mapped_rows(table)
+        if not files:
+            continue
+        ids = np.concatenate([file.id for file in files])
+        starts = np.cumsum([0, *(len(file.id) for file in files)])
+        order = np.argsort(ids, kind="stable")
+        for first in range(0, len(order), _ROWS):
+            places = order[first : first + _ROWS]
+            weights = np.empty((len(places), layout.width), np.float32)
+            state = np.empty((len(places), layout.state_width), np.float32)
+            file_of = np.searchsorted(starts, places, side="right") - 1
+            for number in np.unique(file_of):
+                own = np.flatnonzero(file_of == number)
+                at = places[own] - starts[number]
+                weights[own], state[own] = files[number].weights[at], files[number].state[at]
+            yield ModelRows(table, ids[places], weights, state)
+
+
+def digest_of(checkpoint: Checkpoint) -> str:
+    """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits. Raises CheckpointError where a file is damaged."""
+    checkpoint.verify()
+    tables = [layout.name for layout in checkpoint.contents.tables]
+    return Digest().model(dense_of(checkpoint), tables, rows_by_id(checkpoint))

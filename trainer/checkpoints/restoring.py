@@ -1,0 +1,139 @@
+"""Bringing the rows of a checkpoint to a store, whatever its shards and its parity: as the owner of every lane, by the traffic that training has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import BatchLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.ownership import Ownership, take_over
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.rows.staging import EndedRows
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.format import Checkpoint, CheckpointRows, RowFile
+from foreload.trainer.compute import numerics
+from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.run.dense_file import load_dense, write_dense
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.resume import continued
+
+_ROWS = 1 << 16  # that are handed over at once
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredRows:
+    """What the rows of a checkpoint are on a store. batches: of each lane the number of its last write-back batch; lost: shards lost meanwhile,
+    whose rows only their stripes give.
+    """
+
+    batches: dict[str, int]
+    lost: list[int]
+
+
+def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, on_bytes: Callable[[int], object]) -> None:
+    """Raise what is wrong with a checkpoint, or with making a run of a job from it, before anything is deleted or started.
+
+    model: the job's, into which the dense part is put. on_bytes: as for `Checkpoint.verify`. Raises CheckpointError, RunError, FingerprintError.
+    """
+    contents = checkpoint.contents
+    if checkpoint.path.resolve().is_relative_to(Path(job.run).resolve()):
+        raise CheckpointError(
+            f"--from: {checkpoint.path} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint"
+        )
+    if contents.tables != tuple(model.layouts):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path}: its rows must be as the model of this call has them; is {job.model} another one now? Use that of the run"
+        )
+    checkpoint.verify(on_bytes)
+    load_dense(checkpoint.path / contents.dense.name, model.module, model.optimizer, contents.step)
+    # Trainers that have a GPU each, and those of other hosts, find out as they join.
+    if contents.run.fingerprint is not None and job.device == "cpu" and not job.accept_numerics:
+        numerics.set_up(job.threads, cpu_capability=job.cpu_capability)
+        numerics.check(numerics.fingerprint(), contents.run.fingerprint, goes_on="--from")
+
+
+def restored_manifest(checkpoint: Checkpoint, job: TrainJob, schedule: Schedule, made: Manifest) -> Manifest:
+    """The manifest of a run that is made of a checkpoint, to go on with a schedule. made: that of a new run of the same job.
+
+    Raises RunError where a run that rested where the checkpoint is could not go on so.
+    """
+    contents = checkpoint.contents
+    going_on, _ = continued(f"checkpoint {checkpoint.path}", contents.run, contents.state, contents.step, job, schedule)
+    stages = contents.run.stages
+    if len(going_on.stages) == len(stages):
+        stages = going_on.stages  # the last schedule, where it is now
+    return Manifest(
+        run_id=made.run_id,
+        job=made.job,
+        namespace=made.namespace,
+        lanes=contents.run.lanes,
+        store_urls=made.store_urls,
+        local_stores=made.local_stores,
+        stages=stages,
+        fingerprint=contents.run.fingerprint,
+        mixed_numerics=contents.run.mixed_numerics,
+    )
+
+
+def restore_rows(
+    checkpoint: Checkpoint,
+    store: Store,
+    placement: Placement,
+    namespace: str,
+    log: BatchLog,
+    ownership: Ownership,
+    on_rows: Callable[[int], object],
+) -> RestoredRows:
+    """Write every row of a checkpoint, with its parity, to a store on which the run's lanes have nothing, or what an earlier attempt left.
+
+    on_rows: called with how many more were handed over. Raises CheckpointError, and CacheError as training does.
+    """
+    contents = checkpoint.contents
+    lanes, tables = contents.run.lanes, len(contents.tables)
+    stored = StoredRows(store, placement, contents.tables, namespace)
+    stored.stripes = lambda lane: placement.stripes(lane, np.zeros(tables, np.int64))
+    take_over(stored, ownership, dict.fromkeys(range(lanes), 0))
+    given = np.zeros((lanes, tables), np.int64)
+    with Traffic(stored, 0, log=log, ownership=ownership) as traffic:
+        for lane in range(lanes):
+            traffic.add_lane(LanePlan(lane, iter(())))
+        boundaries = [0] * lanes
+        for file in contents.rows:
+            if file.first != given[file.lane, file.table]:
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.path}: its files must have all ordinals; {given[file.lane, file.table]} of lane {file.lane}, "
+                    f"table {file.table} is in none; use another checkpoint"
+                )
+            given[file.lane, file.table] += file.rows
+            rows = checkpoint.rows(file)
+            for first in range(0, file.rows, _ROWS):
+                ended = _ended(file, rows, first)
+                traffic.write_back(file.lane, boundaries[file.lane], ended)
+                boundaries[file.lane] += 1
+                on_rows(len(ended))
+        batches = {str(lane): traffic.release_lane(lane) for lane in range(lanes)}
+        return RestoredRows(batches, traffic.shards.lost)
+
+
+def _ended(file: RowFile, rows: CheckpointRows, first: int) -> EndedRows:
+    """Rows of a file as if their residencies had ended, and the store had never had them."""
+    part = slice(first, first + _ROWS)
+    count = len(rows.id[part])
+    table, ordinal = np.full(count, file.table, np.int16), np.arange(file.first + first, file.first + first + count)
+    weights, state = rows.weights[part], rows.state[part]
+    # The base of a row that was never stored is not looked at.
+    return EndedRows(table, ordinal, rows.id[part], rows.tag[part], np.zeros(count, np.int32), weights, state, weights, state)
+
+
+def restore_dense(checkpoint: Checkpoint, path: Path) -> None:
+    """Put the dense part of a checkpoint where a run has its own. Raises CheckpointError and RunError."""
+    write_dense(path, checkpoint.read(checkpoint.contents.dense))

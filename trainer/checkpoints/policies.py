@@ -1,0 +1,165 @@
+"""What the next checkpoint holds, all rows or those changed since another one, how many bits their weights have, and which checkpoints may go.
+
+Pure; sizes are in any one unit, rows, bytes or parts of the model. Increments of a *baseline*, a checkpoint with all rows, grow from one to the next,
+since each has all that changed since the baseline; consecutive ones have what changed since the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
+POLICIES: tuple[Policy, ...] = ("full", "one-shot", "consecutive", "intermittent", "planned")
+
+KEPT = 2
+"""How many checkpoints are kept, those that they need besides."""
+
+_BITS = ((1, 2), (3, 3), (20, 4))  # (restores at most, bits)
+_MANY_RESTORES_BITS = 8
+
+_DAY_SECONDS = 86_400
+
+
+def baseline_is_due(increments: Sequence[float]) -> bool:
+    """Check-N-Run's predictor (policy intermittent): whether the next checkpoint is to have all rows.
+
+    increments: S_1 .. S_i, the sizes of the i increments since the last baseline, as parts of the model. A new baseline, after which increments
+    are taken to grow as they did, costs F = 1 + S_1 + .. + S_i for the next i + 1 checkpoints; going on costs I = (i + 1) * S_i at least.
+    True where F <= I, that is for the checkpoint after increment i.
+    """
+    if not increments:
+        return False
+    return 1 + sum(increments) <= (len(increments) + 1) * increments[-1]
+
+
+def bases(policy: Policy, full: Sequence[float], increments: np.ndarray) -> list[int | None]:
+    """Of each of n checkpoints the one that it is an increment of; None of a baseline.
+
+    full: the size of each with all rows, [n]; increments: of each as an increment of another, [n, n], [b, c] being what changed between b and c.
+    """
+    made: list[int | None] = []
+    if policy == "planned":
+        return planned(full, increments)
+    for number in range(len(full)):
+        baseline = next((one for one in reversed(range(number)) if made[one] is None), None)
+        if policy == "full" or baseline is None:
+            made.append(None)
+        elif policy == "one-shot":
+            made.append(baseline)
+        elif policy == "consecutive":
+            made.append(number - 1)
+        else:
+            since = [float(increments[baseline, one] / full[one]) for one in range(baseline + 1, number)]
+            made.append(None if baseline_is_due(since) else baseline)
+    return made
+
+
+def planned(full: Sequence[float], increments: np.ndarray) -> list[int | None]:
+    """The baselines with which the fewest bytes are written, and the increments of them: as `bases` has it, whose arguments these are.
+
+    By the last baseline: what checkpoints b .. e - 1 cost, the first with all rows and the others as its increments, does not depend on others.
+    """
+    count = len(full)
+    least, last = (
+        np.zeros(count + 1),
+        np.zeros(count + 1, np.int64),
+    )  # of the first e checkpoints, and where their last baseline is
+    for end in range(1, count + 1):
+        costs = [least[b] + full[b] + increments[b, b + 1 : end].sum() for b in range(end)]
+        last[end] = int(np.argmin(costs))
+        least[end] = costs[last[end]]
+    made: list[int | None] = [None] * count
+    end = count
+    while end:
+        baseline = int(last[end])
+        made[baseline + 1 : end] = [baseline] * (end - baseline - 1)
+        end = baseline
+    return made
+
+
+def planned_to_keep_least(full: Sequence[float], increments: np.ndarray, keep: int = KEPT) -> list[int | None]:
+    """The baselines with which the fewest bytes are kept when most are, and, of these, the fewest written; arguments as for `bases`.
+
+    By what decides over what is kept from then on: the bases of the last `keep` checkpoints.
+    """
+
+    def size(number: int, base: int | None) -> float:
+        return full[number] if base is None else float(increments[base, number])
+
+    # Bases of the newest checkpoints -> (most that was kept, written, bases of all): of each only the best can be part of the whole's best.
+    states: dict[tuple[int | None, ...], tuple[float, float, tuple[int | None, ...]]] = {(): (0.0, 0.0, ())}
+    for number in range(len(full)):
+        reached: dict[tuple[int | None, ...], tuple[float, float, tuple[int | None, ...]]] = {}
+        for newest, (most, written, made) in states.items():
+            baseline = None
+            if newest:
+                baseline = number - 1 if newest[-1] is None else newest[-1]
+            for base in {None, baseline}:
+                bases_now = (*newest, base)[-keep:]
+                kept = {number - place: of for place, of in enumerate(reversed(bases_now))}
+                kept |= {of: None for of in kept.values() if of is not None}
+                now = max(most, sum(size(*one) for one in kept.items()))
+                reached_now = (now, written + size(number, base), (*made, base))
+                if bases_now not in reached or reached_now[:2] < reached[bases_now][:2]:
+                    reached[bases_now] = reached_now
+        states = reached
+    return list(min(states.values(), key=lambda state: state[:2])[2])
+
+
+def written(full: Sequence[float], increments: np.ndarray, made: Sequence[int | None]) -> float:
+    """What checkpoints take together that are made of these bases; arguments as for `bases`, which gives `made`."""
+    return sum(full[number] if base is None else float(increments[base, number]) for number, base in enumerate(made))
+
+
+def kept(full: Sequence[float], increments: np.ndarray, made: Sequence[int | None], keep: int = KEPT) -> float:
+    """The most that is there at once, after any of the checkpoints, where `keep` of them are kept; arguments as for `written`."""
+    most = 0.0
+    for end in range(1, len(made) + 1):
+        names = {str(number): None if base is None else str(base) for number, base in enumerate(made[:end])}
+        gone = deletable(names, keep)
+        most = max(most, written(full, increments, made[:end]) - sum(_size(full, increments, made, int(name)) for name in gone))
+    return most
+
+
+def _size(full: Sequence[float], increments: np.ndarray, made: Sequence[int | None], number: int) -> float:
+    base = made[number]
+    return full[number] if base is None else float(increments[base, number])
+
+
+def deletable(checkpoints: Mapping[str, str | None], keep: int) -> list[str]:
+    """The checkpoints that neither are among the `keep` newest nor needed by one of these. checkpoints: name -> base, oldest first."""
+    stay: set[str] = set()
+    for name in list(checkpoints)[-keep:] if keep else []:
+        needed: str | None = name
+        while needed is not None and needed not in stay:
+            stay.add(needed)
+            needed = checkpoints.get(needed)
+    return [name for name in checkpoints if name not in stay]
+
+
+def dependents(checkpoints: Mapping[str, str | None], name: str) -> list[str]:
+    """The checkpoints that need one, directly or through others, in order. checkpoints: name -> base, oldest first."""
+    needing = {name}
+    # A base is older than what is made of it.
+    for one, base in checkpoints.items():
+        if base in needing:
+            needing.add(one)
+    return [one for one in checkpoints if one in needing and one != name]
+
+
+def expected_restores(seconds: float, failures_a_day: float) -> int:
+    """How many restores to expect of a job that takes so long: at least 1, since a checkpoint is there for one."""
+    return max(math.ceil(seconds / _DAY_SECONDS * failures_a_day), 1)
+
+
+def bits_for(expected: int, happened: int = 0) -> int:
+    """How many bits the weights need where a job is restored as often as expected (Check-N-Run): 2 for one restore, 3 for up to 3, 4 for up to 20,
+    else 8; and 8 where more restores have happened than were expected.
+    """
+    if happened > expected:
+        return _MANY_RESTORES_BITS
+    return next((bits for restores, bits in _BITS if expected <= restores), _MANY_RESTORES_BITS)

@@ -26,7 +26,7 @@ from foreload.cache.protocol.ownership import Ownership
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.checkpoints import writer
+from foreload.trainer.checkpoints import row_files, writer
 from foreload.trainer.checkpoints.format import DENSE, MANIFEST, Checkpoint
 from foreload.trainer.checkpoints.reader import dense_of
 from foreload.trainer.checkpoints.restoring import restore_rows
@@ -256,9 +256,9 @@ def test_a_shard_may_be_lost_while_rows_are_brought_to_the_store(case: Case, tmp
 
 _KILLED = """
 import os, signal, sys
-from foreload.trainer.checkpoints import format, writer
+from foreload.trainer.checkpoints import format, row_files
 from foreload.trainer.cli import main
-of, name = {"save": (writer, "_put"), "restore": (format.Checkpoint, "rows")}[sys.argv[1]]
+of, name = {"save": (row_files, "write_file"), "restore": (format.Checkpoint, "rows")}[sys.argv[1]]
 work, left = getattr(of, name), [int(sys.argv[2])]
 def killed(*arguments):
     left[0] -= 1
@@ -289,15 +289,14 @@ def test_a_save_that_is_killed_or_interrupted_leaves_no_checkpoint_and_the_next_
     assert left.startswith(f".{case.checkpoint.name}.")
     assert len(list((tmp_path / left).iterdir())) == 4
     assert done("checkpoint", "list", tmp_path).strip().endswith("no checkpoints")
-    write = writer._put
+    write = row_files.write_file
     with monkeypatch.context() as patched:
 
         def interrupted(folder: Path, name: str, data: bytes) -> object:
-            if name != DENSE:
-                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
             return write(folder, name, data)
 
-        patched.setattr(writer, "_put", interrupted)
+        patched.setattr(row_files, "write_file", interrupted)
         assert run_here("checkpoint", "save", case.run, "--to", tmp_path)[0] == 130
     assert folders(tmp_path) == []
     done("checkpoint", "save", case.run, "--to", tmp_path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.files import read_sealed, write_sealed
+from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, FileEntry, OpenRows, RowFile
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.manifest import Inexact, Manifest
 
 FORMAT = 1
 MANIFEST, DENSE = "checkpoint.json", "dense.safetensors"
@@ -30,71 +31,20 @@ _CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file of a checkpoint, as its manifest has it: name, size, SHA-256."""
+class Base:
+    """The checkpoint that another is an increment of: its folder, beside the other's, and the SHA-256 of its manifest."""
 
     name: str
-    bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
-class RowFile(FileEntry):
-    """A file of rows: `rows` of them, of consecutive ordinals from `first` on, of a table in a lane."""
-
-    lane: int
-    table: int
-    first: int
-    rows: int
-
-    @staticmethod
-    def name_of(lane: int, table: int, first: int) -> str:
-        """What such a file is called."""
-        return f"rows-{lane:03d}-{table:05d}-{first:012d}.arrow"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRows:
-    """Rows of a file, in the order of their ordinals: id int64 [n], tag int32 [n], weights float32 [n, W], state float32 [n, S]."""
-
-    id: np.ndarray
-    tag: np.ndarray
-    weights: np.ndarray
-    state: np.ndarray
-
-    def encoded(self) -> pa.Buffer:
-        """The contents of an Arrow IPC file with one record batch of these rows."""
-        columns = {"id": pa.array(self.id), "tag": pa.array(self.tag), "weights": _lists(self.weights)}
-        if self.state.shape[1]:
-            columns["state"] = _lists(self.state)
-        batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        return sink.getvalue()
-
-    @classmethod
-    def decoded(cls, source: pa.Buffer | pa.MemoryMappedFile, layout: RowLayout) -> CheckpointRows:
-        """The inverse of `encoded`, as views. Raises ValueError for what is none, or of another layout."""
-        batch = pa.ipc.open_file(source).get_batch(0)
-        state = _array(batch, "state", layout.state_width) if layout.state_width else np.empty((len(batch), 0), np.float32)
-        return cls(batch.column("id").to_numpy(), batch.column("tag").to_numpy(), _array(batch, "weights", layout.width), state)
-
-
-def _lists(values: np.ndarray) -> pa.Array:
-    flat = np.ascontiguousarray(values).reshape(-1)
-    return pa.FixedSizeListArray.from_arrays(pa.array(flat), values.shape[1])
-
-
-def _array(batch: pa.RecordBatch, name: str, width: int) -> np.ndarray:
-    values: np.ndarray = batch.column(name).flatten().to_numpy().reshape(-1, width)
-    return values
-
-
-@dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint's manifest says. step, state, totals: of the run's status; run: its manifest; tables: in order; rows: its files of rows,
-    of each lane and table by ordinal; dense: the dense part with its optimizer.
+    """What a checkpoint's manifest says. step, state, totals: of the run's status; run: its manifest; tables: in order; ordinals: per lane and table,
+    how many there are; rows: its files of rows, of each lane and table by ordinal; dense: the dense part with its optimizer.
+
+    base: None for all rows; else only those changed since are here. sizes: of the increments since the last one with all rows, its own last, as
+    parts of all rows there were. inexact: of the rows as they are read from here, bases included, how a run that has them is.
     """
 
     step: int
@@ -102,8 +52,17 @@ class Contents:
     totals: dict[str, float]
     run: Manifest
     tables: tuple[RowLayout, ...]
+    ordinals: tuple[tuple[int, ...], ...]
     rows: tuple[RowFile, ...]
     dense: FileEntry
+    base: Base | None = None
+    sizes: tuple[float, ...] = ()
+    inexact: Inexact | None = None
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the model has, of all tables, those in bases included."""
+        return sum(map(sum, self.ordinals))
 
     def write(self, folder: Path) -> None:
         """Put the manifest into the folder of a checkpoint, last of all, durably. Raises OSError."""
@@ -112,7 +71,7 @@ class Contents:
         write_sealed(folder / MANIFEST, told, durable=True)
 
     @classmethod
-    def of(cls, stored: dict[str, Any]) -> Contents:
+    def of(cls, stored: Mapping[str, Any]) -> Contents:
         """The inverse of what `write` wrote. Raises TypeError and KeyError for what is none."""
         tables = (table | {"parts": tuple((name, columns) for name, columns in table["parts"])} for table in stored["tables"])
         return cls(
@@ -121,65 +80,127 @@ class Contents:
             totals=stored["totals"],
             run=Manifest.of(stored["run"] | {"local_stores": None}),
             tables=tuple(RowLayout(**table) for table in tables),
+            ordinals=tuple(tuple(lane) for lane in stored["ordinals"]),
             rows=tuple(RowFile(**entry) for entry in stored["rows"]),
             dense=FileEntry(**stored["dense"]),
+            base=None if stored["base"] is None else Base(**stored["base"]),
+            sizes=tuple(stored["sizes"]),
+            inexact=Inexact.of(stored["inexact"]),
+        )
+
+    @classmethod
+    def made(
+        cls,
+        run: Manifest,
+        step: int,
+        totals: Mapping[str, float],
+        tables: Sequence[RowLayout],
+        ordinals: np.ndarray,
+        rows: Sequence[RowFile],
+        dense: FileEntry,
+        base: Checkpoint | None,
+    ) -> Contents:
+        """The manifest of files that were written, in any order, after a step of a run; ordinals: int64 [lanes, tables]; base: as in a Contents."""
+        bits = min([file.bits for file in rows] + ([EXACT_BITS] if base is None else [base.bits]))
+        inexact = run.inexact
+        if bits < EXACT_BITS:
+            inexact = (
+                Inexact(step, bits, 0) if inexact is None else Inexact(inexact.since, min(inexact.bits, bits), inexact.restores)
+            )
+        size = sum(file.rows for file in rows) / max(int(ordinals.sum()), 1)
+        return cls(
+            step=step,
+            # A run that was broken off, and whose rows are still those of its last clean stop, has no state that says how that was.
+            state="ended" if step == run.stages[-1].end_step - 1 else "stopped",
+            totals=dict(totals),
+            run=run,
+            tables=tuple(tables),
+            ordinals=tuple(tuple(lane) for lane in ordinals.tolist()),
+            rows=tuple(sorted(rows, key=lambda file: (file.table, file.first, file.lane))),
+            dense=dense,
+            base=None if base is None else Base(base.path.name, base.sha256),
+            sizes=() if base is None else (*base.contents.sizes, size),
+            inexact=inexact,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is whole as far as its manifest tells: its folder, and what that says."""
+    """A checkpoint that is whole as far as its manifest tells: its folder, what that says, its SHA-256; base: that of which it is an increment."""
 
     path: Path
     contents: Contents
+    sha256: str
+    base: Checkpoint | None
 
     @classmethod
     def open(cls, path: Path | str) -> Checkpoint:
-        """The checkpoint in a folder. Raises CheckpointError."""
+        """The checkpoint in a folder, with those that it needs. Raises CheckpointError."""
         path = Path(path)
+        stored, sha256 = _manifest(path)
         try:
-            stored = read_sealed(path / MANIFEST)[0]
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(
-                f"checkpoint {path}: has no {MANIFEST}, so it is none, or was never finished; give a folder that `foreload checkpoint save` wrote"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}; make it readable") from error
-        except ValueError as error:
-            raise _damaged(path, MANIFEST, str(error)) from error
-        if stored.get("format") != FORMAT:
-            raise CheckpointError(
-                f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r}; use the foreload that wrote it"
-            )
-        try:
-            return cls(path, Contents.of(stored))
+            contents = Contents.of(stored)
         except (TypeError, KeyError) as error:
             raise _damaged(path, MANIFEST, str(error)) from error
+        return cls(path, contents, sha256, None if contents.base is None else cls._open_base(path, contents.base))
+
+    @classmethod
+    def _open_base(cls, path: Path, base: Base) -> Checkpoint:
+        # Beside this one, whatever name that was given by.
+        folder = path.resolve().parent / base.name
+        needed = f"checkpoint {path}: needs {folder}, of which it is an increment"
+        if not (folder / MANIFEST).is_file():
+            raise CheckpointError(f"{needed}, and which is not there; put it back, or use another checkpoint")
+        if _manifest(folder)[1] != base.sha256:
+            raise CheckpointError(f"{needed}, and which is another one now; put the right one there, or use another checkpoint")
+        return cls.open(folder)
+
+    @property
+    def chain(self) -> tuple[Checkpoint, ...]:
+        """This one, its base, and so on to the one that has all rows."""
+        return (self, *(() if self.base is None else self.base.chain))
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file but the manifest."""
+        """Every file of its own but the manifest."""
         return (*self.contents.rows, self.contents.dense)
 
     @property
+    def bits(self) -> int:
+        """The fewest bits that a weight has, in it or in what it needs."""
+        return min([file.bits for one in self.chain for file in one.contents.rows], default=EXACT_BITS)
+
+    @property
     def row_count(self) -> int:
-        """How many rows it has, of all tables."""
+        """How many rows the model has, of all tables."""
+        return self.contents.row_count
+
+    @property
+    def rows_here(self) -> int:
+        """How many rows are in its own files."""
         return sum(file.rows for file in self.contents.rows)
 
     @property
     def total_bytes(self) -> int:
-        """How much it takes, but for the manifest."""
+        """How much its own files take, but for the manifest."""
         return sum(file.bytes for file in self.files)
 
+    @property
+    def needed_bytes(self) -> int:
+        """How much it takes together with what it needs."""
+        return sum(one.total_bytes for one in self.chain)
+
     def verify(self, on_bytes: Callable[[int], object] = lambda count: None) -> None:
-        """Read every file and compare its size and checksum with the manifest's. on_bytes: called with how many more were read.
+        """Read every file, also of what it needs, and compare its size and checksum with the manifest's. on_bytes: called with how many more were
+        read, of `needed_bytes`.
 
         Raises CheckpointError that names the damaged files.
         """
-        wrong = [(file.name, why) for file in self.files if (why := self._why_damaged(file, on_bytes))]
+        wrong = [(one, file.name, why) for one in self.chain for file in one.files if (why := one._why_damaged(file, on_bytes))]
         if wrong:
-            more = f", and {len(wrong) - 1} more: {', '.join(name for name, _ in wrong[1:6])}" if len(wrong) > 1 else ""
-            raise _damaged(self.path, wrong[0][0], wrong[0][1] + more)
+            first, name, why = wrong[0]
+            more = ", ".join(name if one is first else f"{one.path.name}/{name}" for one, name, _ in wrong[1:6])
+            raise _damaged(first.path, name, f"{why}, and {len(wrong) - 1} more: {more}" if more else why)
 
     def _why_damaged(self, file: FileEntry, on_bytes: Callable[[int], object]) -> str:
         """What is wrong with a file; "" where it is as it was written."""
@@ -196,8 +217,16 @@ class Checkpoint:
             return error.strerror or str(error)
         return "" if checksum.hexdigest() == file.sha256 else "its checksum is not the manifest's"
 
+    @property
+    def files_there(self) -> bool:
+        """Whether every file that it needs is there, with its size; nothing is read."""
+        try:
+            return all((one.path / file.name).stat().st_size == file.bytes for one in self.chain for file in one.files)
+        except OSError:
+            return False
+
     def read(self, file: FileEntry) -> bytes:
-        """The contents of a file, compared with the manifest. Raises CheckpointError."""
+        """The contents of a file of its own, compared with the manifest. Raises CheckpointError."""
         try:
             data = (self.path / file.name).read_bytes()
         except OSError as error:
@@ -206,20 +235,65 @@ class Checkpoint:
             raise _damaged(self.path, file.name, "its checksum is not the manifest's")
         return data
 
-    def rows(self, file: RowFile) -> CheckpointRows:
-        """The rows of a file, compared with the manifest, in memory of their own. Raises CheckpointError."""
+    def rows(self, file: RowFile) -> OpenRows:
+        """The rows of a file of its own, compared with the manifest, in memory. Raises CheckpointError."""
         data = self.read(file)
         try:
-            rows = CheckpointRows.decoded(pa.py_buffer(data), self.contents.tables[file.table])
+            return OpenRows(pa.py_buffer(data), file, self.contents.tables[file.table])
         except (pa.ArrowException, KeyError, ValueError) as error:
             raise _damaged(self.path, file.name, str(error)) from error
-        return CheckpointRows(rows.id.copy(), rows.tag.copy(), rows.weights.copy(), rows.state.copy())
+
+    def part(self, file: RowFile, rows: OpenRows, first: int, end: int) -> CheckpointRows:
+        """`rows.part`, of what `rows` gave for a file. Raises CheckpointError."""
+        try:
+            return rows.part(first, end)
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            raise _damaged(self.path, file.name, str(error)) from error
+
+    @property
+    def is_mappable(self) -> bool:
+        """Whether its files can be mapped: it has all rows, none of them rounded."""
+        return all(file.name.endswith(".arrow") for one in self.chain for file in one.contents.rows) and self.base is None
 
     def mapped_rows(self, table: int) -> list[CheckpointRows]:
-        """The rows of a table's files, mapped; whoever asks has verified them."""
+        """The rows of a table's files, mapped, of a checkpoint that `is_mappable`; whoever asks has verified them."""
         of_table = (file for file in self.contents.rows if file.table == table)
         layout = self.contents.tables[table]
-        return [CheckpointRows.decoded(pa.memory_map(str(self.path / file.name)), layout) for file in of_table]
+        return [
+            OpenRows(pa.memory_map(str(self.path / file.name)).read_buffer(), file, layout).part(0, file.rows)
+            for file in of_table
+        ]
+
+
+def _manifest(path: Path) -> tuple[dict[str, Any], str]:
+    """What a checkpoint's manifest says, and its SHA-256. Raises CheckpointError."""
+    try:
+        stored, sha256 = read_sealed(path / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"checkpoint {path}: has no {MANIFEST}, so it is none, or was never finished; give a folder that `foreload checkpoint save` wrote"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}; make it readable") from error
+    except ValueError as error:
+        raise _damaged(path, MANIFEST, str(error)) from error
+    if stored.get("format") != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r}; use the foreload that wrote it"
+        )
+    return stored, sha256
+
+
+def bases_in(folder: Path) -> dict[str, str | None]:
+    """Name -> name of the base, of the checkpoints in a folder, by step; those whose manifests cannot be read are left out. Raises OSError."""
+    bases: dict[str, str | None] = {}
+    for path in checkpoints_in(folder):
+        try:
+            base = _manifest(path)[0]["base"]
+            bases[path.name] = None if base is None else str(base["name"])
+        except (CheckpointError, KeyError, TypeError):
+            continue
+    return bases
 
 
 def checkpoints_in(folder: Path) -> Iterator[Path]:

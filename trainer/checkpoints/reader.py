@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from foreload.pipelines.base.files import is_full
+from foreload.trainer.checkpoints.chain import whole_copy
 from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.model_rows import ModelRows
@@ -21,7 +26,25 @@ def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def rows_by_id(checkpoint: Checkpoint) -> Iterator[ModelRows]:
-    """Every row by (table, id), of files that were verified; 16 bytes a row of one table are held, the rest is mapped."""
+    """Every row by (table, id), of files that were verified; 16 bytes a row of one table are held, the rest is mapped.
+
+    Of an increment, and of rounded weights, from a copy in a temporary folder (TMPDIR) that has all rows as they are read. Raises CheckpointError.
+    """
+    if checkpoint.is_mappable:
+        yield from _mapped_by_id(checkpoint)
+        return
+    with tempfile.TemporaryDirectory(prefix="foreload-") as folder:
+        try:
+            copy = whole_copy(checkpoint, Path(folder))
+        except OSError as error:
+            why = "is full" if is_full(error) else f"cannot be written to: {error.strerror}"
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: its rows are put together in {folder}, which {why}; give TMPDIR a folder with room for a checkpoint"
+            ) from error
+        yield from _mapped_by_id(copy)
+
+
+def _mapped_by_id(checkpoint: Checkpoint) -> Iterator[ModelRows]:
     for table, layout in enumerate(checkpoint.contents.tables):
         files = checkpoint.mapped_rows(table)
         if not files:

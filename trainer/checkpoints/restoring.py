@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +18,16 @@ from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.checkpoints.format import Checkpoint, CheckpointRows, RowFile
+from foreload.trainer.checkpoints.chain import newest_rows
+from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.row_files import CheckpointRows
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.dense_file import load_dense, write_dense
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.manifest import Inexact, Manifest
 from foreload.trainer.run.resume import continued
-
-_ROWS = 1 << 16  # that are handed over at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,12 @@ def restored_manifest(checkpoint: Checkpoint, job: TrainJob, schedule: Schedule,
         stages=stages,
         fingerprint=contents.run.fingerprint,
         mixed_numerics=contents.run.mixed_numerics,
+        inexact=_restored_once_more(contents.inexact),
     )
+
+
+def _restored_once_more(inexact: Inexact | None) -> Inexact | None:
+    return None if inexact is None else replace(inexact, restores=inexact.restores + 1)
 
 
 def restore_rows(
@@ -102,36 +108,27 @@ def restore_rows(
     stored = StoredRows(store, placement, contents.tables, namespace)
     stored.stripes = lambda lane: placement.stripes(lane, np.zeros(tables, np.int64))
     take_over(stored, ownership, dict.fromkeys(range(lanes), 0))
-    given = np.zeros((lanes, tables), np.int64)
     with Traffic(stored, 0, log=log, ownership=ownership) as traffic:
         for lane in range(lanes):
             traffic.add_lane(LanePlan(lane, iter(())))
         boundaries = [0] * lanes
-        for file in contents.rows:
-            if file.first != given[file.lane, file.table]:
-                raise CheckpointError(
-                    f"checkpoint {checkpoint.path}: its files must have all ordinals; {given[file.lane, file.table]} of lane {file.lane}, "
-                    f"table {file.table} is in none; use another checkpoint"
-                )
-            given[file.lane, file.table] += file.rows
-            rows = checkpoint.rows(file)
-            for first in range(0, file.rows, _ROWS):
-                ended = _ended(file, rows, first)
-                traffic.write_back(file.lane, boundaries[file.lane], ended)
-                boundaries[file.lane] += 1
-                on_rows(len(ended))
+        for table, lane in product(range(tables), range(lanes)):
+            # Each row once, in the order of ordinals, so that the rows of a stripe come together.
+            for first, rows in newest_rows(checkpoint, lane, table):
+                traffic.write_back(lane, boundaries[lane], _ended(table, first, rows))
+                boundaries[lane] += 1
+                on_rows(len(rows.id))
         batches = {str(lane): traffic.release_lane(lane) for lane in range(lanes)}
         return RestoredRows(batches, traffic.shards.lost)
 
 
-def _ended(file: RowFile, rows: CheckpointRows, first: int) -> EndedRows:
-    """Rows of a file as if their residencies had ended, and the store had never had them."""
-    part = slice(first, first + _ROWS)
-    count = len(rows.id[part])
-    table, ordinal = np.full(count, file.table, np.int16), np.arange(file.first + first, file.first + first + count)
-    weights, state = rows.weights[part], rows.state[part]
+def _ended(table: int, first: int, rows: CheckpointRows) -> EndedRows:
+    """Rows as if their residencies had ended, and the store had never had them. first: the first one's ordinal."""
+    count = len(rows.id)
+    tables, ordinals = np.full(count, table, np.int16), np.arange(first, first + count)
     # The base of a row that was never stored is not looked at.
-    return EndedRows(table, ordinal, rows.id[part], rows.tag[part], np.zeros(count, np.int32), weights, state, weights, state)
+    stored = np.zeros(count, np.int32)
+    return EndedRows(tables, ordinals, rows.id, rows.tag, stored, rows.weights, rows.state, rows.weights, rows.state)
 
 
 def restore_dense(checkpoint: Checkpoint, path: Path) -> None:

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 
 from foreload.cache.repair.scrub import TableRows
-from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import is_full, remove_unfinished, replacing
 from foreload.pipelines.schedule.format import RowColumns
-from foreload.trainer.checkpoints.format import DENSE, Checkpoint, CheckpointRows, Contents, FileEntry, RowFile
+from foreload.pipelines.schedule.kept import POSITION
+from foreload.trainer.checkpoints.changed_rows import changed_rows
+from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
+from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import DENSE as RUN_DENSE
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.model_rows import lane_rows
 from foreload.trainer.run.saved_run import SavedRun
 
-FILE_BYTES = 1 << 26
-"""About how large a file of rows is at most; as much again is held while one is written."""
-
 LOCK = ".saving"  # in the folder of checkpoints, held while one is saved there
+
+
+@dataclass(frozen=True, slots=True)
+class _NewRows:
+    """Some rows of a lane and table that a checkpoint is to have: their ordinals int64 [n], ascending, and the rows."""
+
+    lane: int
+    table: int
+    ordinals: np.ndarray
+    rows: CheckpointRows
 
 
 def folder_of(step: int | Literal["*"]) -> str:
@@ -42,12 +49,12 @@ def check_absent(folder: Path, step: int) -> None:
         )
 
 
-def save(saved: SavedRun, folder: Path, on_rows: Callable[[int, int], object]) -> Checkpoint:
-    """Write a checkpoint into a folder of checkpoints, which is made if it is not there: whole, on the disk, or not at all.
+def published(folder: Path, step: int, write: Callable[[Path], Contents]) -> Checkpoint:
+    """A checkpoint of a step in a folder of checkpoints, which is made if it is not there: whole, on the disk, or not at all.
 
-    on_rows: called with how many rows are written, and how many there are. Raises CheckpointError, and what reading the store raises.
+    write: puts all files but the manifest into the folder that it is given, and returns what the manifest is to say. Raises CheckpointError, and
+    what `write` raises but OSError.
     """
-    step = saved.status.step
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with at_work(folder / LOCK):
@@ -56,7 +63,7 @@ def save(saved: SavedRun, folder: Path, on_rows: Callable[[int, int], object]) -
             remove_unfinished(folder, folder_of("*"))
             with replacing(folder / folder_of(step), durable=True) as temporary:
                 temporary.mkdir()
-                _write(saved, temporary, on_rows)
+                write(temporary).write(temporary)
     except BlockingIOError as error:
         raise CheckpointError(f"--to: another checkpoint is being saved in {folder} right now; wait for it") from error
     except OSError as error:
@@ -70,57 +77,89 @@ def _cannot_write(folder: Path, error: OSError) -> str:
     return f"--to: cannot write to {folder}: {error.strerror or error}; make it writable, or choose another folder"
 
 
-def _write(saved: SavedRun, folder: Path, on_rows: Callable[[int, int], object]) -> None:
-    manifest, status = saved.manifest, saved.status
-    saved.dense()  # raises where it is damaged, or of another step
-    dense = _put(folder, DENSE, (saved.run.path / RUN_DENSE).read_bytes())
-    ordinals = given_ordinals(saved.schedule, status.step)
-    total, entries = int(ordinals.sum()), []
-    on_rows(0, total)
-    for lane, first, rows in _pieces(saved, ordinals):
-        name = RowFile.name_of(lane, rows.table, first)
-        written = _put(folder, name, _read(saved, lane, first, rows).encoded())
-        entries.append(RowFile(name, written.bytes, written.sha256, lane, rows.table, first, len(rows.id)))
-        on_rows(len(rows.id), total)
-    entries.sort(key=lambda entry: (entry.table, entry.first, entry.lane))
-    # A run that was broken off, and whose rows are still those of its last clean stop, has no state that says how that was.
-    at_end = status.step == manifest.stages[-1].end_step - 1
-    Contents(
-        step=status.step,
-        state="ended" if at_end else "stopped",
-        totals=status.totals,
-        run=manifest,
-        tables=tuple(saved.layouts),
-        rows=tuple(entries),
-        dense=dense,
-    ).write(folder)
+def save(
+    saved: SavedRun, folder: Path, on_rows: Callable[[int, int], object], bits: int = EXACT_BITS, base: Checkpoint | None = None
+) -> Checkpoint:
+    """Write a checkpoint of a run into a folder of checkpoints, as `published` does; bits: of a weight, see `write_rows`.
+
+    base: a checkpoint of the same run and folder, of which it becomes an increment; None: it has all rows. on_rows: called with how many rows were
+    looked at, and how many are to be. Raises CheckpointError, and what reading the store raises.
+    """
+    manifest, step = saved.manifest, saved.status.step
+
+    def write(temporary: Path) -> Contents:
+        saved.dense()  # raises where it is damaged, or of another step
+        dense = write_file(temporary, DENSE, (saved.run.path / RUN_DENSE).read_bytes())
+        ordinals = given_ordinals(saved.schedule, step)
+        on_rows(0, int(ordinals.sum()))
+        files = _write_all(temporary, saved, _new_rows(saved, ordinals, base, on_rows), bits, base)
+        return Contents.made(manifest, step, saved.status.totals, saved.layouts, ordinals, files, dense, base)
+
+    return published(folder, step, write)
 
 
-def _pieces(saved: SavedRun, ordinals: np.ndarray) -> Iterator[tuple[int, int, TableRows]]:
-    """What is known of the rows of each file: its lane, its first ordinal, and those rows."""
-    for lane, rows in table_rows(saved.schedule, saved.status.step, ordinals):
+def _write_all(folder: Path, saved: SavedRun, pieces: Iterator[_NewRows], bits: int, base: Checkpoint | None) -> list[RowFile]:
+    """Write rows, those of each lane and table together, in files that depend on these rows alone, not on how they came in pieces."""
+    files: list[RowFile] = []
+    waiting: list[_NewRows] = []
+
+    def flush(whole_only: bool) -> None:
+        if not waiting:
+            return
+        lane, table = waiting[0].lane, waiting[0].table
+        layout = saved.layouts[table]
+        most, known = rows_of_a_file(layout), 0 if base is None else base.contents.ordinals[lane][table]
+        if whole_only and sum(len(piece.ordinals) for piece in waiting) < most:
+            return
+        ordinals = np.concatenate([piece.ordinals for piece in waiting])
+        rows = CheckpointRows.joined([piece.rows for piece in waiting])
+        waiting.clear()
+        first = 0
+        while len(ordinals) - first >= (most if whole_only else 1):
+            part = slice(first, first + most)
+            files.append(write_rows(folder, lane, layout, ordinals[part], rows.part(part), bits, known))
+            first += most
+        if first < len(ordinals):
+            waiting.append(_NewRows(lane, table, ordinals[first:], rows.part(slice(first, None))))
+
+    for piece in pieces:
+        if waiting and (waiting[0].lane, waiting[0].table) != (piece.lane, piece.table):
+            flush(whole_only=False)
+        waiting.append(piece)
+        flush(whole_only=True)
+    flush(whole_only=False)
+    return files
+
+
+def _new_rows(
+    saved: SavedRun, ordinals: np.ndarray, base: Checkpoint | None, on_rows: Callable[[int, int], object]
+) -> Iterator[_NewRows]:
+    """The rows that were changed since the base, or all, read from the store."""
+    step, total = saved.status.step, int(ordinals.sum())
+    since = None if base is None else base.contents.step
+    known = None
+    if since is not None and not (saved.schedule.path / POSITION).exists():
+        known = changed_rows(saved.schedule, since, step)
+    for lane, rows in table_rows(saved.schedule, step, ordinals):
+        places = np.arange(len(rows.id))
+        if since is not None:
+            # Of a row that changes later, too, nothing but the steps themselves tells when it did before.
+            changed = ~rows.exact if known is None else known[lane][rows.table]
+            places = np.flatnonzero(changed | (rows.exact & (rows.tag > since + 1)))
+        on_rows(len(rows.id) - len(places), total)
         most = rows_of_a_file(saved.layouts[rows.table])
-        for first in range(0, len(rows.id), most):
-            yield lane, first, rows.part(first, min(most, len(rows.id) - first))
+        for first in range(0, len(places), most):
+            some = places[first : first + most]
+            read = _read(saved, lane, some, rows)
+            new = slice(None) if since is None else read.tag > since + 1
+            on_rows(len(some), total)
+            if len(some[new]):
+                yield _NewRows(lane, rows.table, some[new], read.part(new))
 
 
-def rows_of_a_file(layout: RowLayout) -> int:
-    """How many rows of a table stand in a file, at most."""
-    return max(FILE_BYTES // layout.row_bytes, 1)
-
-
-def _read(saved: SavedRun, lane: int, first: int, rows: TableRows) -> CheckpointRows:
-    count, layout = len(rows.id), saved.layouts[rows.table]
-    table = np.full(count, rows.table, np.int16)
-    expected = RowColumns(table, np.arange(first, first + count), rows.id, rows.tag)
-    stored = lane_rows(saved.stored, lane, expected, rows.exact, saved.last_batches[lane])
-    return CheckpointRows(rows.id, stored.tag, stored.weights[:, : layout.width], stored.state[:, : layout.state_width])
-
-
-def _put(folder: Path, name: str, data: bytes | pa.Buffer) -> FileEntry:
-    """Write a file, and force it to the disk."""
-    with open(folder / name, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
+def _read(saved: SavedRun, lane: int, ordinals: np.ndarray, rows: TableRows) -> CheckpointRows:
+    layout = saved.layouts[rows.table]
+    table = np.full(len(ordinals), rows.table, np.int16)
+    expected = RowColumns(table, ordinals, rows.id[ordinals], rows.tag[ordinals])
+    stored = lane_rows(saved.stored, lane, expected, rows.exact[ordinals], saved.last_batches[lane])
+    return CheckpointRows(expected.id, stored.tag, stored.weights[:, : layout.width], stored.state[:, : layout.state_width])

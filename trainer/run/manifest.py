@@ -42,13 +42,29 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Inexact:
+    """That a run went on from a checkpoint with rounded weights. since: the step after which it was first so; bits: the fewest that weights had;
+    restores: how often.
+    """
+
+    since: int
+    bits: int
+    restores: int
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any] | None) -> Inexact | None:
+        """The inverse of `dataclasses.asdict`, from JSON, where None stands for exact."""
+        return None if stored is None else cls(**stored)
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a run is. run_id: drawn when it was made; job: its settings as TrainJob.to_dict has them, without those declared stated=False;
     namespace: its name on the store. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None. stages: in
     order.
 
     fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
-    in order, step the first under it; else empty.
+    in order, step the first under it; else empty. inexact: None where its model is that of the data and the settings, to the bit.
     """
 
     run_id: str
@@ -61,13 +77,14 @@ class Manifest:
     fingerprint: dict[str, Any] | None = None
     mixed_numerics: tuple[dict[str, Any], ...] = ()
     version: int = VERSION
+    inexact: Inexact | None = None
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Manifest:
         """The inverse of `dataclasses.asdict`, from JSON. Raises TypeError and KeyError for what is none."""
         stages = tuple(Stage(**stage) for stage in stored["stages"])
         listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics")}
-        return cls(**{**stored, **listed, "stages": stages})
+        return cls(**{**stored, **listed, "stages": stages, "inexact": Inexact.of(stored.get("inexact"))})
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -1,0 +1,263 @@
+"""Files of rows of a checkpoint (docs/checkpoints.md, The format): written by whoever has rows, in any order; read piece by piece.
+
+Knows no torch, as `format` does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from foreload.cache.rows.layout import RowLayout
+from foreload.trainer.checkpoints.quantisation import QuantisedRows, decode, encode, packed_bytes
+
+EXACT_BITS = 32
+
+FILE_BYTES = 1 << 26
+"""About how large a file of rows is at most; as much again is held while one is written."""
+
+_GROUP_ROWS = 1 << 16  # of a Parquet file, that are decoded at once
+_ZSTD_LEVEL = 3
+# Ordinals and ids by their differences; the bytes of floats and tags apart, the first of each row together, and so on.
+_ENCODINGS = {"ordinal": "DELTA_BINARY_PACKED", "id": "DELTA_BINARY_PACKED", "codes": "PLAIN"}
+_BY_BYTES = ("tag", "weights", "scale", "bias", "exact", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a checkpoint, as its manifest has it: name, size, SHA-256."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile(FileEntry):
+    """A file of rows: `rows` of them, of a table in a lane, with ordinals from `first` to `last`, all of these where there are as many; bits: that a
+    weight has.
+    """
+
+    lane: int
+    table: int
+    first: int
+    last: int
+    rows: int
+    bits: int
+
+    @property
+    def gapless(self) -> bool:
+        """Whether it has all ordinals from first to last, and so no column of them."""
+        return self.last - self.first + 1 == self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRows:
+    """Rows by ordinal: id int64 [n], -1 where only the base has it; tag int32 [n]; weights float32 [n, W]; state float32 [n, S]."""
+
+    id: np.ndarray
+    tag: np.ndarray
+    weights: np.ndarray
+    state: np.ndarray
+
+    def part(self, which: slice | np.ndarray) -> CheckpointRows:
+        """The rows of a slice, of a mask or of places."""
+        return CheckpointRows(self.id[which], self.tag[which], self.weights[which], self.state[which])
+
+    @classmethod
+    def joined(cls, pieces: list[CheckpointRows]) -> CheckpointRows:
+        """The rows of at least one piece, one after the other."""
+        if len(pieces) == 1:
+            return pieces[0]
+        return cls(*(np.concatenate([getattr(one, name) for one in pieces]) for name in cls.__slots__))
+
+    @classmethod
+    def zeros(cls, count: int, layout: RowLayout) -> CheckpointRows:
+        """Rows to be written to; a tag of 0 is no row's."""
+        weights, state = np.zeros((count, layout.width), np.float32), np.zeros((count, layout.state_width), np.float32)
+        return cls(np.full(count, -1, np.int64), np.zeros(count, np.int32), weights, state)
+
+
+def rows_of_a_file(layout: RowLayout) -> int:
+    """How many rows of a table stand in a file, at most."""
+    return max(FILE_BYTES // layout.row_bytes, 1)
+
+
+def write_rows(
+    folder: Path, lane: int, layout: RowLayout, ordinals: np.ndarray, rows: CheckpointRows, bits: int = EXACT_BITS, known: int = 0
+) -> RowFile:
+    """Write rows of a table in a lane as a file of a checkpoint, forced to the disk; returns the file's entry for the manifest.
+
+    ordinals: int64 [n], ascending, n at least 1 and at most `rows_of_a_file`; rows: in their order; bits: 32 (exact), 8, 4, 3 or 2, of weights;
+    known: ordinals below it have their ids in the checkpoint that this one is an increment of, and not here.
+
+    May be called by several processes and threads for one folder, in any order, and with gaps: a file is named by lane, table and its first ordinal,
+    so the only rule is that no ordinal of a lane and table comes twice. Nobody reads a file before a manifest names it. Raises OSError.
+    """
+    first, last, count = int(ordinals[0]), int(ordinals[-1]), len(ordinals)
+    gapless = last - first + 1 == count
+    plain = gapless and bits == EXACT_BITS and known <= first
+    data = _arrow(rows) if plain else _parquet(None if gapless else ordinals, first, rows, layout, bits, known)
+    name = f"rows-{lane:03d}-{layout.table:05d}-{first:012d}.{'arrow' if plain else 'parquet'}"
+    written = write_file(folder, name, data)
+    return RowFile(name, written.bytes, written.sha256, lane, layout.table, first, last, count, bits)
+
+
+def write_file(folder: Path, name: str, data: bytes | pa.Buffer) -> FileEntry:
+    """Write a file of a checkpoint, and force it to the disk. Raises OSError."""
+    with open(folder / name, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def _arrow(rows: CheckpointRows) -> pa.Buffer:
+    """An Arrow IPC file with one record batch, not compressed: it costs next to nothing to write, and is read by mapping it."""
+    columns = {"id": pa.array(rows.id), "tag": pa.array(rows.tag), "weights": _lists(rows.weights)}
+    if rows.state.shape[1]:
+        columns["state"] = _lists(rows.state)
+    batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def _parquet(
+    ordinals: np.ndarray | None, first: int, rows: CheckpointRows, layout: RowLayout, bits: int, known: int
+) -> pa.Buffer:
+    """A Parquet file, in which each column is encoded by what it is; ordinals: None where they are first, first + 1, and so on."""
+    columns: dict[str, pa.Array] = {}
+    if ordinals is not None:
+        columns["ordinal"] = pa.array(ordinals)
+    in_base = np.arange(first, first + len(rows.id)) < known if ordinals is None else ordinals < known
+    if not in_base.all():
+        columns["id"] = pa.array(rows.id, mask=in_base)
+    columns["tag"] = pa.array(rows.tag)
+    if bits == EXACT_BITS:
+        columns["weights"] = _binary(rows.weights)
+    else:
+        quantised = encode(rows.weights, [width for _, width in layout.parts], bits)
+        columns |= {name: _binary(getattr(quantised, name)) for name in ("codes", "scale", "bias")}
+        if len(quantised.exact):
+            columns["exact"] = _some(quantised, layout.width)
+    if rows.state.shape[1]:
+        columns["state"] = _binary(rows.state)
+    encodings = {name: _ENCODINGS.get(name, "BYTE_STREAM_SPLIT") for name in columns}
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        pa.table(columns), sink, row_group_size=_GROUP_ROWS, compression="zstd", compression_level=_ZSTD_LEVEL,
+        use_dictionary=False, column_encoding=encodings, write_statistics=False, store_schema=False,
+    )  # fmt: skip
+    return sink.getvalue()
+
+
+def _lists(values: np.ndarray) -> pa.Array:
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), values.shape[1])
+
+
+def _binary(values: np.ndarray) -> pa.Array:
+    """Rows of an array as their bytes."""
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.binary(values.strides[0]), len(values), [None, pa.py_buffer(values)])
+
+
+def _some(quantised: QuantisedRows, width: int) -> pa.Array:
+    """The weights of the rows that are exact, and nulls for the others."""
+    present = np.zeros(len(quantised), bool)
+    present[quantised.exact] = True
+    values = np.zeros((len(quantised), width), np.float32)
+    values[quantised.exact] = quantised.weights
+    bits = pa.py_buffer(np.packbits(present, bitorder="little"))
+    return pa.Array.from_buffers(pa.binary(4 * width), len(quantised), [bits, pa.py_buffer(values)])
+
+
+class OpenRows:
+    """The rows of a file that was read, to be had piece by piece. ordinals: int64 [rows], ascending.
+
+    Making one, and `part`, raise pyarrow.ArrowException, KeyError and ValueError where the data is not what `write_rows` writes for such an entry.
+    """
+
+    def __init__(self, data: pa.Buffer, file: RowFile, layout: RowLayout) -> None:
+        self._file, self._layout = file, layout
+        self._batch: CheckpointRows | None = None
+        self._parquet: pq.ParquetFile | None = None
+        self._groups: dict[int, CheckpointRows] = {}
+        if file.name.endswith(".arrow"):
+            self._batch = _of_arrow(pa.ipc.open_file(data).get_batch(0), layout)
+            count = len(self._batch.id)
+        else:
+            self._parquet = pq.ParquetFile(pa.BufferReader(data))
+            count = self._parquet.metadata.num_rows
+        if count != file.rows:
+            raise ValueError(f"has {count} rows instead of {file.rows}")
+        self.ordinals = np.arange(file.first, file.first + count)
+        if self._parquet is not None and not file.gapless:
+            self.ordinals = self._parquet.read(["ordinal"]).column("ordinal").to_numpy()
+
+    def part(self, first: int, end: int) -> CheckpointRows:
+        """Rows first .. end - 1 by their places in the file, views where that may be."""
+        if self._batch is not None:
+            return self._batch.part(slice(first, end))
+        groups = range(first // _GROUP_ROWS, -(-end // _GROUP_ROWS))
+        # Whoever reads on, wants none before these again.
+        self._groups = {number: rows for number, rows in self._groups.items() if number in groups}
+        pieces = []
+        for number in groups:
+            if number not in self._groups:
+                self._groups[number] = self._decoded(number)
+            begin = number * _GROUP_ROWS
+            pieces.append(self._groups[number].part(slice(max(first - begin, 0), end - begin)))
+        return CheckpointRows.joined(pieces)
+
+    def _decoded(self, group: int) -> CheckpointRows:
+        assert self._parquet is not None
+        layout, table = self._layout, self._parquet.read_row_group(group, use_threads=False)
+        present = set(table.column_names)
+        count = len(table)
+        row_id = table.column("id").fill_null(-1).to_numpy() if "id" in present else np.full(count, -1, np.int64)
+        state = _floats(table, "state", layout.state_width) if layout.state_width else np.empty((count, 0), np.float32)
+        if self._file.bits == EXACT_BITS:
+            weights = _floats(table, "weights", layout.width)
+        else:
+            parts, bits = [width for _, width in layout.parts], self._file.bits
+            scale, bias = (_floats(table, name, len(parts)) for name in ("scale", "bias"))
+            codes = _bytes(table.column("codes"), packed_bytes(layout.width, bits)).copy()
+            exact, values = np.empty(0, np.int64), np.empty((0, layout.width), np.float32)
+            if "exact" in present:
+                column = table.column("exact")
+                exact = np.flatnonzero(column.is_valid().to_numpy())
+                values = _bytes(column.drop_null(), 4 * layout.width).view(np.float32)
+            weights = decode(QuantisedRows(bits, codes, scale.copy(), bias.copy(), exact, values), parts)
+        return CheckpointRows(row_id, table.column("tag").to_numpy(), weights, state)
+
+
+def _of_arrow(batch: pa.RecordBatch, layout: RowLayout) -> CheckpointRows:
+    state = np.empty((len(batch), 0), np.float32)
+    if layout.state_width:
+        state = batch.column("state").flatten().to_numpy().reshape(-1, layout.state_width)
+    weights = batch.column("weights").flatten().to_numpy().reshape(-1, layout.width)
+    return CheckpointRows(batch.column("id").to_numpy(), batch.column("tag").to_numpy(), weights, state)
+
+
+def _floats(table: pa.Table, name: str, width: int) -> np.ndarray:
+    return _bytes(table.column(name), 4 * width).view(np.float32)
+
+
+def _bytes(column: pa.ChunkedArray, width: int) -> np.ndarray:
+    """A column of fixed-size binaries without nulls: uint8 [n, width]."""
+    if column.type != pa.binary(width):
+        raise ValueError(f"a column is {column.type} instead of {width} bytes a row")
+    pieces = [
+        np.frombuffer(chunk.buffers()[1], np.uint8, len(chunk) * width, chunk.offset * width).reshape(-1, width)
+        for chunk in column.chunks
+    ]
+    return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]

@@ -79,6 +79,7 @@ class TrainSummary(_Result):
     trainers: int
     store_traffic: Mapping[str, float] = field(default_factory=dict)
     mixed_numerics: tuple[Mapping[str, Any], ...] = ()
+    inexact: Mapping[str, Any] | None = None
     rebalanced: tuple[Mapping[str, Any], ...] = ()
     digest: str | None = None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from foreload.pipelines.schedule.format import LaneEvent
@@ -32,14 +34,15 @@ class _LaneChanges:
         self._gone.append((self._table[left], self._ordinal[left]))
         self._changed[slots] = False
 
-    def end(self) -> list[np.ndarray]:
-        """Per table, whether a row was changed: bool, over its ordinals."""
+    def taken(self) -> list[np.ndarray]:
+        """Per table, whether a row was changed since the last call: bool, over its ordinals."""
         self._leave(np.arange(len(self._changed)))
         # Tables one after the other, so that all rows are marked at once.
         ends = np.cumsum(self._ordinals)
         changed = np.zeros(int(ends[-1]), bool)
         table, ordinal = (np.concatenate(column) for column in zip(*self._gone, strict=True))
         changed[ends[table] - self._ordinals[table] + ordinal] = True
+        self._gone.clear()
         return np.split(changed, ends[:-1])
 
 
@@ -50,15 +53,48 @@ def changed_rows(schedule: Schedule, since: int, until: int) -> list[list[np.nda
     A schedule that grows is waited for until it has the steps. Costs a pass over their moves; a byte a row, and 16 an arrival, are held. Raises
     ScheduleError.
     """
-    begin = max(since, schedule.header.first_step - 1)
-    position = state_after(schedule, min(begin, until))
+    return next(changed_between(schedule, [since, until]))
+
+
+def changed_between(schedule: Schedule, steps: Sequence[int]) -> Iterator[list[list[np.ndarray]]]:
+    """What `changed_rows` gives, for each step of these but the first and the one before it. steps: ascending."""
+    since = max(steps[0], schedule.header.first_step - 1)
+    position = state_after(schedule, since)
     lanes = [_LaneChanges(lane, max(schedule.slots)) for lane in position.lanes]
-    if until > begin:
-        for event in schedule.events(position.segment):
-            if event.kind != "train" or event.step <= begin:
-                continue
+    begun = (event for event in schedule.events(position.segment) if event.kind == "train" and event.step > since)
+    for until in steps[1:]:
+        while since < until:  # before a further one is waited for
+            event = next(begun)
+            since = event.step
             for lane, changes in enumerate(lanes):
                 changes.step(schedule.lane(event, lane))
-            if event.step == until:  # before the next one is waited for
-                break
-    return [changes.end() for changes in lanes]
+        yield [changes.taken() for changes in lanes]
+
+
+def increment_sizes(schedule: Schedule, steps: Sequence[int], row_bytes: Sequence[int]) -> tuple[list[float], np.ndarray]:
+    """How large checkpoints after these steps are, ascending and all of the schedule, as `policies.bases` has it: with all rows [n], and as
+    increments of one another [n, n]. row_bytes: of a row of each table.
+    """
+    count = len(steps)
+    # Of each row the last interval in which it was changed; interval k lies between checkpoints k - 1 and k, 0 before the first of them.
+    last: list[list[np.ndarray]] = []
+    full: list[float] = []
+    # Rows changed in interval k whose last change before is in interval p, or none (place 0): they are new in an increment of an earlier base.
+    new = np.zeros((count, count + 1))
+    for number, changed in enumerate(changed_between(schedule, [schedule.header.first_step - 1, *steps])):
+        full.append(0.0)
+        for lane, tables in enumerate(changed):
+            if not number:
+                last.append([np.zeros(0, np.int64) for _ in tables])
+            for table, rows in enumerate(tables):
+                seen = np.zeros(len(rows), np.int64)
+                seen[: len(last[lane][table])] = last[lane][table]
+                new[number] += row_bytes[table] * np.bincount(seen[rows], minlength=count + 1)
+                seen[rows] = number + 1
+                last[lane][table] = seen
+                full[-1] += row_bytes[table] * len(rows)
+    increments = np.zeros((count, count))
+    for base in range(count):
+        # Not changed between the base and interval k: last changed in interval `base` (place base + 1) or before.
+        increments[base, base + 1 :] = np.cumsum(new[base + 1 :, : base + 2].sum(axis=1))
+    return full, increments

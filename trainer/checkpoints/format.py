@@ -98,9 +98,12 @@ class Contents:
         ordinals: np.ndarray,
         rows: Sequence[RowFile],
         dense: FileEntry,
-        base: Checkpoint | None,
+        base: Checkpoint | None = None,
+        sizes: Sequence[float] = (),
     ) -> Contents:
-        """The manifest of files that were written, in any order, after a step of a run; ordinals: int64 [lanes, tables]; base: as in a Contents."""
+        """The manifest of files that were written, in any order, after a step of a run. ordinals: int64 [lanes, tables]; base: of which it is an
+        increment; sizes: of the increments before it.
+        """
         bits = min([file.bits for file in rows] + ([EXACT_BITS] if base is None else [base.bits]))
         inexact = run.inexact
         if bits < EXACT_BITS:
@@ -119,7 +122,7 @@ class Contents:
             rows=tuple(sorted(rows, key=lambda file: (file.table, file.first, file.lane))),
             dense=dense,
             base=None if base is None else Base(base.path.name, base.sha256),
-            sizes=() if base is None else (*base.contents.sizes, size),
+            sizes=() if base is None else (*sizes, size),
             inexact=inexact,
         )
 
@@ -181,18 +184,18 @@ class Checkpoint:
         return sum(file.rows for file in self.contents.rows)
 
     @property
-    def total_bytes(self) -> int:
+    def own_bytes(self) -> int:
         """How much its own files take, but for the manifest."""
         return sum(file.bytes for file in self.files)
 
     @property
-    def needed_bytes(self) -> int:
+    def total_bytes(self) -> int:
         """How much it takes together with what it needs."""
-        return sum(one.total_bytes for one in self.chain)
+        return sum(one.own_bytes for one in self.chain)
 
     def verify(self, on_bytes: Callable[[int], object] = lambda count: None) -> None:
         """Read every file, also of what it needs, and compare its size and checksum with the manifest's. on_bytes: called with how many more were
-        read, of `needed_bytes`.
+        read, of `total_bytes`.
 
         Raises CheckpointError that names the damaged files.
         """

@@ -15,10 +15,13 @@ import numpy as np
 Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
 POLICIES: tuple[Policy, ...] = ("full", "one-shot", "consecutive", "intermittent", "planned")
 
+BITS = (32, 8, 4, 3, 2)
+"""What a weight can have, 32 being exact."""
+
 KEPT = 2
 """How many checkpoints are kept, those that they need besides."""
 
-_BITS = ((1, 2), (3, 3), (20, 4))  # (restores at most, bits)
+_BITS_BY_RESTORES = ((1, 2), (3, 3), (20, 4))  # (restores at most, bits)
 _MANY_RESTORES_BITS = 8
 
 _DAY_SECONDS = 86_400
@@ -162,4 +165,4 @@ def bits_for(expected: int, happened: int = 0) -> int:
     """
     if happened > expected:
         return _MANY_RESTORES_BITS
-    return next((bits for restores, bits in _BITS if expected <= restores), _MANY_RESTORES_BITS)
+    return next((bits for restores, bits in _BITS_BY_RESTORES if expected <= restores), _MANY_RESTORES_BITS)

@@ -16,6 +16,7 @@ from foreload.pipelines.schedule.format import RowColumns
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.changed_rows import changed_rows
 from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
+from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import DENSE as RUN_DENSE
@@ -78,13 +79,18 @@ def _cannot_write(folder: Path, error: OSError) -> str:
 
 
 def save(
-    saved: SavedRun, folder: Path, on_rows: Callable[[int, int], object], bits: int = EXACT_BITS, base: Checkpoint | None = None
+    saved: SavedRun,
+    folder: Path,
+    on_rows: Callable[[int, int], object],
+    bits: int = EXACT_BITS,
+    increment: Increment | None = None,
 ) -> Checkpoint:
     """Write a checkpoint of a run into a folder of checkpoints, as `published` does; bits: of a weight, see `write_rows`.
 
-    base: a checkpoint of the same run and folder, of which it becomes an increment; None: it has all rows. on_rows: called with how many rows were
-    looked at, and how many are to be. Raises CheckpointError, and what reading the store raises.
+    increment: of which checkpoint of the folder it is one; None: it has all rows. on_rows: called with how many more rows were looked at, and how
+    many are to be. Raises CheckpointError, and what reading the store raises.
     """
+    base, sizes = (None, ()) if increment is None else (increment.base, increment.sizes)
     manifest, step = saved.manifest, saved.status.step
 
     def write(temporary: Path) -> Contents:
@@ -93,7 +99,7 @@ def save(
         ordinals = given_ordinals(saved.schedule, step)
         on_rows(0, int(ordinals.sum()))
         files = _write_all(temporary, saved, _new_rows(saved, ordinals, base, on_rows), bits, base)
-        return Contents.made(manifest, step, saved.status.totals, saved.layouts, ordinals, files, dense, base)
+        return Contents.made(manifest, step, saved.status.totals, saved.layouts, ordinals, files, dense, base, sizes)
 
     return published(folder, step, write)
 

@@ -374,7 +374,7 @@ class TrainerGroup:
             trainers=len(self._ended),
             rebalanced=self._scaling.rebalanced,
             store_traffic={name: sum(counts[name] for counts in traffic) for name in first.traffic},
-            mixed_numerics=list(self.manifest.mixed_numerics),
+            **self.manifest.caveats,
         )
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
         return Ending(summary, first.step, first.stopped, stopped_by)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.checkpoints.policies import BITS, POLICIES
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
 
 
@@ -14,11 +16,13 @@ def add_to(commands: Any) -> None:
     saved = add_command(
         checkpoint, "save", _save, "save all of a run that rests",
         "Saves every row ever trained, the dense part with its optimizer, and what the run is, into the folder step-N of --to, N being the last step "
-        "trained; `foreload train --from` makes a run of it, on any store. Whole, or not at all. A run that is being trained is refused.",
+        "trained; `foreload train --from` makes a run of it, on any store. Where --to has one of the run, it may be an increment, of the rows that "
+        "changed since. Whole, or not at all. A run that is being trained is refused.",
     )  # fmt: skip
     saved.add_argument(
         "--to", metavar="DIR", help="folder for checkpoints (default: checkpoints in RUN, which goes with the run)"
     )
+    _add_kind(saved)
     listed = add_plain(
         checkpoint, "list", _list, "what checkpoints there are", "Names the checkpoints in a folder, or of a run. Exits with 2 if one cannot be used."
     )  # fmt: skip
@@ -28,16 +32,81 @@ def add_to(commands: Any) -> None:
         checkpoint, "verify", _verify, "whether a checkpoint is as it was saved",
         "Reads every file of a checkpoint and compares it with its checksum. Names what is damaged, and exits with 2 then.",
     )  # fmt: skip
-    deleted = add_plain(checkpoint, "delete", _delete, "delete a checkpoint", "Deletes a checkpoint; asks nothing.")
-    for one in (verified, deleted):
+    compacted = add_plain(
+        checkpoint, "compact", _compact, "make one of an increment that needs no other",
+        "Writes a checkpoint with all rows of an increment, and of those that it needs, which stay. Of an exact one it is what saving all rows would "
+        "have written.",
+    )  # fmt: skip
+    compacted.add_argument("--to", metavar="DIR", required=True, help="folder of checkpoints for it")
+    deleted = add_plain(
+        checkpoint, "delete", _delete, "delete a checkpoint", "Deletes a checkpoint; asks nothing. Refuses where others need it."
+    )
+    deleted.add_argument("--with-increments", action="store_true", help="delete those that need it, too")
+    for one in (verified, compacted, deleted):
         one.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote")
         add_json(one, "result")
+
+
+def _add_kind(saved: argparse.ArgumentParser) -> None:
+    saved.add_argument(
+        "--policy", choices=[policy for policy in POLICIES if policy != "planned"], default="intermittent",
+        help="what it has: full: all rows; one-shot: what changed since the first one with all rows; consecutive: since the last one; intermittent "
+        "(the default): as one-shot, with a new one with all rows once that costs less",
+    )  # fmt: skip
+    saved.add_argument(
+        "--base", metavar="NAME", help="the one in --to of which it is to be an increment (default: as the policy says)"
+    )
+    saved.add_argument(
+        "--bits", metavar="N", default=BITS[0], type=_bits,
+        help="bits of a weight: 32 (exact, the default), 8, 4, 3, 2, or auto: by the restores to expect",
+    )  # fmt: skip
+    saved.add_argument(
+        "--failures-a-day", metavar="N", default=1.0, type=_rate, help="how often the job fails, for --bits auto (default: 1)"
+    )
+    saved.add_argument(
+        "--keep",
+        metavar="N",
+        type=_count,
+        help="delete the run's older ones there but N, those needed by others besides (default: keep all)",
+    )
+
+
+def _bits(text: str) -> int | str:
+    words = ("auto", *map(str, BITS))
+    if text not in words:
+        raise SettingError(f"--bits: must be one of {', '.join(words)}; got {text!r}")
+    return text if text == "auto" else int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise SettingError(f"--keep: must be a number, at least 1; got {text!r}")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1
+    if not 0 <= rate < float("inf"):
+        raise SettingError(f"--failures-a-day: must be a number, at least 0; got {text!r}")
+    return rate
 
 
 def _save(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoint
 
-    told = checkpoint.saved(parsed.run, parsed.store, parsed.to)
+    kind = {name: getattr(parsed, name) for name in ("policy", "bits", "base", "keep", "failures_a_day")}
+    told = checkpoint.saved(parsed.run, parsed.store, parsed.to, **kind)
+    gone = f"\ndeleted  {', '.join(told['deleted'])}" if told["deleted"] else ""
+    return tell(parsed, told, checkpoint.told_text(told) + gone)
+
+
+def _compact(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import checkpoint
+
+    told = checkpoint.compacted(parsed.checkpoint, parsed.to)
     return tell(parsed, told, checkpoint.told_text(told))
 
 
@@ -60,4 +129,5 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoint
 
-    return tell(parsed, checkpoint.deleted(parsed.checkpoint), f"deleted  {parsed.checkpoint}")
+    told = checkpoint.deleted(parsed.checkpoint, parsed.with_increments)
+    return tell(parsed, told, "\n".join(f"deleted  {path}" for path in told["deleted"]))

@@ -7,6 +7,7 @@ from typing import Any
 
 from foreload.trainer.command_line.shared import add_command, tell
 from foreload.trainer.compute import numerics
+from foreload.trainer.run.manifest import inexact_text
 
 
 def add_to(commands: Any) -> None:
@@ -110,5 +111,9 @@ def _digest(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import digest
 
     answer = digest.run(parsed.run, parsed.store)
-    mixed = [numerics.mixed_text(answer["mixed_numerics"])] if answer["mixed_numerics"] else []
-    return tell(parsed, answer, "\n".join([answer["digest"], *mixed]))
+    lines = [answer["digest"]]
+    if answer["mixed_numerics"]:
+        lines.append(numerics.mixed_text(answer["mixed_numerics"]))
+    if answer["inexact"]:
+        lines.append(inexact_text(answer["inexact"]))
+    return tell(parsed, answer, "\n".join(lines))

@@ -12,6 +12,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import inexact_text
 
 
 def add_to(commands: Any) -> None:
@@ -210,6 +211,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
         lines.append(f"digest {summary['digest']}")
     if summary["mixed_numerics"]:
         lines.append(numerics.mixed_text(summary["mixed_numerics"]))
+    if summary["inexact"]:
+        lines.append(inexact_text(summary["inexact"]))
     return "\n".join(lines)
 
 

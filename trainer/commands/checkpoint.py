@@ -1,39 +1,87 @@
-"""`foreload checkpoint`: saves all of a run that rests, lists and verifies what was saved, and deletes it (docs/checkpoints.md)."""
+"""`foreload checkpoint`: saves all of a run that rests, lists, verifies and compacts what was saved, and deletes it (docs/checkpoints.md)."""
 
 from __future__ import annotations
 
-import os
-import shutil
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from foreload.trainer.checkpoints.format import MANIFEST as CHECKPOINT
+from foreload.trainer.checkpoints.chain import compact
 from foreload.trainer.checkpoints.format import Checkpoint, checkpoints_in
+from foreload.trainer.checkpoints.lineage import (
+    Increment,
+    check_there,
+    delete,
+    increment_of,
+    next_increment,
+    of_run,
+    prune,
+    why_no_base,
+)
+from foreload.trainer.checkpoints.policies import Policy, bits_for, expected_restores
+from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.checkpoints.writer import check_absent, save
 from foreload.trainer.cluster.control import training_status
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, MANIFEST, Run
+from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.run.saved_run import open_saved
+from foreload.trainer.run.saved_run import SavedRun, open_saved
+
+FAILURES_A_DAY = 1.0
+"""How often a job fails, where nothing is said."""
 
 
-def saved(path: str, store: str | None, to: str | None) -> dict[str, Any]:
-    """Save a checkpoint of a run into a folder of checkpoints, that of the run by default; returns what `_told` tells of it.
+def saved(
+    path: str,
+    store: str | None,
+    to: str | None,
+    policy: Policy = "intermittent",
+    bits: int | Literal["auto"] = 32,
+    base: str | None = None,
+    keep: int | None = None,
+    failures_a_day: float = FAILURES_A_DAY,
+) -> dict[str, Any]:
+    """Save a checkpoint of a run into a folder of checkpoints, that of the run by default; returns what `_told` tells of it, and "deleted", the names
+    of those that went for it.
 
-    Raises CheckpointError, RunError and CacheError.
+    base: the name of the one there of which it is to be an increment; None: as the policy says. keep: how many stay; None: all. Raises
+    CheckpointError, RunError and CacheError.
     """
     run = Run.open(path)
     folder = run.path / CHECKPOINTS if to is None else Path(to)
     if training_status(run.path) is not None:
         raise CheckpointError(f"run {path}: is being trained, and a checkpoint is of a run that rests; stop it with Ctrl-C first")
-    check_absent(folder, run.saved_status().step)
+    step = run.saved_status().step
+    check_absent(folder, step)
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:
+        width = _bits_of(opened, failures_a_day) if bits == "auto" else bits
+        increment = next_increment(folder, run.manifest, step, policy, width)
+        if base is not None:
+            increment = _increment_of(folder / base, opened, width)
 
         def show(rows: int, total: int) -> None:
             bar.total = total
             bar.update(rows)
 
-        return _told(save(opened, folder, show))
+        told = _told(save(opened, folder, show, width, increment))
+    return told | {"deleted": [] if keep is None else prune(folder, run.manifest, keep)}
+
+
+def _bits_of(saved: SavedRun, failures_a_day: float) -> int:
+    """The bits that the restores to expect of a run allow, from its pace so far and the steps of its schedules."""
+    manifest, totals = saved.manifest, saved.status.totals
+    seconds = totals.get("seconds", 0.0) / max(totals.get("steps", 0), 1)
+    job_seconds = seconds * (manifest.stages[-1].end_step - manifest.stages[0].first_step)
+    happened = 0 if manifest.inexact is None else manifest.inexact.restores
+    return bits_for(expected_restores(job_seconds, failures_a_day), happened)
+
+
+def _increment_of(path: Path, saved: SavedRun, bits: int) -> Increment:
+    base = Checkpoint.open(path)
+    if why := why_no_base(base, saved.manifest, saved.status.step, bits):
+        raise CheckpointError(f"--base: checkpoint {path} {why}; give another one, or leave it out")
+    return increment_of(base, of_run(path.parent, saved.manifest))
 
 
 def listed(path: str) -> dict[str, Any]:
@@ -61,6 +109,7 @@ def _told_or_why(path: Path) -> dict[str, Any]:
 
 
 def _told(checkpoint: Checkpoint) -> dict[str, Any]:
+    """rows: of the model; rows_here, files, bytes: its own; total_bytes: with what it needs; base: its name; bits: the fewest of a weight."""
     contents = checkpoint.contents
     return {
         "checkpoint": str(checkpoint.path),
@@ -69,39 +118,57 @@ def _told(checkpoint: Checkpoint) -> dict[str, Any]:
         "run": contents.run.run_id,
         "schedule": contents.run.stages[-1].path,
         "rows": checkpoint.row_count,
+        "rows_here": checkpoint.rows_here,
         "files": len(checkpoint.files),
-        "bytes": checkpoint.total_bytes,
+        "bytes": checkpoint.own_bytes,
+        "total_bytes": checkpoint.total_bytes,
+        "base": None if contents.base is None else contents.base.name,
+        "bits": checkpoint.bits,
+        "inexact": None if contents.inexact is None else asdict(contents.inexact),
     }
 
 
 def verified(path: str) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its manifest; returns what `_told` tells of it. Raises CheckpointError that names what is damaged."""
+    """Compare every file of a checkpoint, and of those that it needs, with its manifest; returns what `_told` tells of it.
+
+    Raises CheckpointError that names what is damaged.
+    """
     checkpoint = Checkpoint.open(path)
     with progress_bar(checkpoint.total_bytes, "B") as bar:
         checkpoint.verify(bar.update)
     return _told(checkpoint)
 
 
-def deleted(path: str) -> dict[str, Any]:
-    """Delete a checkpoint, also a damaged one; returns {"checkpoint"}. Raises CheckpointError where there is none, or it cannot be deleted."""
-    folder = Path(path).resolve()
-    if not (folder / CHECKPOINT).is_file():
-        Checkpoint.open(path)  # says that it is none
-    # Out of sight at once: whoever is killed leaves none half deleted, but what the next one that is saved there clears away.
-    going = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        folder.rename(going)
-        shutil.rmtree(going)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: cannot be deleted: {error.strerror}; make its folder writable") from error
-    return {"checkpoint": path}
+def compacted(path: str, to: str) -> dict[str, Any]:
+    """Make a checkpoint that needs no other, in a folder of checkpoints; returns what `_told` tells of it. Raises CheckpointError."""
+    checkpoint = Checkpoint.open(path)
+    check_absent(Path(to), checkpoint.contents.step)
+    with progress_bar(checkpoint.total_bytes, "B") as bar:
+        checkpoint.verify(bar.update)
+    with progress_bar(checkpoint.row_count, "row") as bar:
+        return _told(compact(checkpoint, Path(to), bar.update))
+
+
+def deleted(path: str, with_increments: bool = False) -> dict[str, Any]:
+    """Delete a checkpoint, also a damaged one, and, where that is asked for, those that need it; returns {"checkpoint", "deleted": paths of all}.
+
+    Raises CheckpointError where there is none, it cannot be deleted, or others need it.
+    """
+    check_there(Path(path))
+    return {"checkpoint": path, "deleted": [str(one) for one in delete(Path(path), with_increments)]}
 
 
 def told_text(told: dict[str, Any]) -> str:
     """What is told of a checkpoint, as a line."""
     if "why" in told:
         return f"{told['checkpoint']}: cannot be used: {told['why']}"
+    rows = f"{told['rows']:,} rows"
+    if told["base"] is not None:
+        rows += f", the {told['rows_here']:,} changed since {told['base']} here"
+    size = f"{told['files']:,} files, {told['bytes'] / 2**20:,.1f} MiB"
+    bits = "" if told["bits"] == EXACT_BITS else f", weights of {told['bits']} bits"
+    inexact = f"; {inexact_text(told['inexact'])}" if told["inexact"] else ""
     return (
-        f"{told['checkpoint']}: after step {told['step']} of {told['schedule']}, {told['state']}; {told['rows']:,} rows, "
-        f"{told['files']:,} files, {told['bytes'] / 2**20:,.1f} MiB, of run {told['run']}"
+        f"{told['checkpoint']}: after step {told['step']} of {told['schedule']}, {told['state']}; {rows}, {size}{bits}, "
+        f"of run {told['run']}{inexact}"
     )

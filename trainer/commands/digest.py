@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from foreload.trainer.run.saved_run import open_saved
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
-    """Compute it; returns {"digest", "step", "mixed_numerics"}, the last as the run's manifest has it. path: of a run, or of a checkpoint."""
+    """Compute it; returns {"digest", "step"} and `Manifest.caveats`. path: of a run, or of a checkpoint, whose rows are as they are read there."""
     if (Path(path) / MANIFEST).exists():
         checkpoint = Checkpoint.open(path)
         contents = checkpoint.contents
-        return {"digest": digest_of(checkpoint), "step": contents.step, "mixed_numerics": list(contents.run.mixed_numerics)}
+        told = replace(contents.run, inexact=contents.inexact)
+        return {"digest": digest_of(checkpoint), "step": contents.step} | told.caveats
     with open_saved(path, store) as saved:
-        mixed = list(saved.manifest.mixed_numerics)
-        return {"digest": saved.digest(), "step": saved.status.step, "mixed_numerics": mixed}
+        return {"digest": saved.digest(), "step": saved.status.step} | saved.manifest.caveats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from foreload.pipelines.base.settings import settings_of
@@ -57,6 +57,11 @@ class Inexact:
         return None if stored is None else cls(**stored)
 
 
+def inexact_text(inexact: Mapping[str, Any]) -> str:
+    """A line about a model that is inexact: as `dataclasses.asdict` has an Inexact."""
+    return f"inexact since step {inexact['since']}: {inexact['bits']} bits a weight, restored {inexact['restores']} times"
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a run is. run_id: drawn when it was made; job: its settings as TrainJob.to_dict has them, without those declared stated=False;
@@ -101,6 +106,12 @@ class Manifest:
         if not kept or kept[-1]["fingerprint"] != fingerprint:
             kept.append({"step": step, "fingerprint": fingerprint})
         return replace(self, fingerprint=fingerprint, mixed_numerics=tuple(kept) if len(kept) > 1 else ())
+
+    @property
+    def caveats(self) -> dict[str, Any]:
+        """What its model depends on besides the data and the settings, as JSON has it: "mixed_numerics", [] without, and "inexact", None without."""
+        inexact = None if self.inexact is None else asdict(self.inexact)
+        return {"mixed_numerics": list(self.mixed_numerics), "inexact": inexact}
 
     @property
     def training_job(self) -> TrainJob:

@@ -1,0 +1,289 @@
+"""Increments: what changed between checkpoints, chains that are as good as all rows at once, weights of few bits, and what may be deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from command_line import SMALL, Clicks, done, flip, refused, run_here
+from small_job import summary
+from warm import Warm
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.files import write_sealed
+from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.chain import newest_rows
+from foreload.trainer.checkpoints.changed_rows import changed_rows, increment_sizes
+from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_rows
+from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.run.directory import Run
+
+STOPS = (10, 30)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that was stopped twice and trained to its end, and checkpoints of each of these steps, by policy: folders of step-N.
+
+    digests: of the run, by step.
+    """
+
+    clicks: Clicks
+    run: Path
+    saved: Path
+    digests: dict[int, str]
+    warm: Warm
+
+    @property
+    def steps(self) -> list[int]:
+        return list(self.digests)
+
+    def checkpoint(self, policy: str, number: int) -> Path:
+        """The one after stop `number`."""
+        return self.saved / policy / f"step-{self.steps[number]}"
+
+    def restored(self, checkpoint: Path, run: Path) -> str:
+        """Make a run of a checkpoint and train it to the end; returns its digest."""
+        call = ["train", "--from", checkpoint, "--run", run, "--store", "local:3", "--parity", "2+1", "--trainers", 1, "--digest"]
+        status, err = self.warm.begin(call, run.with_suffix(".err")).end()
+        assert status == 0, err
+        return str(summary(run)["digest"])
+
+
+KINDS: dict[str, tuple[object, ...]] = {
+    "full": ("--policy", "full"),
+    "consecutive": ("--policy", "consecutive"),
+    "default": (),
+    "bits": ("--policy", "consecutive", "--bits", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("increments")
+    clicks = Clicks.prepare(folder, batch_size=20, slots=70)
+    run, saved, digests = folder / "run", folder / "saved", {}
+    with LocalStores(3, folder / "servers") as servers, Warm() as warm:
+        store = ("--store", ",".join(servers.urls), "--trainers", 1)
+        call: tuple[object, ...] = (clicks.schedule, *SMALL, "--row-optimizer", "rowwise_adagrad", *store)
+        for stop in (*STOPS, None):
+            faults = [] if stop is None else [TrainerFault(0, "rows applied", stop, signal.SIGTERM)]
+            warm.begin(["train", "--run", run, *call], folder / "run.err", faults).end()
+            digests[Run.open(run).saved_status().step] = done("digest", run).strip()
+            for policy, options in KINDS.items():
+                done("checkpoint", "save", run, "--to", saved / policy, *options)
+            call = ("--resume", *store)
+        yield Case(clicks, run, saved, digests, warm)
+
+
+def rows_of(checkpoint: Path) -> dict[tuple[int, int], CheckpointRows]:
+    """All rows of a checkpoint by lane and table."""
+    opened = Checkpoint.open(checkpoint)
+    lanes, tables = len(opened.contents.ordinals), len(opened.contents.tables)
+    return {
+        (lane, table): CheckpointRows.joined([rows for _, rows in newest_rows(opened, lane, table, 50)])
+        for lane in range(lanes)
+        for table in range(tables)
+    }
+
+
+def told_of(path: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    return told
+
+
+def test_the_schedule_tells_which_rows_were_changed(case: Case) -> None:
+    schedule = Schedule(case.clicks.schedule)
+    for later in range(len(case.steps)):
+        tags = {key: rows.tag for key, rows in rows_of(case.checkpoint("full", later)).items()}
+        for since in [-1, *case.steps[: later + 1]]:
+            changed = changed_rows(schedule, since, case.steps[later])
+            for (lane, table), tag in tags.items():
+                assert np.array_equal(changed[lane][table], tag > since + 1), (since, lane, table)
+    full, increments = increment_sizes(schedule, case.steps, [1] * 3)
+    here = {policy: [Checkpoint.open(case.checkpoint(policy, number)).rows_here for number in range(3)] for policy in KINDS}
+    assert full == here["full"]
+    assert [full[0], increments[0, 1], increments[1, 2]] == here["consecutive"]
+    assert [full[0], increments[0, 1], increments[0, 2]] == here["default"]
+    assert 0 < increments[0, 1] < full[1]
+
+
+def test_a_schedule_that_grows_tells_it_too(case: Case, tmp_path: Path) -> None:
+    growing = case.clicks.copy(tmp_path / "growing")
+    whole = Schedule(case.clicks.schedule)
+    first = next(segment for segment in whole.segments() if segment.kind == "train" and segment.first > STOPS[1] + 2)
+    (growing / SCHEDULE).unlink()
+    for path in growing.glob("segment-*.json"):
+        if int(path.stem.split("-")[1]) >= first.index:
+            path.unlink()
+    grown = Schedule(growing, follow=True)
+    # Up to the last step that there is: no further one is waited for.
+    for since, until in ((3, first.first - 1), (-1, STOPS[0]), (5, 5)):
+        for one, other in zip(changed_rows(grown, since, until), changed_rows(whole, since, until), strict=True):
+            assert all(np.array_equal(*tables) for tables in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "default"])
+def test_a_chain_is_the_run_to_the_bit(case: Case, tmp_path: Path, policy: str) -> None:
+    for number, (step, digest) in enumerate(case.digests.items()):
+        one = case.checkpoint(policy, number)
+        bases = [None, f"step-{case.steps[0]}", f"step-{case.steps[1 if policy == 'consecutive' else 0]}"]
+        assert (told_of(one)["base"] or {}).get("name") == bases[number]
+        assert told_of(one)["inexact"] is None
+        assert done("digest", one).strip() == digest
+        # What is compacted is what saving all rows wrote.
+        done("checkpoint", "compact", one, "--to", tmp_path)
+        whole = case.checkpoint("full", number)
+        assert sorted(path.name for path in (tmp_path / f"step-{step}").iterdir()) == sorted(
+            path.name for path in whole.iterdir()
+        )
+        for path in whole.iterdir():
+            assert (tmp_path / f"step-{step}" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert f"the {Checkpoint.open(one).rows_here:,} changed since {bases[2]} here" in done("checkpoint", "list", one.parent)
+
+
+@pytest.mark.parametrize("policy", ["consecutive", pytest.param("default", marks=pytest.mark.full)])
+def test_what_is_made_of_a_chain_trains_on_to_the_same_bits(case: Case, tmp_path: Path, policy: str) -> None:
+    assert case.restored(case.checkpoint(policy, 1), tmp_path / "run") == case.digests[case.steps[2]]
+    assert Run.open(tmp_path / "run").manifest.inexact is None
+    assert summary(tmp_path / "run")["inexact"] is None
+
+
+def test_what_is_wrong_in_a_chain_is_named(case: Case, tmp_path: Path) -> None:
+    chain = shutil.copytree(case.saved / "consecutive", tmp_path / "chain")
+    newest, middle, oldest = (chain / f"step-{step}" for step in reversed(case.steps))
+    (name, *_) = sorted(path.name for path in oldest.glob("*.arrow"))
+    flip(oldest / name, 500)
+    for command in (("checkpoint", "verify"), ("digest",)):
+        assert f"checkpoint {oldest}: {name} is damaged: its checksum is not the manifest's" in refused(*command, newest)
+    line = refused("train", case.clicks.schedule, "--from", middle, "--run", tmp_path / "new", "--store", "local:1")
+    assert f"checkpoint {oldest}: {name} is damaged" in line
+    assert not (tmp_path / "new").exists()
+    (middle / next(middle.glob("*.parquet")).name).unlink()
+    assert f"damaged: No such file or directory, and 1 more: {oldest.name}/{name}" in refused("checkpoint", "verify", newest)
+    for path in middle.iterdir():
+        path.unlink()
+    assert f"needs {middle}, of which it is an increment, and which is not there" in refused("checkpoint", "verify", newest)
+    shutil.rmtree(middle)
+    shutil.copytree(case.checkpoint("full", 1), middle)
+    assert f"needs {middle}, of which it is an increment, and which is another one now" in refused("checkpoint", "verify", newest)
+    assert "cannot be used: " in run_here("checkpoint", "list", chain)[1]
+
+
+def test_a_row_that_is_in_no_file_is_missed(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.saved / "consecutive", tmp_path / "chain")
+    newest = tmp_path / "chain" / f"step-{case.steps[2]}"
+    told = told_of(newest)
+    del told["sha256"]
+    assert any(file["name"].endswith(".parquet") for file in told["rows"])
+    told["ordinals"][1][2] += 1
+    write_sealed(newest / MANIFEST, told)
+    assert "its files must have all rows; 1 of lane 1, table 2 are in none" in refused("digest", newest)
+
+
+def test_none_is_deleted_that_others_need(case: Case, tmp_path: Path) -> None:
+    chain = shutil.copytree(case.saved / "consecutive", tmp_path / "chain")
+    newest, middle, oldest = (chain / f"step-{step}" for step in reversed(case.steps))
+    line = refused("checkpoint", "delete", oldest)
+    assert f"must not be needed by others; {middle.name}, {newest.name} is made of it" in line
+    assert done("checkpoint", "delete", middle, "--with-increments").split() == ["deleted", str(newest), "deleted", str(middle)]
+    assert done("digest", oldest).strip() == case.digests[case.steps[0]]
+    # Of increments of the first, the older go.
+    kept = shutil.copytree(case.saved / "default", tmp_path / "kept")
+    shutil.rmtree(kept / newest.name)
+    done("checkpoint", "save", case.run, "--to", kept, "--keep", 1, "--json", tmp_path / "saved.json")
+    assert json.loads((tmp_path / "saved.json").read_text())["deleted"] == [middle.name]
+    assert {path.name for path in kept.glob("step-*")} == {oldest.name, newest.name}
+    assert done("digest", kept / newest.name).strip() == case.digests[case.steps[2]]
+
+
+def test_a_base_is_of_the_same_run_and_as_exact(case: Case, tmp_path: Path) -> None:
+    two = shutil.copytree(case.saved / "bits", tmp_path / "bits")
+    steps = [f"step-{step}" for step in case.steps]
+    shutil.rmtree(two / steps[2])
+    save = ("checkpoint", "save", case.run, "--to", two)
+    assert "has weights of 2 bits, fewer than 32; give another one" in refused(*save, "--base", steps[1])
+    assert "has no checkpoint.json" in refused(*save, "--base", "step-7")
+    assert "--bits: must be one of auto, 32, 8, 4, 3, 2; got '5'" in refused(*save, "--bits", 5)
+    assert "--keep: must be a number, at least 1; got '0'" in refused(*save, "--keep", 0)
+    assert "--failures-a-day: must be a number, at least 0; got 'nan'" in refused(*save, "--failures-a-day", "nan")
+    done(*save)
+    assert told_of(two / steps[2])["base"] is None
+    shutil.rmtree(two / steps[2])
+    # A short job: it is restored once at most, and two bits are enough.
+    done(*save, "--bits", "auto", "--base", steps[0])
+    assert told_of(two / steps[2])["base"]["name"] == steps[0]
+    assert Checkpoint.open(two / steps[2]).bits == 2
+    other = told_of(two / steps[0])
+    del other["sha256"]
+    other["run"]["run_id"] = "another"
+    write_sealed(two / steps[0] / MANIFEST, other)
+    shutil.rmtree(two / steps[2])
+    assert "is of run another, not of this one" in refused(*save, "--bits", 2, "--base", steps[0])
+
+
+def test_a_run_of_rounded_weights_says_so_wherever_it_goes(case: Case, tmp_path: Path) -> None:
+    rounded, run = case.checkpoint("bits", 1), tmp_path / "run"
+    step = case.steps[1]
+    assert told_of(rounded)["inexact"] == {"since": step, "bits": 2, "restores": 0}
+    assert Checkpoint.open(rounded).own_bytes < Checkpoint.open(case.checkpoint("consecutive", 1)).own_bytes
+    exact, read = rows_of(case.checkpoint("full", 1)), rows_of(rounded)
+    for key, rows in exact.items():
+        assert np.array_equal(rows.id, read[key].id)
+        assert np.array_equal(rows.tag, read[key].tag)
+        assert np.array_equal(rows.state, read[key].state)
+        spread = np.ptp(rows.weights, axis=1, keepdims=True)
+        assert (np.abs(rows.weights - read[key].weights) <= 0.5 * spread + 1e-6).all()
+    digest = done("digest", rounded)
+    assert digest.splitlines()[0] != case.digests[step]
+    assert f"inexact since step {step}: 2 bits a weight, restored 0 times" in digest
+    done("checkpoint", "compact", rounded, "--to", tmp_path)
+    assert done("digest", tmp_path / rounded.name) == digest
+    assert case.restored(rounded, run) != case.digests[case.steps[2]]
+    now = {"since": step, "bits": 2, "restores": 1}
+    assert summary(run)["inexact"] == now
+    assert f"inexact since step {step}: 2 bits a weight, restored 1 times" in done("digest", run)
+    done("checkpoint", "save", run)
+    (saved,) = (run / "checkpoints").glob("step-*")
+    assert told_of(saved)["inexact"] == now
+    assert f"; inexact since step {step}" in done("checkpoint", "list", run)
+
+
+# -- Files of rows --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [32, 8, 4, 3, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_rows_are_read_in_any_pieces_as_they_were_written(tmp_path: Path, bits: int, optimizer: str) -> None:
+    random = np.random.default_rng(bits)
+    layout = RowLayout(3, "table", 1000, (("weights", 5), ("bias", 1)), optimizer)
+    count = 70_000  # more than are decoded at once
+    ordinals = np.sort(random.choice(200_000, count, replace=False)).astype(np.int64)
+    weights, state = random.normal(size=(2, count, 6)).astype(np.float32)
+    weights[::1000, 2] = np.nan
+    ids = random.integers(0, 1 << 40, count)
+    rows = CheckpointRows(ids, random.integers(1, 99, count).astype(np.int32), weights, state[:, : layout.state_width])
+    file = write_rows(tmp_path, 1, layout, ordinals, rows, bits, known=150_000)
+    assert (file.first, file.last, file.rows, file.gapless) == (ordinals[0], ordinals[-1], count, False)
+    opened = OpenRows(pa.py_buffer((tmp_path / file.name).read_bytes()), file, layout)
+    assert np.array_equal(opened.ordinals, ordinals)
+    cuts = [0, 1, 65_530, 65_540, 65_541, count]
+    read = CheckpointRows.joined([opened.part(first, end) for first, end in pairwise(cuts)])
+    assert np.array_equal(read.id, np.where(ordinals < 150_000, -1, ids))
+    assert np.array_equal(read.tag, rows.tag)
+    assert np.array_equal(read.state, rows.state)
+    exact = slice(None) if bits == 32 else slice(None, None, 1000)
+    assert np.array_equal(read.weights[exact], weights[exact], equal_nan=True)
+    assert np.isfinite(np.delete(read.weights, np.arange(0, count, 1000), axis=0)).all()

@@ -1,0 +1,123 @@
+"""The checkpoints of a run in a folder: of which one the next is an increment, which ones go, and that none goes that others need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, bases_in, checkpoints_in
+from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, deletable, dependents
+from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """What the next checkpoint is to be: an increment of a base. sizes: of those since the last checkpoint with all rows, as `Contents.sizes`."""
+
+    base: Checkpoint
+    sizes: tuple[float, ...]
+
+
+def of_run(folder: Path, run: Manifest) -> list[Checkpoint]:
+    """The checkpoints of a run in a folder that can be opened, by step."""
+    opened = []
+    for path in checkpoints_in(folder) if folder.is_dir() else ():
+        try:
+            checkpoint = Checkpoint.open(path)
+        except CheckpointError:
+            continue
+        if checkpoint.contents.run.run_id == run.run_id:
+            opened.append(checkpoint)
+    return sorted(opened, key=lambda checkpoint: checkpoint.contents.step)
+
+
+def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
+    """Why a checkpoint cannot be the base of one of a run after a step, whose weights are to have so many bits; "" where it can."""
+    contents = base.contents
+    if contents.run.run_id != run.run_id:
+        return f"is of run {contents.run.run_id}, not of this one, {run.run_id}"
+    if contents.step >= step:
+        return f"is of step {contents.step}, and must be of one before {step}"
+    if contents.run.inexact != run.inexact:
+        # What was trained after the checkpoint that the run went on from is not what it is now.
+        return "was saved before the run went on from a rounded checkpoint"
+    if base.bits < bits:
+        return f"has weights of {base.bits} bits, fewer than {bits}"
+    return "" if base.files_there else "lacks files"
+
+
+def next_increment(folder: Path, run: Manifest, step: int, policy: Policy, bits: int) -> Increment | None:
+    """What a policy makes of the next checkpoint of a run in a folder, after a step; None: one with all rows.
+
+    planned: is not for here, since it depends on the steps of those to come (`policies.planned`). Raises OSError.
+    """
+    usable = [one for one in of_run(folder, run) if not why_no_base(one, run, step, bits)]
+    if policy == "full" or not usable:
+        return None
+    if policy == "consecutive":
+        return increment_of(usable[-1], usable)
+    baselines = [one for one in usable if one.base is None]
+    if not baselines:
+        return None
+    increment = increment_of(baselines[-1], usable)
+    return None if policy == "intermittent" and baseline_is_due(increment.sizes) else increment
+
+
+def increment_of(base: Checkpoint, usable: list[Checkpoint]) -> Increment:
+    """The next increment of a base. usable: checkpoints of the run by step, of which the last one with the same baseline tells the sizes so far."""
+    baseline = base.chain[-1].sha256
+    newest = [one for one in usable if one.chain[-1].sha256 == baseline]
+    return Increment(base, newest[-1].contents.sizes if newest else base.contents.sizes)
+
+
+def prune(folder: Path, run: Manifest, keep: int) -> list[str]:
+    """Delete the checkpoints of a run in a folder that are neither among its `keep` newest nor needed by one of these; returns their names.
+
+    Raises CheckpointError.
+    """
+    own = of_run(folder, run)
+    bases = {one.path.name: None if one.base is None else one.base.path.name for one in own}
+    gone = deletable(bases, keep)
+    # Those that need others first: whoever is killed in between leaves none that is not whole.
+    for name in reversed(gone):
+        remove(folder / name)
+    return gone
+
+
+def delete(path: Path, with_increments: bool) -> list[Path]:
+    """Delete a checkpoint, also a damaged one; and those that need it, or refuse to where there are any. Returns what was deleted, itself last.
+
+    Raises CheckpointError.
+    """
+    folder = path.resolve()
+    needing = dependents(bases_in(folder.parent), folder.name)
+    if needing and not with_increments:
+        raise CheckpointError(
+            f"checkpoint {path}: must not be needed by others; {', '.join(needing)} is made of it; delete that first, or give --with-increments, "
+            "or make one that needs none of it with `foreload checkpoint compact`"
+        )
+    gone = [*(folder.parent / name for name in reversed(needing)), path]
+    for one in gone:
+        remove(one)
+    return gone
+
+
+def remove(path: Path) -> None:
+    """Delete a folder. Raises CheckpointError where it cannot be."""
+    # Out of sight at once: whoever is killed leaves none half deleted, but what the next one that is saved there clears away.
+    folder = path.resolve()
+    going = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        folder.rename(going)
+        shutil.rmtree(going)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: cannot be deleted: {error.strerror}; make its folder writable") from error
+
+
+def check_there(path: Path) -> None:
+    """Raise CheckpointError where a folder is no checkpoint; a damaged one is one."""
+    if not (path / MANIFEST).is_file():
+        Checkpoint.open(path)  # says that it is none

@@ -26,8 +26,9 @@ from foreload.cache.protocol.ownership import Ownership
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.checkpoints import row_files, writer
+from foreload.trainer.checkpoints import row_files
 from foreload.trainer.checkpoints.format import DENSE, MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.lineage import LOCK
 from foreload.trainer.checkpoints.reader import dense_of
 from foreload.trainer.checkpoints.restoring import restore_rows
 from foreload.trainer.cluster.faults import TrainerFault
@@ -82,7 +83,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 
 def folders(folder: Path) -> list[str]:
     """What is in a folder of checkpoints, the file aside that is held while one is saved."""
-    return sorted(path.name for path in folder.iterdir() if path.name != writer.LOCK)
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def test_a_checkpoint_has_all_of_the_run_and_is_listed_verified_and_deleted(case: Case, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_checkpoint_has_all_of_the_run_and_is_listed_verified_and_deleted(case
         assert (again / path.name).read_bytes() == path.read_bytes()
     assert json.loads((tmp_path / "saved.json").read_text())["rows"] == sum(file["rows"] for file in told["rows"])
     assert "exists already" in refused("checkpoint", "save", case.run, "--to", again.parent)
-    with at_work(tmp_path / writer.LOCK):
+    with at_work(tmp_path / LOCK):
         assert "another checkpoint is being saved" in refused("checkpoint", "save", case.run, "--to", tmp_path)
     for folder in (case.run, case.checkpoint.parent, again.parent):
         assert f"{case.checkpoint.name}: after step {step} of {case.clicks.schedule}, stopped; " in done(

@@ -20,12 +20,14 @@ from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.changed_rows import changed_rows, increment_sizes
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.lineage import LOCK
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_rows
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import Run
@@ -196,6 +198,8 @@ def test_a_row_that_is_in_no_file_is_missed(case: Case, tmp_path: Path) -> None:
 def test_none_is_deleted_that_others_need(case: Case, tmp_path: Path) -> None:
     chain = shutil.copytree(case.saved / "consecutive", tmp_path / "chain")
     newest, middle, oldest = (chain / f"step-{step}" for step in reversed(case.steps))
+    with at_work(chain / LOCK):
+        assert "another checkpoint is being saved in" in refused("checkpoint", "delete", newest)
     line = refused("checkpoint", "delete", oldest)
     assert f"must not be needed by others; {middle.name}, {newest.name} is made of it" in line
     assert done("checkpoint", "delete", middle, "--with-increments").split() == ["deleted", str(newest), "deleted", str(middle)]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from foreload.pipelines.base.at_work import at_work
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, bases_in, checkpoints_in
 from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, deletable, dependents
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.manifest import Manifest
+
+LOCK = ".saving"  # in a folder of checkpoints, held while one is saved or deleted there
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +78,31 @@ def increment_of(base: Checkpoint, usable: list[Checkpoint]) -> Increment:
     return Increment(base, newest[-1].contents.sizes if newest else base.contents.sizes)
 
 
+@contextmanager
+def holding(folder: Path, what: str) -> Iterator[None]:
+    """Hold a folder of checkpoints, so that none goes of which an increment is being saved. what: the field or checkpoint, in messages.
+
+    Raises CheckpointError where another process holds it, OSError where it cannot be written to.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(at_work(folder / LOCK))
+        except BlockingIOError as error:
+            raise CheckpointError(f"{what}: another checkpoint is being saved in {folder} right now; wait for it") from error
+        yield
+
+
 def prune(folder: Path, run: Manifest, keep: int) -> list[str]:
     """Delete the checkpoints of a run in a folder that are neither among its `keep` newest nor needed by one of these; returns their names.
 
     Raises CheckpointError.
     """
-    own = of_run(folder, run)
-    bases = {one.path.name: None if one.base is None else one.base.path.name for one in own}
-    gone = deletable(bases, keep)
-    # Those that need others first: whoever is killed in between leaves none that is not whole.
-    for name in reversed(gone):
-        remove(folder / name)
+    with _deleting(folder, "--keep"):
+        own = of_run(folder, run)
+        gone = deletable({one.path.name: None if one.base is None else one.base.path.name for one in own}, keep)
+        # Those that need others first: whoever is killed in between leaves none that is not whole.
+        for name in reversed(gone):
+            _remove(folder / name)
     return gone
 
 
@@ -93,28 +112,35 @@ def delete(path: Path, with_increments: bool) -> list[Path]:
     Raises CheckpointError.
     """
     folder = path.resolve()
-    needing = dependents(bases_in(folder.parent), folder.name)
-    if needing and not with_increments:
-        raise CheckpointError(
-            f"checkpoint {path}: must not be needed by others; {', '.join(needing)} is made of it; delete that first, or give --with-increments, "
-            "or make one that needs none of it with `foreload checkpoint compact`"
-        )
-    gone = [*(folder.parent / name for name in reversed(needing)), path]
-    for one in gone:
-        remove(one)
+    with _deleting(folder.parent, f"checkpoint {path}"):
+        needing = dependents(bases_in(folder.parent), folder.name)
+        if needing and not with_increments:
+            raise CheckpointError(
+                f"checkpoint {path}: must not be needed by others; {', '.join(needing)} is made of it; delete that first, or give "
+                "--with-increments, or make one that needs none of it with `foreload checkpoint compact`"
+            )
+        gone = [*(folder.parent / name for name in reversed(needing)), path]
+        for one in gone:
+            _remove(one)
     return gone
 
 
-def remove(path: Path) -> None:
-    """Delete a folder. Raises CheckpointError where it cannot be."""
+@contextmanager
+def _deleting(folder: Path, what: str) -> Iterator[None]:
+    try:
+        with holding(folder, what):
+            yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: cannot be deleted: {error.strerror}; make its folder writable") from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder. Raises OSError."""
     # Out of sight at once: whoever is killed leaves none half deleted, but what the next one that is saved there clears away.
     folder = path.resolve()
     going = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        folder.rename(going)
-        shutil.rmtree(going)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: cannot be deleted: {error.strerror}; make its folder writable") from error
+    folder.rename(going)
+    shutil.rmtree(going)
 
 
 def check_there(path: Path) -> None:

@@ -4,7 +4,7 @@ Check-N-Run's widths (Eisenman et al., NSDI 2022). Where that moves one end afte
 them at once in the lanes of the processor, and the best is then fitted to its codes by least squares. Packing is this module's own: torch's
 operators write float16 scales, which overflow, know no 3 bits and want even widths, and packing is a small part of the time.
 
-The scale and the bias are float32. Their last 16 or 8 bits are zero where that costs no accuracy to speak of, so that they compress.
+The scale and the bias are float32. As many of their last bits as cost no accuracy to speak of are zero, so that they compress.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ BINS, MOST_CUT = 25, 15
 
 _REFINEMENTS = 3  # times that ends are fitted to the codes, at most; each after the first gains less than a thousandth
 _ALLOWANCE = 1.004  # by which the squared error may grow for shorter scales
+_DROPPED = (
+    20,
+    18,
+    16,
+    14,
+    12,
+    10,
+    8,
+)  # of a scale's and a bias's last bits, that are made zero; a bfloat16 lacks 16 of a float32
 _LEAST = np.finfo(np.float32).tiny  # below it a float32 is denormal
 
 _CUTS = np.array([(low, high) for low in range(MOST_CUT + 1) for high in range(MOST_CUT + 1 - low)], np.int64)
@@ -161,11 +170,11 @@ def _ends(row, least, spread, bits, low, scale_of, reckoned, unit, errors, best,
             scale, bias, least_error = new_scale, new_bias, error
             best[: row.size] = other[: row.size]
             new_scale, new_bias = _fitted(row, best)
-    # Shorter ones, where the error allows it: a bfloat16's precision first.
+    # Shorter ones, where the error allows it, the shortest first.
     allowed = least_error * _ALLOWANCE
     if low.size > 1:
         allowed = min(plain, allowed)
-    for dropped in (16, 12, 8):
+    for dropped in _DROPPED:
         new_scale, new_bias = _rounded(scale, dropped), _rounded(bias, dropped)
         if new_scale >= _LEAST and np.isfinite(new_scale) and np.isfinite(new_bias):
             error = _code(row, new_scale, new_bias, levels, other)

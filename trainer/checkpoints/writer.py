@@ -10,21 +10,18 @@ from typing import Literal
 import numpy as np
 
 from foreload.cache.repair.scrub import TableRows
-from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import is_full, remove_unfinished, replacing
 from foreload.pipelines.schedule.format import RowColumns
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.changed_rows import changed_rows
 from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
-from foreload.trainer.checkpoints.lineage import Increment
+from foreload.trainer.checkpoints.lineage import Increment, holding
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import DENSE as RUN_DENSE
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.model_rows import lane_rows
 from foreload.trainer.run.saved_run import SavedRun
-
-LOCK = ".saving"  # in the folder of checkpoints, held while one is saved there
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +55,13 @@ def published(folder: Path, step: int, write: Callable[[Path], Contents]) -> Che
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with at_work(folder / LOCK):
+        with holding(folder, "--to"):
             check_absent(folder, step)
             # Of a call that was killed.
             remove_unfinished(folder, folder_of("*"))
             with replacing(folder / folder_of(step), durable=True) as temporary:
                 temporary.mkdir()
                 write(temporary).write(temporary)
-    except BlockingIOError as error:
-        raise CheckpointError(f"--to: another checkpoint is being saved in {folder} right now; wait for it") from error
     except OSError as error:
         raise CheckpointError(_cannot_write(folder, error)) from error
     return Checkpoint.open(folder / folder_of(step))
@@ -94,6 +89,10 @@ def save(
     manifest, step = saved.manifest, saved.status.step
 
     def write(temporary: Path) -> Contents:
+        if base is not None and not base.files_there:
+            raise CheckpointError(
+                f"checkpoint {base.path}: was deleted while an increment of it was to be saved; save that again"
+            )
         saved.dense()  # raises where it is damaged, or of another step
         dense = write_file(temporary, DENSE, (saved.run.path / RUN_DENSE).read_bytes())
         ordinals = given_ordinals(saved.schedule, step)

@@ -137,31 +137,42 @@ class Checkpoint:
     base: Checkpoint | None
 
     @classmethod
-    def open(cls, path: Path | str) -> Checkpoint:
-        """The checkpoint in a folder, with those that it needs. Raises CheckpointError."""
-        path = Path(path)
-        stored, sha256 = _manifest(path)
-        try:
-            contents = Contents.of(stored)
-        except (TypeError, KeyError) as error:
-            raise _damaged(path, MANIFEST, str(error)) from error
-        return cls(path, contents, sha256, None if contents.base is None else cls._open_base(path, contents.base))
+    def open(cls, path: Path | str, known: Mapping[str, Checkpoint] | None = None) -> Checkpoint:
+        """The checkpoint in a folder, with those that it needs.
 
-    @classmethod
-    def _open_base(cls, path: Path, base: Base) -> Checkpoint:
-        # Beside this one, whatever name that was given by.
-        folder = path.resolve().parent / base.name
-        needed = f"checkpoint {path}: needs {folder}, of which it is an increment"
-        if not (folder / MANIFEST).is_file():
-            raise CheckpointError(f"{needed}, and which is not there; put it back, or use another checkpoint")
-        if _manifest(folder)[1] != base.sha256:
-            raise CheckpointError(f"{needed}, and which is another one now; put the right one there, or use another checkpoint")
-        return cls.open(folder)
+        known: some that were opened a moment ago, by the SHA-256 of their manifests, which are not read again. Raises CheckpointError.
+        """
+        path, opened = Path(path), None
+        read = [(path, *_contents(path))]
+        while (base := read[-1][1].base) is not None:
+            # Beside this one, whatever name that was given by.
+            folder = read[-1][0].resolve().parent / base.name
+            opened = (known or {}).get(base.sha256)
+            if opened is not None and opened.path.resolve() == folder:
+                break
+            opened = None
+            needed = f"checkpoint {read[-1][0]}: needs {folder}, of which it is an increment"
+            if not (folder / MANIFEST).is_file():
+                raise CheckpointError(f"{needed}, and which is not there; put it back, or use another checkpoint")
+            contents, sha256 = _contents(folder)
+            if sha256 != base.sha256:
+                raise CheckpointError(
+                    f"{needed}, and which is another one now; put the right one there, or use another checkpoint"
+                )
+            read.append((folder, contents, sha256))
+        checkpoint = opened
+        for one in reversed(read):
+            checkpoint = cls(*one, checkpoint)
+        assert checkpoint is not None
+        return checkpoint
 
     @property
     def chain(self) -> tuple[Checkpoint, ...]:
         """This one, its base, and so on to the one that has all rows."""
-        return (self, *(() if self.base is None else self.base.chain))
+        chain = [self]
+        while (base := chain[-1].base) is not None:
+            chain.append(base)
+        return tuple(chain)
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
@@ -285,6 +296,14 @@ def _manifest(path: Path) -> tuple[dict[str, Any], str]:
             f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r}; use the foreload that wrote it"
         )
     return stored, sha256
+
+
+def _contents(path: Path) -> tuple[Contents, str]:
+    stored, sha256 = _manifest(path)
+    try:
+        return Contents.of(stored), sha256
+    except (TypeError, KeyError) as error:
+        raise _damaged(path, MANIFEST, str(error)) from error
 
 
 def bases_in(folder: Path) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,15 +28,13 @@ class Increment:
 
 def of_run(folder: Path, run: Manifest) -> list[Checkpoint]:
     """The checkpoints of a run in a folder that can be opened, by step."""
-    opened = []
+    opened: dict[str, Checkpoint] = {}
     for path in checkpoints_in(folder) if folder.is_dir() else ():
-        try:
-            checkpoint = Checkpoint.open(path)
-        except CheckpointError:
-            continue
-        if checkpoint.contents.run.run_id == run.run_id:
-            opened.append(checkpoint)
-    return sorted(opened, key=lambda checkpoint: checkpoint.contents.step)
+        with suppress(CheckpointError):
+            checkpoint = Checkpoint.open(path, opened)
+            opened[checkpoint.sha256] = checkpoint
+    own = (checkpoint for checkpoint in opened.values() if checkpoint.contents.run.run_id == run.run_id)
+    return sorted(own, key=lambda checkpoint: checkpoint.contents.step)
 
 
 def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:

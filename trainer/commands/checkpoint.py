@@ -98,12 +98,15 @@ def listed(path: str) -> dict[str, Any]:
         paths = list(checkpoints_in(folder))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; give a run, or a folder of checkpoints") from error
-    return {"checkpoints": [_told_or_why(one) for one in paths]}
+    opened: dict[str, Checkpoint] = {}
+    return {"checkpoints": [_told_or_why(one, opened) for one in paths]}
 
 
-def _told_or_why(path: Path) -> dict[str, Any]:
+def _told_or_why(path: Path, opened: dict[str, Checkpoint]) -> dict[str, Any]:
     try:
-        return _told(Checkpoint.open(path))
+        checkpoint = Checkpoint.open(path, opened)
+        opened[checkpoint.sha256] = checkpoint
+        return _told(checkpoint)
     except CheckpointError as error:
         return {"checkpoint": str(path), "why": str(error)}
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from command_line import SMALL, Clicks, done, flip, refused, run_here
+from command_line import SMALL, Clicks, done, flip, refused, run_here, write_log
 from small_job import summary
 from warm import Warm
 
@@ -27,10 +27,13 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.changed_rows import changed_rows, increment_sizes
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
-from foreload.trainer.checkpoints.lineage import LOCK
+from foreload.trainer.checkpoints.lineage import LOCK, Increment
+from foreload.trainer.checkpoints.reader import digest_of
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_rows
+from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import Run
+from foreload.trainer.run.saved_run import open_saved
 
 STOPS = (10, 30)
 
@@ -161,6 +164,28 @@ def test_what_is_made_of_a_chain_trains_on_to_the_same_bits(case: Case, tmp_path
     assert case.restored(case.checkpoint(policy, 1), tmp_path / "run") == case.digests[case.steps[2]]
     assert Run.open(tmp_path / "run").manifest.inexact is None
     assert summary(tmp_path / "run")["inexact"] is None
+
+
+def test_an_increment_may_begin_in_the_schedule_before(case: Case, tmp_path: Path) -> None:
+    more, run = tmp_path / "more", tmp_path / "run"
+    done("prepare", write_log(tmp_path / "more.csv", 400), "--after", case.clicks.schedule, "--out", more)
+    call = ["train", more, "--from", case.checkpoint("default", 2), "--run", run, "--store", "local:1", "--trainers", 1]
+    case.warm.begin(call, tmp_path / "err", [TrainerFault(0, "rows applied", case.steps[2] + 3, signal.SIGTERM)]).end()
+    step = Run.open(run).saved_status().step
+    assert case.steps[2] < step < Schedule(more).header.end_step - 1
+    folder = shutil.copytree(case.saved / "full", tmp_path / "saved")
+    for number in range(2):
+        base = Checkpoint.open(folder / f"step-{case.steps[number]}")
+        with open_saved(str(run), None) as saved:
+            made = save(saved, folder, lambda rows, total: None, increment=Increment(base, ()))
+            assert digest_of(made) == saved.digest()
+            assert made.rows_here == sum(
+                int(np.count_nonzero(rows.tag > base.contents.step + 1)) for rows in rows_of(made.path).values()
+            )
+        shutil.rmtree(made.path)
+        # As well from what a run keeps of its schedule.
+        if more.exists():
+            shutil.rmtree(more)
 
 
 def test_what_is_wrong_in_a_chain_is_named(case: Case, tmp_path: Path) -> None:

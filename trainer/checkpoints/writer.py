@@ -143,7 +143,9 @@ def _new_rows(
     step, total = saved.status.step, int(ordinals.sum())
     since = None if base is None else base.contents.step
     known = None
-    if since is not None and not (saved.schedule.path / POSITION).exists():
+    # Steps of an earlier schedule, and those that a run does not keep of its own, cannot be asked.
+    within = since is not None and since >= saved.schedule.header.first_step - 1
+    if within and not (saved.schedule.path / POSITION).exists():
         known = changed_rows(saved.schedule, since, step)
     for lane, rows in table_rows(saved.schedule, step, ordinals):
         places = np.arange(len(rows.id))

@@ -43,6 +43,7 @@ MINUTES = {
     "locality": (2.0, 0.4),
     "exchange": (3.0, 0.7),
     "memory": (3.0, 0.4),
+    "checkpoint_bytes": (10.0, 2.5),
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
 

@@ -144,8 +144,8 @@ def _new_rows(
     since = None if base is None else base.contents.step
     known = None
     # Steps of an earlier schedule, and those that a run does not keep of its own, cannot be asked.
-    within = since is not None and since >= saved.schedule.header.first_step - 1
-    if within and not (saved.schedule.path / POSITION).exists():
+    asked = not (saved.schedule.path / POSITION).exists()
+    if since is not None and asked and since >= saved.schedule.header.first_step - 1:
         known = changed_rows(saved.schedule, since, step)
     for lane, rows in table_rows(saved.schedule, step, ordinals):
         places = np.arange(len(rows.id))

@@ -71,6 +71,7 @@ KINDS: dict[str, tuple[object, ...]] = {
     "full": ("--policy", "full"),
     "consecutive": ("--policy", "consecutive"),
     "default": (),
+    "planned": ("--policy", "planned", "--every", 1),
     "bits": ("--policy", "consecutive", "--bits", 2),
 }
 
@@ -123,6 +124,8 @@ def test_the_schedule_tells_which_rows_were_changed(case: Case) -> None:
     assert [full[0], increments[0, 1], increments[1, 2]] == here["consecutive"]
     assert [full[0], increments[0, 1], increments[0, 2]] == here["default"]
     assert 0 < increments[0, 1] < full[1]
+    # With so many to come, some of which are large, increments of the first would cost more.
+    assert [told_of(case.checkpoint("planned", number))["base"] is None for number in range(3)] == [True, True, False]
 
 
 def test_a_schedule_that_grows_tells_it_too(case: Case, tmp_path: Path) -> None:
@@ -247,6 +250,7 @@ def test_a_base_is_of_the_same_run_and_as_exact(case: Case, tmp_path: Path) -> N
     assert "has no checkpoint.json" in refused(*save, "--base", "step-7")
     assert "--bits: must be one of auto, 32, 8, 4, 3, 2; got '5'" in refused(*save, "--bits", 5)
     assert "--keep: must be a number, at least 1; got '0'" in refused(*save, "--keep", 0)
+    assert "--every: goes with --policy planned" in refused(*save, "--every", 5)
     assert "--failures-a-day: must be a number, at least 0; got 'nan'" in refused(*save, "--failures-a-day", "nan")
     done(*save)
     assert told_of(two / steps[2])["base"] is None

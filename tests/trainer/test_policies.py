@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from foreload.trainer.checkpoints.policies import (
     POLICIES,
     baseline_is_due,
+    baseline_is_planned,
     bases,
     bits_for,
     deletable,
@@ -92,6 +93,19 @@ def test_planned_is_the_best_of_all_choices_of_baselines(matrix: tuple[list[floa
     assert written(*matrix, bases("planned", *matrix)) == pytest.approx(min(written(*matrix, made) for made in choices))
     least = min(kept(*matrix, made, keep) for made in choices)
     assert kept(*matrix, planned_to_keep_least(*matrix, keep), keep) == pytest.approx(least)
+
+
+@given(sizes())
+@settings(deadline=None)
+def test_planning_from_any_checkpoint_on_is_as_good_as_planning_all(matrix: tuple[list[float], np.ndarray]) -> None:
+    full, increments = matrix
+    made: list[int | None] = []
+    for number in range(len(full)):
+        baseline = next((one for one in reversed(range(number)) if made[one] is None), None)
+        rest = None if baseline is None else [baseline, *range(number, len(full))]
+        due = rest is None or baseline_is_planned([full[one] for one in rest], increments[np.ix_(rest, rest)])
+        made.append(None if due else baseline)
+    assert written(*matrix, made) == pytest.approx(written(*matrix, bases("planned", *matrix)))
 
 
 def test_what_no_kept_checkpoint_needs_may_go() -> None:

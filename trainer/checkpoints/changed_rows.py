@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import LaneState, state_after
+from foreload.trainer.checkpoints.policies import baseline_is_planned
 
 
 class _LaneChanges:
@@ -71,6 +73,25 @@ def changed_between(schedule: Schedule, steps: Sequence[int]) -> Iterator[list[l
         yield [changes.taken() for changes in lanes]
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """For policy planned: the checkpoints of a complete schedule that are to come. steps: after which, ascending, the next one's first; row_bytes: of
+    a row of each table.
+    """
+
+    schedule: Schedule
+    steps: Sequence[int]
+    row_bytes: Sequence[int]
+
+    def baseline_is_due(self, last: int) -> bool:
+        """Whether the next one is to have all rows, `last` being the step of the last one that has. Raises ScheduleError.
+
+        Of a step before the schedule, only what changes in the schedule is counted.
+        """
+        steps = [max(last, self.schedule.header.first_step - 1), *self.steps]
+        return baseline_is_planned(*increment_sizes(self.schedule, steps, self.row_bytes))
+
+
 def increment_sizes(schedule: Schedule, steps: Sequence[int], row_bytes: Sequence[int]) -> tuple[list[float], np.ndarray]:
     """How large checkpoints after these steps are, ascending and all of the schedule, as `policies.bases` has it: with all rows [n], and as
     increments of one another [n, n]. row_bytes: of a row of each table.
@@ -93,8 +114,8 @@ def increment_sizes(schedule: Schedule, steps: Sequence[int], row_bytes: Sequenc
                 seen[rows] = number + 1
                 last[lane][table] = seen
                 full[-1] += row_bytes[table] * len(rows)
-    increments = np.zeros((count, count))
+    increments, before = np.zeros((count, count)), np.cumsum(new, axis=1)
     for base in range(count):
         # Not changed between the base and interval k: last changed in interval `base` (place base + 1) or before.
-        increments[base, base + 1 :] = np.cumsum(new[base + 1 :, : base + 2].sum(axis=1))
+        increments[base, base + 1 :] = np.cumsum(before[base + 1 :, base + 1])
     return full, increments

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foreload.pipelines.base.at_work import at_work
+from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, bases_in, checkpoints_in
 from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, deletable, dependents
 from foreload.trainer.errors import CheckpointError
@@ -52,10 +53,12 @@ def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
     return "" if base.files_there else "lacks files"
 
 
-def next_increment(folder: Path, run: Manifest, step: int, policy: Policy, bits: int) -> Increment | None:
+def next_increment(
+    folder: Path, run: Manifest, step: int, policy: Policy, bits: int, plan: Plan | None = None
+) -> Increment | None:
     """What a policy makes of the next checkpoint of a run in a folder, after a step; None: one with all rows.
 
-    planned: is not for here, since it depends on the steps of those to come (`policies.planned`). Raises OSError.
+    plan: of policy planned, with this step first. Raises OSError, and with a plan ScheduleError.
     """
     usable = [one for one in of_run(folder, run) if not why_no_base(one, run, step, bits)]
     if policy == "full" or not usable:
@@ -66,7 +69,11 @@ def next_increment(folder: Path, run: Manifest, step: int, policy: Policy, bits:
     if not baselines:
         return None
     increment = increment_of(baselines[-1], usable)
-    return None if policy == "intermittent" and baseline_is_due(increment.sizes) else increment
+    if policy == "intermittent" and baseline_is_due(increment.sizes):
+        return None
+    if plan is not None and plan.baseline_is_due(increment.base.contents.step):
+        return None
+    return increment
 
 
 def increment_of(base: Checkpoint, usable: list[Checkpoint]) -> Increment:

@@ -71,8 +71,10 @@ def planned(full: Sequence[float], increments: np.ndarray) -> list[int | None]:
         np.zeros(count + 1),
         np.zeros(count + 1, np.int64),
     )  # of the first e checkpoints, and where their last baseline is
+    # increments[b, :e] together, of b alone and those before it nothing.
+    sums = np.cumsum(np.triu(increments, 1), axis=1)
     for end in range(1, count + 1):
-        costs = [least[b] + full[b] + increments[b, b + 1 : end].sum() for b in range(end)]
+        costs = least[:end] + full[:end] + sums[:end, end - 1]
         last[end] = int(np.argmin(costs))
         least[end] = costs[last[end]]
     made: list[int | None] = [None] * count
@@ -82,6 +84,24 @@ def planned(full: Sequence[float], increments: np.ndarray) -> list[int | None]:
         made[baseline + 1 : end] = [baseline] * (end - baseline - 1)
         end = baseline
     return made
+
+
+def baseline_is_planned(full: Sequence[float], increments: np.ndarray) -> bool:
+    """Whether the second of these checkpoints is to have all rows, so that the fewest bytes are written from then on; the first is the last baseline.
+
+    Arguments as for `bases`. Where all was planned so, nothing more is written than `planned` would.
+    """
+    count = len(full)
+    least = np.zeros(count + 1)  # what checkpoints from here on cost, this one with all rows
+
+    def with_increments(base: int, first: int) -> float:
+        """What checkpoints `first` and on cost, if they are increments of a base up to the next baseline."""
+        return float((np.cumsum([0, *increments[base, first:]]) + least[first:]).min())
+
+    for begin in reversed(range(1, count)):
+        least[begin] = full[begin] + with_increments(begin, begin + 1)
+    # At least this one is an increment, or there is nothing to choose.
+    return bool(least[1] < increments[0, 1] + with_increments(0, 2))
 
 
 def planned_to_keep_least(full: Sequence[float], increments: np.ndarray, keep: int = KEPT) -> list[int | None]:

@@ -49,10 +49,13 @@ def add_to(commands: Any) -> None:
 
 def _add_kind(saved: argparse.ArgumentParser) -> None:
     saved.add_argument(
-        "--policy", choices=[policy for policy in POLICIES if policy != "planned"], default="intermittent",
+        "--policy", choices=POLICIES, default="intermittent",
         help="what it has: full: all rows; one-shot: what changed since the first one with all rows; consecutive: since the last one; intermittent "
-        "(the default): as one-shot, with a new one with all rows once that costs less",
+        "(the default): as one-shot, with a new one with all rows once that costs less; planned: so that least is written up to the schedule's end",
     )  # fmt: skip
+    saved.add_argument(
+        "--every", metavar="STEPS", type=_steps, help="with --policy planned: steps between the checkpoints that will be saved"
+    )
     saved.add_argument(
         "--base", metavar="NAME", help="the one in --to of which it is to be an increment (default: as the policy says)"
     )
@@ -79,8 +82,16 @@ def _bits(text: str) -> int | str:
 
 
 def _count(text: str) -> int:
+    return _positive("--keep", text)
+
+
+def _steps(text: str) -> int:
+    return _positive("--every", text)
+
+
+def _positive(flag: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
-        raise SettingError(f"--keep: must be a number, at least 1; got {text!r}")
+        raise SettingError(f"{flag}: must be a number, at least 1; got {text!r}")
     return int(text)
 
 
@@ -97,7 +108,7 @@ def _rate(text: str) -> float:
 def _save(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoint
 
-    kind = {name: getattr(parsed, name) for name in ("policy", "bits", "base", "keep", "failures_a_day")}
+    kind = {name: getattr(parsed, name) for name in ("policy", "bits", "base", "keep", "failures_a_day", "every")}
     told = checkpoint.saved(parsed.run, parsed.store, parsed.to, **kind)
     gone = f"\ndeleted  {', '.join(told['deleted'])}" if told["deleted"] else ""
     return tell(parsed, told, checkpoint.told_text(told) + gone)

@@ -6,7 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.chain import compact
+from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.format import Checkpoint, checkpoints_in
 from foreload.trainer.checkpoints.lineage import (
     Increment,
@@ -41,13 +44,16 @@ def saved(
     base: str | None = None,
     keep: int | None = None,
     failures_a_day: float = FAILURES_A_DAY,
+    every: int | None = None,
 ) -> dict[str, Any]:
     """Save a checkpoint of a run into a folder of checkpoints, that of the run by default; returns what `_told` tells of it, and "deleted", the names
     of those that went for it.
 
-    base: the name of the one there of which it is to be an increment; None: as the policy says. keep: how many stay; None: all. Raises
-    CheckpointError, RunError and CacheError.
+    base: the name of the one there of which it is to be an increment; None: as the policy says. keep: how many stay; None: all. every: with policy
+    planned, how many steps lie between those to come. Raises CheckpointError, RunError, SettingError and CacheError.
     """
+    if (policy == "planned") != (every is not None):
+        raise SettingError("--every: goes with --policy planned, and that with it: give both, or neither")
     run = Run.open(path)
     folder = run.path / CHECKPOINTS if to is None else Path(to)
     if training_status(run.path) is not None:
@@ -56,7 +62,8 @@ def saved(
     check_absent(folder, step)
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:
         width = _bits_of(opened, failures_a_day) if bits == "auto" else bits
-        increment = next_increment(folder, run.manifest, step, policy, width)
+        plan = None if every is None else _plan(opened, every)
+        increment = next_increment(folder, run.manifest, step, policy, width, plan)
         if base is not None:
             increment = _increment_of(folder / base, opened, width)
 
@@ -75,6 +82,17 @@ def _bits_of(saved: SavedRun, failures_a_day: float) -> int:
     job_seconds = seconds * (manifest.stages[-1].end_step - manifest.stages[0].first_step)
     happened = 0 if manifest.inexact is None else manifest.inexact.restores
     return bits_for(expected_restores(job_seconds, failures_a_day), happened)
+
+
+def _plan(saved: SavedRun, every: int) -> Plan:
+    """The checkpoints to come, up to the end of the run's schedule, where its last one is."""
+    schedule, step = saved.schedule, saved.status.step
+    if (schedule.path / POSITION).exists():
+        raise CheckpointError(
+            f"--policy: planned needs the steps of schedule {saved.manifest.stages[-1].path}, which is not there any more; give another policy"
+        )
+    end = schedule.header.end_step - 1
+    return Plan(schedule, sorted({step, *range(step, end, every), end}), [layout.row_bytes for layout in saved.layouts])
 
 
 def _increment_of(path: Path, saved: SavedRun, bits: int) -> Increment:

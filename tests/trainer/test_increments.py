@@ -24,12 +24,13 @@ from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints import row_files
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.changed_rows import changed_rows, increment_sizes
-from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.format import DENSE, MANIFEST, Checkpoint, Contents
 from foreload.trainer.checkpoints.lineage import LOCK, Increment
 from foreload.trainer.checkpoints.reader import digest_of
-from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_rows
+from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_file, write_rows
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import Run
@@ -294,7 +295,36 @@ def test_a_run_of_rounded_weights_says_so_wherever_it_goes(case: Case, tmp_path:
     assert f"; inexact since step {step}" in done("checkpoint", "list", run)
 
 
+def test_tables_of_many_files_are_as_good(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "FILE_BYTES", 1500)  # some 40 rows
+    chain = shutil.copytree(case.saved / "consecutive", tmp_path / "chain")
+    newest = chain / f"step-{case.steps[2]}"
+    shutil.rmtree(newest)
+    done("checkpoint", "save", case.run, "--to", chain, "--policy", "consecutive")
+    assert max(file["rows"] for file in told_of(newest)["rows"]) == 1500 // Checkpoint.open(newest).contents.tables[0].row_bytes
+    assert done("digest", newest).strip() == case.digests[case.steps[2]]
+    done("checkpoint", "save", case.run, "--to", tmp_path / "full", "--policy", "full")
+    done("checkpoint", "compact", newest, "--to", tmp_path / "compact")
+    for path in (tmp_path / "full" / newest.name).iterdir():
+        assert (tmp_path / "compact" / newest.name / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 # -- Files of rows --------------------------------------------------------------------------------------------------------------------
+
+
+def test_files_with_gaps_written_in_any_order_have_all_rows_together(case: Case, tmp_path: Path) -> None:
+    whole = Checkpoint.open(case.checkpoint("full", 2))
+    contents = whole.contents
+    dense, files = write_file(tmp_path, DENSE, whole.read(contents.dense)), []
+    for (lane, table), rows in reversed(rows_of(whole.path).items()):
+        for odd in (1, 0):
+            ordinals = np.arange(odd, len(rows.id), 2)
+            files.append(write_rows(tmp_path, lane, contents.tables[table], ordinals, rows.part(ordinals)))
+    made = Contents.made(contents.run, contents.step, contents.totals, contents.tables, np.array(contents.ordinals), files, dense)
+    made.write(tmp_path)
+    assert done("digest", tmp_path).strip() == case.digests[case.steps[2]]
+    done("checkpoint", "compact", tmp_path, "--to", tmp_path / "compact")
+    assert (tmp_path / "compact" / whole.path.name / MANIFEST).read_bytes() == (whole.path / MANIFEST).read_bytes()
 
 
 @pytest.mark.parametrize("bits", [32, 8, 4, 3, 2])

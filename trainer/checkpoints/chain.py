@@ -97,6 +97,6 @@ def _write(checkpoint: Checkpoint, folder: Path, on_rows: Callable[[int], object
 
 
 def whole_copy(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """A copy in which every file can be mapped, without the care that one which is to stay takes. Raises CheckpointError and OSError."""
+    """A copy with all rows, in which every file can be mapped; it has no manifest, so that nobody opens it. Raises CheckpointError and OSError."""
     contents = _write(checkpoint, folder, lambda count: None)
     return Checkpoint(folder, contents, "", None)

@@ -89,14 +89,13 @@ def train_and_save(schedule: Schedule, steps: Sequence[int], optimizer: str, fol
 class Sizes:
     """Bytes of checkpoints of one training, as they are written, and the least that they could take; each is measured when it is first asked for.
 
-    seconds, rows: of writing all rows, by width.
+    seconds: of a core, of writing all rows of all of them, by width.
     """
 
     whole: Sequence[Checkpoint]
     folder: Path
     measured: dict[tuple[int, Pair], tuple[float, float]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=lambda: dict.fromkeys(BITS, 0.0))
-    rows: int = 0
 
     def of(self, bits: int, pair: Pair) -> tuple[float, float]:
         """The bytes of a checkpoint, manifest and dense part included, and their bound."""

@@ -86,7 +86,7 @@ class Plan:
     def baseline_is_due(self, last: int) -> bool:
         """Whether the next one is to have all rows, `last` being the step of the last one that has. Raises ScheduleError.
 
-        Of a step before the schedule, only what changes in the schedule is counted.
+        Of a step before the schedule, only what changes in the schedule is counted. Costs a pass over the moves of all steps from `last` on.
         """
         steps = [max(last, self.schedule.header.first_step - 1), *self.steps]
         return baseline_is_planned(*increment_sizes(self.schedule, steps, self.row_bytes))

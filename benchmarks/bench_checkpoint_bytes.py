@@ -122,6 +122,8 @@ class Sizes:
                     bound += len(changed) * width + _named(some, ordinals, file.rows, known, layout.rows)
             made = Contents.made(
                 contents.run,
+                contents.features,
+                contents.encoding,
                 contents.step,
                 contents.totals,
                 contents.tables,

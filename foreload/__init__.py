@@ -8,21 +8,34 @@ from typing import TYPE_CHECKING, Any
 from foreload.pipelines.errors import ForeloadError
 
 if TYPE_CHECKING:
+    from foreload.api.handles import Checkpoint as Checkpoint
     from foreload.api.handles import Run as Run
     from foreload.api.handles import Schedule as Schedule
+    from foreload.api.handles import open_checkpoint as open_checkpoint
     from foreload.api.handles import open_run as open_run
     from foreload.api.handles import prepare as prepare
     from foreload.api.handles import train as train
 
-_IN_HANDLES = ("Run", "Schedule", "open_run", "prepare", "train")
-__all__ = ["ForeloadError", "Run", "Schedule", "open_run", "prepare", "train"]
+_MODULES = dict.fromkeys(
+    ("Checkpoint", "Run", "Schedule", "open_checkpoint", "open_run", "prepare", "train"), "foreload.api.handles"
+)
+__all__ = [
+    "Checkpoint",
+    "ForeloadError",
+    "Run",
+    "Schedule",
+    "open_checkpoint",
+    "open_run",
+    "prepare",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
     """The names of the Python interface are imported when they are first asked for, so that importing foreload stays cheap."""
-    if name not in _IN_HANDLES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("foreload.api.handles"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -46,6 +46,12 @@ class CheckpointError(TrainerError):
     code = "checkpoint"
 
 
+class ExportError(TrainerError):
+    """An export that is missing, damaged, of another model or not the next one, or that cannot be written or applied where it is to be."""
+
+    code = "export"
+
+
 class MessageError(TrainerError):
     """A message between processes of a job, or on the control socket of a run, that is not what it must be; do both run the same foreload?"""
 

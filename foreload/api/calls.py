@@ -89,7 +89,7 @@ def _evaluate(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 def _export(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import export
 
-    yield export.run(values["run"], values["store"], values["out"]), b""
+    yield export.run(values["run"], values["store"], values["out"], values["since"], values["of_schedule"]), b""
 
 
 def _digest(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
@@ -108,7 +108,7 @@ def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import predict
 
     records = predict.Records(tuple(values["sources"]), values["format"], values["steps_of"])
-    for logits in predict.run(values["run"], values["store"], records):
+    for logits in predict.run(values["run"], values["store"], records, values["of_schedule"]):
         scores = logits if values["logits"] else predict.probabilities(logits)
         yield {"records": len(scores)}, scores.tobytes()
 
@@ -116,7 +116,9 @@ def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 def _rows(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import lookup
 
-    looked_up = lookup.run(values["run"], values["store"], values["table"], values["values"], values["ids"])
+    looked_up = lookup.run(
+        values["run"], values["store"], values["table"], values["values"], values["ids"], values["of_schedule"]
+    )
     shape = {"rows": len(looked_up.ids), "columns": looked_up.weights.shape[1], "step": looked_up.step}
     yield shape, looked_up.ids.tobytes() + looked_up.weights.tobytes() + looked_up.trained.tobytes()
 

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from foreload.api import client
 from foreload.api.client import Numerics
+from foreload.api.models import AnyPath, Model, plain
 from foreload.api.results import (
     Deletion,
-    Evaluation,
     EvaluationMetrics,
-    Export,
     PrepareSummary,
-    Rows,
     StepMetrics,
     TrainSummary,
 )
 from foreload.api.settings import PrepareSettings, TrainSettings
-from foreload.pipelines.errors import SettingError
-from foreload.trainer.errors import ModelError, RunError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-AnyPath = str | os.PathLike[str]
+from foreload.trainer.errors import CheckpointError, ModelError, RunError
 
 
 class Schedule:
@@ -47,22 +38,18 @@ class Schedule:
         return f"Schedule({str(self.path)!r})"
 
 
-class Run:
+class Run(Model):
     """A run on disk, taken wherever a path to one is. Nothing is read before it is asked for; every call reads anew.
 
     store: URLs of its store shards, needed only where they hold a password that FORELOAD_STORE_PASSWORD does not give. Every method may raise a
     ForeloadError.
     """
 
+    _manifest = "manifest.json"
+
     def __init__(self, path: AnyPath, store: str | None = None) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         self._store = store
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
 
     @property
     def summary(self) -> TrainSummary:
@@ -96,99 +83,51 @@ class Run:
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [kinds[line["kind"]].of(line) for line in lines if line["kind"] in kinds]
 
-    def evaluate(self, schedule: AnyPath | None = None, *, progress: bool = False) -> Evaluation:
-        """Measure its model on the evaluation steps of a schedule, its own by default."""
-        return Evaluation.of(self._call("evaluate", {"schedule": None if schedule is None else os.fspath(schedule)}, progress))
-
-    def rows(self, table: str, *, values: Sequence[str | int | None] | None = None, ids: Sequence[int] | None = None) -> Rows:
-        """Rows of a table, by raw values (None where missing), encoded as the schedule says, or by ids. One of the two must be given."""
-        import numpy as np
-
-        if (values is None) == (ids is None):
-            raise SettingError("rows: needs values=[...] or ids=[...], one of them")
-        asked = {"table": table, "values": _plain_list(values), "ids": _plain_list(ids)}
-        with contextlib.closing(client.parts("rows", self._named(asked), self._numerics())) as parts:
-            message = list(parts)[-1]
-        count, columns = message.values["rows"], message.values["columns"]
-        data = message.payload
-        vectors = np.frombuffer(data, np.float32, count * columns, 8 * count).reshape(count, columns)
-        trained = np.frombuffer(data, np.bool_, count, 8 * count + vectors.nbytes)
-        return Rows(table, np.frombuffer(data, np.int64, count), vectors, trained, message.values["step"])
-
-    def predict(
-        self,
-        *sources: AnyPath,
-        format: str | None = None,
-        steps_of: AnyPath | None = None,
-        logits: bool = False,
-        progress: bool = False,
-    ) -> np.ndarray:
-        """The probability that each record's label is 1, float32 [records], in order; see `predict_batches`, which takes bounded memory."""
-        import numpy as np
-
-        batches = self.predict_batches(*sources, format=format, steps_of=steps_of, logits=logits, progress=progress)
-        return np.concatenate([np.empty(0, np.float32), *batches])
-
-    def predict_batches(
-        self,
-        *sources: AnyPath,
-        format: str | None = None,
-        steps_of: AnyPath | None = None,
-        logits: bool = False,
-        progress: bool = False,
-    ) -> Iterator[np.ndarray]:
-        """What `predict` gives, batch after batch, as they are computed: float32 [records of the batch] each.
-
-        sources: files or globs of raw records, whose labels are not needed; malformed ones are left out, as many as the schedule's max_rejects
-        allows. format: by default that of the schedule, or what the names say. steps_of: a schedule whose evaluation samples these are, in
-        order: the logits are those of `evaluate` on it, bit for bit. logits: give these, instead of probabilities.
-        """
-        import numpy as np
-
-        asked = {
-            "sources": [os.fspath(source) for source in sources],
-            "format": format,
-            "steps_of": None if steps_of is None else os.fspath(steps_of),
-            "logits": logits,
-        }
-        with contextlib.closing(client.parts("predict", self._named(asked), self._numerics(), progress)) as parts:
-            for message in parts:
-                yield np.frombuffer(message.payload, np.float32)
-
-    def export(self, out: AnyPath, *, progress: bool = False) -> Export:
-        """Write its model into a new folder: rows as Parquet, the dense part as safetensors."""
-        return Export.of(self._call("export", {"out": os.fspath(out)}, progress))
-
-    def digest(self) -> str:
-        """SHA-256 of every bit of its model: 64 hexadecimal digits."""
-        return str(self._call("digest", {}, False)["digest"])
-
     def delete(self) -> Deletion:
         """Delete its rows on the store, its local stores and its folder. Refused while it trains."""
         return Deletion.of(self._call("delete", {}, False))
 
-    def _call(self, name: str, values: Mapping[str, Any], progress: bool) -> dict[str, Any]:
-        return client.result(name, self._named(values), self._numerics(), progress)
+    def _job(self) -> Mapping[str, Any]:
+        job: Mapping[str, Any] = self._json(self._manifest).get("job", {})
+        return job
 
-    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {"run": str(self.path), "store": self._store, **values}
+    def _missing(self, name: str) -> RunError:
+        what = {"summary.json": "it has not come to an end yet", "status.json": "it never began to train"}
+        return RunError(f"run {self.path}: has no {name}: {what.get(name, 'it is no run; give the folder that train wrote')}")
 
-    def _numerics(self) -> Numerics:
-        """Those that it is trained under. Raises RunError where this is no run."""
-        job = self._json("manifest.json").get("job", {})
-        return Numerics(job.get("cpu_capability", "avx2"), job.get("threads", 1))
 
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            what = {"summary.json": "it has not come to an end yet", "status.json": "it never began to train"}
-            raise RunError(
-                f"run {self.path}: has no {name}: {what.get(name, 'it is no run; give the folder that train wrote')}"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise RunError(f"run {self.path}: cannot read {name} ({error}); restore the folder from a copy") from error
-        return values
+class Checkpoint(Model):
+    """A checkpoint on disk, taken wherever a path to one is; it is asked without a store. Every call verifies its files.
+
+    schedule: where the schedule is now that it was trained on, needed only for raw values, and where there are vocabularies, if it was moved.
+    """
+
+    _manifest = "checkpoint.json"
+
+    def __init__(self, path: AnyPath, schedule: AnyPath | None = None) -> None:
+        super().__init__(path)
+        self._schedule = None if schedule is None else os.fspath(schedule)
+
+    @property
+    def step(self) -> int:
+        """The last step trained."""
+        return int(self._json(self._manifest)["step"])
+
+    def _job(self) -> Mapping[str, Any]:
+        job: Mapping[str, Any] = self._json(self._manifest).get("run", {}).get("job", {})
+        return job
+
+    def _missing(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {self.path}: has no {name}, so it is none; give a folder that `foreload checkpoint save` wrote"
+        )
+
+
+def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None) -> Checkpoint:
+    """The checkpoint in a folder. schedule: as Checkpoint has it. Raises CheckpointError where there is none."""
+    opened = Checkpoint(checkpoint, schedule)
+    opened._numerics()
+    return opened
 
 
 def open_run(run: AnyPath, *, store: str | None = None) -> Run:
@@ -202,7 +141,7 @@ def prepare(
     *sources: AnyPath, progress: bool = False, beam_flags: Sequence[str] = (), **settings: Unpack[PrepareSettings]
 ) -> Schedule:
     """Compile click logs into a schedule. sources: files or globs; beam_flags: as on the command line, for Apache Beam."""
-    given = {name: _plain(value) for name, value in settings.items()}
+    given = {name: plain(value) for name, value in settings.items()}
     if sources:
         given["sources"] = [os.fspath(source) for source in sources]
     values = {"settings": given, "beam_flags": list(beam_flags)}
@@ -218,7 +157,7 @@ def train(
     schedule: may be left out with resume=True or from_checkpoint. model: a name as the command line has it, or the class itself, of a module that
     can be imported from its file. Ctrl-C stops after the step with everything saved, and KeyboardInterrupt is raised then; resume=True goes on.
     """
-    values = {name: _plain(value) for name, value in settings.items()}
+    values = {name: plain(value) for name, value in settings.items()}
     if schedule is not None:
         values["schedule"] = os.fspath(schedule)
     if isinstance(model, type):
@@ -234,25 +173,6 @@ def train(
 def _threads(value: object) -> int:
     """The number of threads, for the choice of a fork server; 1 where it is none, which the job will refuse."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
-
-
-def _plain(value: object) -> Any:
-    """A setting as a value of JSON. Raises SettingError."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if hasattr(value, "item"):  # a NumPy number
-        return value.item()
-    raise SettingError(f"settings: must be numbers, texts, paths, lists or mappings; got {value!r}")
-
-
-def _plain_list(values: Sequence[Any] | None) -> list[Any] | None:
-    return None if values is None else [_plain(value) for value in values]
 
 
 def _location(model: type) -> tuple[str, str]:

@@ -119,7 +119,7 @@ class EvaluationMetrics(_Result):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(_Result):
-    """A run's model measured on the evaluation steps of a schedule; step: the training step that the model is of."""
+    """A model measured on the evaluation steps of a schedule; step: the training step that the model is of."""
 
     schedule: str
     step: int
@@ -131,14 +131,22 @@ class Evaluation(_Result):
 
 @dataclass(frozen=True, slots=True)
 class Export(_Result):
-    """What was written: export.json of the folder. model: its name and options; dense, dense_optimizer_state: files; tables: one file each."""
+    """What was written: export.json of the folder. model: its name and options; dense, dense_optimizer_state: files; tables: one file each.
+
+    inexact: {"since", "bits", "restores"} where weights were rounded; state: which state of which model it is; since: of an increment, {"step",
+    "state"} that it goes on from.
+    """
 
     step: int
     seed: int
     model: Mapping[str, Any]
+    settings: Mapping[str, Any]
     dense: str
     dense_optimizer_state: str
     tables: tuple[Mapping[str, Any], ...]
+    state: str
+    inexact: Mapping[str, Any] | None = None
+    since: Mapping[str, Any] | None = None
     encoding: str | None = None
 
 

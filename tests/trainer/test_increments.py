@@ -320,7 +320,8 @@ def test_files_with_gaps_written_in_any_order_have_all_rows_together(case: Case,
         for odd in (1, 0):
             ordinals = np.arange(odd, len(rows.id), 2)
             files.append(write_rows(tmp_path, lane, contents.tables[table], ordinals, rows.part(ordinals)))
-    made = Contents.made(contents.run, contents.step, contents.totals, contents.tables, np.array(contents.ordinals), files, dense)
+    encoded, ordinals = (contents.features, contents.encoding), np.array(contents.ordinals)
+    made = Contents.made(contents.run, *encoded, contents.step, contents.totals, contents.tables, ordinals, files, dense)
     made.write(tmp_path)
     assert done("digest", tmp_path).strip() == case.digests[case.steps[2]]
     done("checkpoint", "compact", tmp_path, "--to", tmp_path / "compact")

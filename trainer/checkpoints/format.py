@@ -41,7 +41,8 @@ class Base:
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What a checkpoint's manifest says. step, state, totals: of the run's status; run: its manifest; tables: in order; ordinals: per lane and table,
-    how many there are; rows: its files of rows, of each lane and table by ordinal; dense: the dense part with its optimizer.
+    how many there are; rows: its files of rows, of each lane and table by ordinal; dense: the dense part with its optimizer. features,
+    encoding: those of the header of its last schedule (the identity of the encoding state, None without one).
 
     base: None for all rows; else only those changed since are here. sizes: of the increments since the last one with all rows, its own last, as
     parts of all rows there were. inexact: of the rows as they are read from here, bases included, how a run that has them is.
@@ -55,6 +56,8 @@ class Contents:
     ordinals: tuple[tuple[int, ...], ...]
     rows: tuple[RowFile, ...]
     dense: FileEntry
+    features: dict[str, Any]
+    encoding: str | None
     base: Base | None = None
     sizes: tuple[float, ...] = ()
     inexact: Inexact | None = None
@@ -83,6 +86,8 @@ class Contents:
             ordinals=tuple(tuple(lane) for lane in stored["ordinals"]),
             rows=tuple(RowFile(**entry) for entry in stored["rows"]),
             dense=FileEntry(**stored["dense"]),
+            features=stored["features"],
+            encoding=stored["encoding"],
             base=None if stored["base"] is None else Base(**stored["base"]),
             sizes=tuple(stored["sizes"]),
             inexact=Inexact.of(stored["inexact"]),
@@ -92,6 +97,8 @@ class Contents:
     def made(
         cls,
         run: Manifest,
+        features: dict[str, Any],
+        encoding: str | None,
         step: int,
         totals: Mapping[str, float],
         tables: Sequence[RowLayout],
@@ -101,8 +108,8 @@ class Contents:
         base: Checkpoint | None = None,
         sizes: Sequence[float] = (),
     ) -> Contents:
-        """The manifest of files that were written, in any order, after a step of a run. ordinals: int64 [lanes, tables]; base: of which it is an
-        increment; sizes: of the increments before it.
+        """The manifest of files that were written, in any order, after a step of a run. features, encoding: as the fields; ordinals: int64 [lanes,
+        tables]; base: of which it is an increment; sizes: of the increments before it.
         """
         bits = min([file.bits for file in rows] + ([EXACT_BITS] if base is None else [base.bits]))
         inexact = run.inexact
@@ -121,6 +128,8 @@ class Contents:
             ordinals=tuple(tuple(lane) for lane in ordinals.tolist()),
             rows=tuple(sorted(rows, key=lambda file: (file.table, file.first, file.lane))),
             dense=dense,
+            features=features,
+            encoding=encoding,
             base=None if base is None else Base(base.path.name, base.sha256),
             sizes=() if base is None else (*sizes, size),
             inexact=inexact,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,13 @@ def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tenso
     return read_dense(checkpoint.path / checkpoint.contents.dense.name, checkpoint.contents.step)
 
 
-def rows_by_id(checkpoint: Checkpoint) -> Iterator[ModelRows]:
-    """Every row by (table, id), of files that were verified; 16 bytes a row of one table are held, the rest is mapped.
+def rows_by_id(checkpoint: Checkpoint, tables: Collection[int] | None = None) -> Iterator[ModelRows]:
+    """Every row by (table, id), of files that were verified; 16 bytes a row of one table are held, the rest is mapped. tables: of these only.
 
     Of an increment, and of rounded weights, from a copy in a temporary folder (TMPDIR) that has all rows as they are read. Raises CheckpointError.
     """
     if checkpoint.is_mappable:
-        yield from _mapped_by_id(checkpoint)
+        yield from _mapped_by_id(checkpoint, tables)
         return
     with tempfile.TemporaryDirectory(prefix="foreload-") as folder:
         try:
@@ -41,11 +41,13 @@ def rows_by_id(checkpoint: Checkpoint) -> Iterator[ModelRows]:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path}: its rows are put together in {folder}, which {why}; give TMPDIR a folder with room for a checkpoint"
             ) from error
-        yield from _mapped_by_id(copy)
+        yield from _mapped_by_id(copy, tables)
 
 
-def _mapped_by_id(checkpoint: Checkpoint) -> Iterator[ModelRows]:
+def _mapped_by_id(checkpoint: Checkpoint, tables: Collection[int] | None) -> Iterator[ModelRows]:
     for table, layout in enumerate(checkpoint.contents.tables):
+        if tables is not None and table not in tables:
+            continue
         files = checkpoint.mapped_rows(table)
         if not files:
             continue
@@ -56,16 +58,16 @@ def _mapped_by_id(checkpoint: Checkpoint) -> Iterator[ModelRows]:
             places = order[first : first + _ROWS]
             weights = np.empty((len(places), layout.width), np.float32)
             state = np.empty((len(places), layout.state_width), np.float32)
+            tags = np.empty(len(places), np.int32)
             file_of = np.searchsorted(starts, places, side="right") - 1
             for number in np.unique(file_of):
                 own = np.flatnonzero(file_of == number)
                 at = places[own] - starts[number]
-                weights[own], state[own] = files[number].weights[at], files[number].state[at]
-            yield ModelRows(table, ids[places], weights, state)
+                tags[own], weights[own], state[own] = files[number].tag[at], files[number].weights[at], files[number].state[at]
+            yield ModelRows(table, ids[places], tags, weights, state)
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
-    """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits. Raises CheckpointError where a file is damaged."""
-    checkpoint.verify()
+    """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits; of files that were verified. Raises CheckpointError."""
     tables = [layout.name for layout in checkpoint.contents.tables]
     return Digest().model(dense_of(checkpoint), tables, rows_by_id(checkpoint))

@@ -98,7 +98,8 @@ def save(
         ordinals = given_ordinals(saved.schedule, step)
         on_rows(0, int(ordinals.sum()))
         files = _write_all(temporary, saved, _new_rows(saved, ordinals, base, on_rows), bits, base)
-        return Contents.made(manifest, step, saved.status.totals, saved.layouts, ordinals, files, dense, base, sizes)
+        encoded = saved.features.to_dict(), saved.encoding
+        return Contents.made(manifest, *encoded, step, saved.status.totals, saved.layouts, ordinals, files, dense, base, sizes)
 
     return published(folder, step, write)
 

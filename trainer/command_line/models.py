@@ -1,11 +1,11 @@
-"""`foreload evaluate`, `predict`, `lookup`, `export` and `digest`: what a run's model is worth, what it says, and what it is."""
+"""`foreload evaluate`, `predict`, `lookup`, `export` and `digest`: what a model is worth, what it says, and what it is."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from foreload.trainer.command_line.shared import add_command, tell
+from foreload.trainer.command_line.shared import add_command, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.manifest import inexact_text
 
@@ -14,13 +14,14 @@ def add_to(commands: Any) -> None:
     """Declare the commands."""
     evaluate = add_command(
         commands, "evaluate", _evaluate, "measure a run's model on held-out data",
-        "Computes log loss, AUC and normalised entropy of the model on the evaluation steps of a schedule.",
+        "Computes log loss, AUC and normalised entropy of the model on the evaluation steps of a schedule.", or_checkpoint=True,
     )  # fmt: skip
     evaluate.add_argument("schedule", nargs="?", metavar="SCHEDULE", help="evaluate on this one instead of the run's own")
     predict = add_command(
         commands, "predict", _predict, "what a run's model says of raw records",
         "Writes the probability of each record, in order: records are read and encoded as those that the run was trained on, labels are not "
         "needed, and values never seen are as in evaluation. Malformed records are left out, as many as the schedule's --max-rejects allows.",
+        or_checkpoint=True,
     )  # fmt: skip
     predict.add_argument(
         "sources", nargs="+", metavar="FILE", help="files or quoted globs, read in the order given; .gz and .zst too"
@@ -34,23 +35,33 @@ def add_to(commands: Any) -> None:
         help="whose evaluation samples these records are, in order: the logits are then those of `foreload evaluate`, bit for bit",
     )  # fmt: skip
     predict.add_argument("--logits", action="store_true", help="write logits instead, as a column logit")
+    add_schedule(predict)
     lookup = add_command(
         commands, "lookup", _lookup, "rows of a run's model by raw value",
         "Prints the embedding of each value of a table, encoded as the schedule says: value, id, whether the row was trained (else it has its "
-        "initial value), and the vector.",
+        "initial value), and the vector.", or_checkpoint=True,
     )  # fmt: skip
     lookup.add_argument("table", metavar="TABLE", help="as the feature file names it; a feature of its own has one of its name")
     lookup.add_argument("values", nargs="+", metavar="VALUE", help="raw values; an empty one is a missing value")
     lookup.add_argument("--ids", action="store_true", help="the values are ids")
+    add_schedule(lookup)
     export = add_command(
         commands, "export", _export, "write a run's model to files",
         "Writes every trained row as Parquet, one file a table with columns id, weight and state, and value where a vocabulary has "
-        "it, and the dense part as safetensors; encoding.json says how values that are hashed become ids.",
+        "it, and the dense part as safetensors; encoding.json says how values that are hashed become ids. With --since an increment: only the rows "
+        "that changed since, for `foreload apply`.", or_checkpoint=True,
     )  # fmt: skip
+    export.add_argument(
+        "--since",
+        metavar="STEP|CHECKPOINT|EXPORT",
+        help="write the increment that goes on from the model after that step, of that checkpoint or export",
+    )
+    add_schedule(export)
     export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
     add_command(
         commands, "digest", _digest, "print a fingerprint of a run's model",
         "Prints the SHA-256 of every bit of the model of a run, or of a checkpoint: equal digests mean equal models (docs/definitions.md).",
+        or_checkpoint=True,
     )  # fmt: skip
 
 
@@ -70,7 +81,7 @@ def _predict(parsed: argparse.Namespace) -> int:
 
     predict.check_out(parsed.out)
     records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
-    batches = predict.run(parsed.run, parsed.store, records)
+    batches = predict.run(parsed.run, parsed.store, records, parsed.schedule)
     if parsed.logits:
         written = predict.write(parsed.out, batches, "logit")
     else:
@@ -81,9 +92,8 @@ def _predict(parsed: argparse.Namespace) -> int:
 def _lookup(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import lookup
 
-    answer = lookup.run(
-        parsed.run, parsed.store, parsed.table, None if parsed.ids else parsed.values, parsed.values if parsed.ids else None
-    )
+    values, ids = (None, parsed.values) if parsed.ids else (parsed.values, None)
+    answer = lookup.run(parsed.run, parsed.store, parsed.table, values, ids, parsed.schedule)
     rows = [
         {"value": value, "id": int(row_id), "trained": bool(trained), "vector": vector.tolist()}
         for value, row_id, trained, vector in zip(parsed.values, answer.ids, answer.trained, answer.weights, strict=True)
@@ -98,13 +108,15 @@ def _lookup(parsed: argparse.Namespace) -> int:
 def _export(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import export
 
-    about = export.run(parsed.run, parsed.store, parsed.out)
+    about = export.run(parsed.run, parsed.store, parsed.out, parsed.since, parsed.schedule)
     rows = sum(table["rows"] for table in about["tables"])
-    return tell(
-        parsed,
-        about,
-        f"{parsed.out}: {rows:,} rows of {len(about['tables'])} tables, and the dense part, after step {about['step']}",
-    )
+    if "since" in about:
+        whole = sum(table["whole_rows"] for table in about["tables"])
+        counted = f"{rows:,} of {whole:,} rows, those changed after step {about['since']['step']},"
+    else:
+        counted = f"{rows:,} rows"
+    text = f"{parsed.out}: {counted} of {len(about['tables'])} tables, and the dense part, after step {about['step']}"
+    return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
 
 
 def _digest(parsed: argparse.Namespace) -> int:

@@ -23,10 +23,16 @@ class Parser(argparse.ArgumentParser):
         raise SettingError(f"{masked(message)}; see `{self.prog} --help`")
 
 
-def add_command(commands: Any, name: str, command: Command, help: str, description: str) -> argparse.ArgumentParser:
-    """A command about a run, with RUN, --store and --json, to which further arguments can be added."""
+def add_command(
+    commands: Any, name: str, command: Command, help: str, description: str, or_checkpoint: bool = False
+) -> argparse.ArgumentParser:
+    """A command about a run, with RUN, --store and --json, to which further arguments can be added. or_checkpoint: it takes a checkpoint as well."""
     added = add_plain(commands, name, command, help, description)
-    added.add_argument("run", metavar="RUN", help="the folder that `foreload train --run` wrote")
+    of_run = "the folder that `foreload train --run` wrote"
+    if or_checkpoint:
+        added.add_argument("run", metavar="RUN|CHECKPOINT", help=f"{of_run}, or one that `foreload checkpoint save` wrote")
+    else:
+        added.add_argument("run", metavar="RUN", help=of_run)
     added.add_argument(
         "--store",
         metavar="URL,...",
@@ -34,6 +40,13 @@ def add_command(commands: Any, name: str, command: Command, help: str, descripti
     )
     add_json(added, "result")
     return added
+
+
+def add_schedule(command: argparse.ArgumentParser) -> None:
+    """The flag --schedule of a command that may need the schedule of a checkpoint."""
+    command.add_argument(
+        "--schedule", metavar="SCHEDULE", help="where the schedule of a CHECKPOINT is now, if it is needed and was moved"
+    )
 
 
 def add_plain(commands: Any, name: str, command: Command, help: str, description: str) -> argparse.ArgumentParser:

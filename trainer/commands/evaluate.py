@@ -1,4 +1,4 @@
-"""`foreload evaluate`: log loss, AUC and normalised entropy of a run's model on the evaluation steps of a schedule."""
+"""`foreload evaluate`: log loss, AUC and normalised entropy of a run's model, or a checkpoint's, on the evaluation steps of a schedule."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.pipelines.schedule.kept import last_occupants
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.metrics import BinaryMetrics
 from foreload.trainer.errors import LossNotFinite, RunError
-from foreload.trainer.run.saved_run import SavedRun, open_saved
-from foreload.trainer.run.trained_model import DenseForward, ModelRowReader
+from foreload.trainer.run.saved_model import SavedModel, check_fitting
+from foreload.trainer.run.trained_model import DenseForward
 
 _KEY = np.dtype([("table", np.int16), ("id", np.int64)])
 
@@ -42,19 +43,19 @@ class Evaluated:
 
 
 def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
-    """Evaluate on the run's own schedule, or on another one of the same features.
+    """Evaluate the model of a run or a checkpoint on its own schedule, or on another one of the same features.
 
     Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
     """
     metrics = BinaryMetrics()
-    with open_saved(path, store) as saved:
-        used = saved.schedule if schedule is None else fitting(saved, Schedule(schedule))
-        for one in evaluated(saved, used):
+    with open_model(path, store) as model:
+        used = model.schedule if schedule is None else check_fitting(model, Schedule(schedule))
+        for one in evaluated(model, used):
             metrics.add(one.logits, one.labels)
     result = metrics.result()
     return {
         "schedule": str(used.path),
-        "step": saved.status.step,
+        "step": model.step,
         "samples": result.samples,
         "log_loss": result.log_loss,
         "auc": result.auc,
@@ -62,27 +63,16 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
     }
 
 
-def evaluated(saved: SavedRun, schedule: Schedule) -> Iterator[Evaluated]:
+def evaluated(model: SavedModel, schedule: Schedule) -> Iterator[Evaluated]:
     """Every slice of the evaluation after a schedule's last epoch, with the model's logits. Raises RunError and LossNotFinite."""
-    numerics.set_up(saved.job.threads, cpu_capability=saved.job.cpu_capability)
+    numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
     wanted = _distinct_rows(schedule)
-    weights, dense_part = _weights(saved, wanted), DenseForward(saved)
+    weights, dense_part = _weights(model, wanted), DenseForward(model)
     for step in last_pass(schedule):
         for lane, logits in _logits(dense_part, step, wanted, weights):
             if not logits.isfinite().all():
-                raise LossNotFinite(f"run {saved.run.path}, evaluation step {step.number}", lane, math.nan)
+                raise LossNotFinite(f"{model.name}, evaluation step {step.number}", lane, math.nan)
             yield Evaluated(step.lanes[lane].numbers, step.lanes[lane].labels, logits.numpy())
-
-
-def fitting(saved: SavedRun, schedule: Schedule) -> Schedule:
-    """A schedule on which a run can be evaluated. Raises RunError where its features or their encoding are others."""
-    mine, other = saved.schedule.header, schedule.header
-    if other.features != mine.features or other.settings.get("encoding") != mine.settings.get("encoding"):
-        raise RunError(
-            f"schedule {schedule.path}: its features or their encoding are not those that the run was trained on ({saved.schedule.path}); "
-            "prepare it with the same feature file, and --after that schedule where vocabularies or standardised columns are counted"
-        )
-    return schedule
 
 
 def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
@@ -117,11 +107,11 @@ def _distinct_rows(schedule: Schedule) -> np.ndarray:
     return np.unique(np.concatenate(of_steps))
 
 
-def _weights(saved: SavedRun, wanted: np.ndarray) -> Tensor:
-    """The rows' weights, float32 [n, W of the widest]: from the store where trained, else initial."""
-    weights = np.zeros((len(wanted), max(layout.width for layout in saved.layouts)), np.float32)
-    reader = ModelRowReader(saved)
-    for table, layout in enumerate(saved.layouts):
+def _weights(model: SavedModel, wanted: np.ndarray) -> Tensor:
+    """The rows' weights, float32 [n, W of the widest]: as the model has them where trained, else initial."""
+    weights = np.zeros((len(wanted), max(layout.width for layout in model.layouts)), np.float32)
+    reader = model.row_source()
+    for table, layout in enumerate(model.layouts):
         of_table = np.flatnonzero(wanted["table"] == table)
         weights[of_table, : layout.width] = reader.read(table, wanted["id"][of_table])[0]
     return torch.from_numpy(weights)

@@ -1,92 +1,168 @@
-"""`foreload export`: every trained row as Parquet, one file a table, and the dense part as safetensors.
+"""`foreload export`: every trained row as Parquet, one file a table, and the dense part as safetensors; or an increment, with the rows that changed.
 
 Ids of a vocabulary stand beside their values; where values are hashed, encoding.json says how.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.files import replacing, write_json
+from foreload.pipelines.base.files import is_full, replacing, write_json
+from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.vocabulary import Vocabulary
-from foreload.trainer.commands.predict import encoding_of
-from foreload.trainer.errors import RunError
-from foreload.trainer.run.model_rows import ModelRows
-from foreload.trainer.run.saved_run import SavedRun, open_saved
+from foreload.trainer.checkpoints.format import MANIFEST as CHECKPOINT
+from foreload.trainer.checkpoints.saved_checkpoint import open_model
+from foreload.trainer.errors import ExportError
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.resume import FREE_SETTINGS, NUMERICS_SETTINGS
+from foreload.trainer.run.saved_model import SavedModel, encoder_of
+from foreload.trainer.serving.format import (
+    ABOUT,
+    DENSE_STATE,
+    ENCODING,
+    MODEL,
+    Export,
+    ExportRows,
+    TableWriter,
+    state_of,
+    write_about,
+)
 
-MODEL, DENSE_STATE, ABOUT, ENCODING = "model.safetensors", "optimizer.safetensors", "export.json", "encoding.json"
 _HASH = (
     "id = 1 + hash64(UTF-8 bytes of the text) mod (rows - 1), 0 where missing; hash64 is defined (docs/definitions.md, Mixing)"
 )
+_IN_THE_MODEL = ("model", "model_options", "dim")
 
 
-def run(path: str, store: str | None, out: str) -> dict[str, Any]:
-    """Write the folder `out`, whole or not at all; returns what stands in its export.json. Raises RunError if it exists."""
+@dataclass(frozen=True, slots=True)
+class Predecessor:
+    """What an increment goes on from: a step, and where more is known of it, the manifest of an export that it would be (but for its files)."""
+
+    step: int
+    state: str | None = None
+    about: dict[str, Any] | None = None
+    where: str = ""
+
+
+def run(path: str, store: str | None, out: str, since: str | None = None, schedule: str | None = None) -> dict[str, Any]:
+    """Write the folder `out`, whole or not at all; returns what stands in its export.json.
+
+    path: of a run, or of a checkpoint. since: a step, a checkpoint or an export: write the increment that goes on from there. schedule: where that of
+    a checkpoint is now, which is needed where there are vocabularies. Raises ExportError if `out` exists, or cannot be written.
+    """
     target = Path(out)
     if target.exists():
-        raise RunError(f"--out: {out} exists already; choose a new folder")
+        raise ExportError(f"--out: {out} exists already; choose a new folder")
     there = next(folder for folder in target.absolute().parents if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise RunError(f"--out: cannot write {out}: {there} is no folder that may be written to; choose another folder")
-    with open_saved(path, store) as saved:
+        raise ExportError(f"--out: cannot write {out}: {there} is no folder that may be written to; choose another folder")
+    before = None if since is None else predecessor(since)
+    with open_model(path, store, schedule) as model:
+        dense = _dense_files(model)
+        told = _told(model)
+        if before is not None:
+            _check_since(model, before, told)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(target) as temporary:
+            with replacing(target, durable=True) as temporary:
                 temporary.mkdir()
-                about = _write(saved, temporary)
+                for name, data in dense.items():
+                    (temporary / name).write_bytes(data)
+                return _write(model, temporary, told, before)
         except OSError as error:
-            raise RunError(
-                f"--out: cannot write {out}: {error.strerror or error}; free the disk or choose another folder"
-            ) from error
-    return about
+            why = "the disk is full" if is_full(error) else error.strerror or error
+            raise ExportError(f"--out: cannot write {out}: {why}; free the disk or choose another folder") from error
 
 
-def _write(saved: SavedRun, folder: Path) -> dict[str, Any]:
-    parameters, state = saved.dense()
-    save_file(parameters, folder / MODEL)
-    save_file(state, folder / DENSE_STATE)
-    names = [quote(layout.name, safe=" ") + ".parquet" for layout in saved.layouts]
-    counts = [0] * len(names)
-    batches = saved.rows()
-    batch = next(batches, None)
-    features, encoder = encoding_of(saved.schedule)
-    for table, layout in enumerate(saved.layouts):
-        vocabulary = encoder.vocabularies.get(table)
-        with pq.ParquetWriter(folder / names[table], _schema(layout, vocabulary), compression="zstd") as writer:
-            while batch is not None and batch.table == table:
-                writer.write_table(_arrow(batch, layout, vocabulary))
-                counts[table] += len(batch.ids)
-                batch = next(batches, None)
-    job = saved.manifest.job
-    about = {
-        "step": saved.status.step,
-        "seed": saved.job.seed,
-        "model": {name: job[name] for name in ("model", "model_options", "dim")},
+def predecessor(since: str) -> Predecessor:
+    """What --since names: the number of a step, or the folder of a checkpoint or of an export. Raises ExportError and CheckpointError."""
+    if since.isdecimal():
+        return Predecessor(int(since))
+    if (Path(since) / CHECKPOINT).exists():
+        with open_model(since, None) as model:
+            told = _told(model)
+            sums = {name: hashlib.sha256(data).hexdigest() for name, data in _dense_files(model).items()}
+            return Predecessor(model.step, state_of(told, sums[MODEL], sums[DENSE_STATE]), told, since)
+    if not (Path(since) / ABOUT).exists():
+        raise ExportError(
+            f"--since: must be the number of a step, a checkpoint or an export; got {since!r}, which has neither's manifest"
+        )
+    export = Export.open(since)
+    return Predecessor(export.step, export.state, export.about, since)
+
+
+def _check_since(model: SavedModel, before: Predecessor, told: dict[str, Any]) -> None:
+    first = model.manifest.stages[0].first_step
+    if not first <= before.step < model.step:
+        raise ExportError(
+            f"--since: must be of a step in {first} .. {model.step - 1}, before that of {model.name}, {model.step}; got {before.step}"
+            + ("; nothing was trained since" if before.step == model.step else "")
+        )
+    if before.about is None and told["inexact"] is not None:
+        raise ExportError(
+            f"--since: must be a checkpoint or an export where weights were rounded, as in {model.name}: the number of a step does not say whether "
+            f"that was before; got {before.step}"
+        )
+    if before.about is not None:
+        Export(Path(model.name), told).check_same_model(before.about, before.where)
+
+
+def _dense_files(model: SavedModel) -> dict[str, bytes]:
+    parameters, state = model.dense()
+    return {MODEL: save(parameters), DENSE_STATE: save(state)}
+
+
+def _told(model: SavedModel) -> dict[str, Any]:
+    """What a manifest says of the model, whatever of it is exported."""
+    job = model.manifest.job
+    beside = {*FREE_SETTINGS, *NUMERICS_SETTINGS, *_IN_THE_MODEL, "seed"}
+    return {
+        "step": model.step,
+        "seed": model.job.seed,
+        "model": {name: job[name] for name in _IN_THE_MODEL},
+        "settings": {name: job[name] for name, setting in settings_of(TrainJob).items() if setting.stated and name not in beside},
+        "inexact": model.manifest.caveats["inexact"],
         "dense": MODEL,
         "dense_optimizer_state": DENSE_STATE,
         "tables": [
             {
-                "name": layout.name, "file": names[table], "rows": counts[table], "table_rows": layout.rows,
+                "name": layout.name, "file": quote(layout.name, safe=" ") + ".parquet", "table_rows": layout.rows,
                 "parts": [list(part) for part in layout.parts], "optimizer": layout.optimizer,
             }
-            for table, layout in enumerate(saved.layouts)
+            for layout in model.layouts
         ],
     }  # fmt: skip
+
+
+def _write(model: SavedModel, folder: Path, told: dict[str, Any], before: Predecessor | None) -> dict[str, Any]:
+    features = model.features
+    vocabularies = encoder_of(model)[1].vocabularies if features.vocabulary_tables else {}
+    whole = model.row_counts()
+    batches = model.rows(None if before is None else before.step)
+    batch = next(batches, None)
+    for table, (layout, entry) in enumerate(zip(model.layouts, told["tables"], strict=True)):
+        vocabulary = vocabularies.get(table)
+        with TableWriter(folder / entry["file"], layout, vocabulary is not None) as writer:
+            while batch is not None and batch.table == table:
+                values = None if vocabulary is None else vocabulary.texts(batch.ids)
+                writer.add(ExportRows(batch.ids, batch.weights, batch.state, values))
+                batch = next(batches, None)
+        entry["rows"] = writer.rows
+        if before is not None:
+            entry["whole_rows"] = int(whole[table])
+    if before is not None:
+        told["since"] = {"step": before.step, "state": before.state}
     if any(feature.encoding == "hash" for feature in features.features):
-        about["encoding"] = ENCODING
+        told["encoding"] = ENCODING
         write_json(folder / ENCODING, _encoding(features))
-    write_json(folder / ABOUT, about)
-    return about
+    return write_about(folder, told)
 
 
 def _encoding(features: FeatureSpec) -> dict[str, Any]:
@@ -100,24 +176,3 @@ def _encoding(features: FeatureSpec) -> dict[str, Any]:
     ]  # fmt: skip
     tables = [{"name": table.name, "rows": table.rows} for table in features.tables]
     return {"features": told, "tables": tables, "missing": ["", *features.text.missing], "hash": _HASH}
-
-
-def _schema(layout: RowLayout, vocabulary: Vocabulary | None) -> pa.Schema:
-    columns = [
-        pa.field("id", pa.int64(), nullable=False),
-        pa.field("weight", pa.list_(pa.float32(), layout.width)),
-        pa.field("state", pa.list_(pa.float32(), layout.state_width)),
-    ]
-    # None for the ids of what is missing, and of all values that the vocabulary does not have.
-    return pa.schema(columns + ([] if vocabulary is None else [pa.field("value", pa.string())]))
-
-
-def _arrow(batch: ModelRows, layout: RowLayout, vocabulary: Vocabulary | None) -> pa.Table:
-    columns: list[pa.Array] = [pa.array(batch.ids)]
-    for values, width in ((batch.weights, layout.width), (batch.state, layout.state_width)):
-        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-        kind = pa.list_(pa.float32(), width)
-        columns.append(pa.FixedSizeListArray.from_arrays(flat, type=kind) if width else pa.array([[]] * len(batch.ids), kind))
-    if vocabulary is not None:
-        columns.append(vocabulary.texts(batch.ids))
-    return pa.Table.from_arrays(columns, schema=_schema(layout, vocabulary))

@@ -1,4 +1,4 @@
-"""`foreload lookup`: rows of a run's model by raw value, encoded as the schedule says, or by id."""
+"""`foreload lookup`: rows of a run's model, or a checkpoint's, by raw value, encoded as the schedule says, or by id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.commands.predict import encoding_of
-from foreload.trainer.run.saved_run import open_saved
-from foreload.trainer.run.trained_model import ModelRowReader
+from foreload.trainer.checkpoints.saved_checkpoint import open_model
+from foreload.trainer.run.saved_model import SavedModel, encoder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +24,42 @@ class FoundRows:
 
 
 def run(
-    path: str, store: str | None, table: str, values: Sequence[str | int | None] | None, ids: Sequence[int] | None = None
+    path: str,
+    store: str | None,
+    table: str,
+    values: Sequence[str | int | None] | None,
+    ids: Sequence[int] | None = None,
+    schedule: str | None = None,
 ) -> FoundRows:
-    """The rows of a table for raw values (None or "" where missing), or for ids, if these are given. Raises SettingError for what is neither."""
-    with open_saved(path, store) as saved:
-        names = [one.name for one in saved.schedule.header.features.tables]
+    """The rows of a table for raw values (None or "" where missing), or for ids, if these are given. Raises SettingError for what is neither.
+
+    path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now.
+    """
+    with open_model(path, store, schedule) as model:
+        names = [one.name for one in model.features.tables]
         if table not in names:
             raise SettingError(f"TABLE: must be one of {', '.join(names)}; got {table!r}")
         place = names.index(table)
-        wanted = _ids_of(saved.schedule, place, values or ()) if ids is None else _checked(saved.schedule, place, ids)
+        wanted = _ids_of(model, place, values or ()) if ids is None else _checked(model, place, ids)
         distinct, inverse = np.unique(wanted, return_inverse=True)
-        weights, trained = ModelRowReader(saved).read(place, distinct)
-        return FoundRows(wanted, weights[inverse], trained[inverse], saved.status.step)
+        weights, trained = model.row_source().read(place, distinct)
+        return FoundRows(wanted, weights[inverse], trained[inverse], model.step)
 
 
-def _ids_of(schedule: Schedule, table: int, values: Sequence[str | int | None]) -> np.ndarray:
-    features, encoder = encoding_of(schedule)
+def _ids_of(model: SavedModel, table: int, values: Sequence[str | int | None]) -> np.ndarray:
+    features, encoder = encoder_of(model)
     feature = next(one for one in features.features if one.table == table)
     if feature.encoding == "id":
         given = [0 if value in (None, "") else value for value in values]
-        return _checked(schedule, table, given)
+        return _checked(model, table, given)
     texts = [None if value is None else str(value) for value in values]
     missing = set(features.text.missing)
     texts = [None if text in missing else text for text in texts]
     return np.asarray(encoder.ids(feature, pa.array(texts, pa.string())), np.int64)
 
 
-def _checked(schedule: Schedule, table: int, given: Sequence[object]) -> np.ndarray:
-    rows = schedule.header.features.table_rows[table]
+def _checked(model: SavedModel, table: int, given: Sequence[object]) -> np.ndarray:
+    rows = model.features.table_rows[table]
     ids = []
     for value in given:
         text = str(value).strip()

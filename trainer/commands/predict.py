@@ -18,8 +18,6 @@ import pyarrow.parquet as pq
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.base.progress import Display
 from foreload.pipelines.errors import RecordError, SettingError, SourceError
-from foreload.pipelines.samples import encoding_state
-from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
@@ -27,11 +25,12 @@ from foreload.pipelines.sources import Source, plan_splits, read_records
 from foreload.pipelines.sources.files import match_files, open_stream
 from foreload.pipelines.sources.heads import delimiter_of
 from foreload.pipelines.sources.splits import Format
-from foreload.trainer.commands.evaluate import fitting, last_pass
+from foreload.trainer.checkpoints.saved_checkpoint import open_model
+from foreload.trainer.commands.evaluate import last_pass
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.saved_run import SavedRun, open_saved
-from foreload.trainer.run.trained_model import DenseForward, ModelRowReader
+from foreload.trainer.run.saved_model import RowSource, SavedModel, check_fitting, encoder_of
+from foreload.trainer.run.trained_model import DenseForward
 
 FORMATS = ("criteo", "csv", "tsv", "parquet")
 _READ_SAMPLES = 1 << 14  # whose rows are read from the store at once
@@ -52,23 +51,24 @@ class Records:
     steps_of: str | None = None
 
 
-def run(path: str, store: str | None, records: Records) -> Iterator[np.ndarray]:
+def run(path: str, store: str | None, records: Records, schedule: str | None = None) -> Iterator[np.ndarray]:
     """Logits, float32 [n], batch after batch, one a well-formed record, in their order; memory is bounded by a batch.
 
+    path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now.
     Records that are malformed are left out, as many as --max-rejects of the schedule allows; that, and how far it is, stderr is told. Raises
     RecordError where there are more, SourceError, and RunError where they are not the evaluation's of `steps_of`.
     """
-    with open_saved(path, store) as saved:
-        numerics.set_up(saved.job.threads, cpu_capability=saved.job.cpu_capability)
-        samples = _samples(saved.schedule, records)
-        header = saved.schedule.header
+    with open_model(path, store, schedule) as model:
+        numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
+        samples = _samples(model, records)
+        header = model.schedule.header
         if records.steps_of is None:
             cuts = _in_order(header.batch_size, header.lanes)
         else:
-            cuts = _evaluated(fitting(saved, Schedule(records.steps_of)))
+            cuts = _evaluated(check_fitting(model, Schedule(records.steps_of)))
         count = 0
         with closing(Display(lambda: f"predict: {count:,} records", _LINE_SECONDS)) as display:
-            for logits in _predicted(saved, _cut(samples, cuts, records)):
+            for logits in _predicted(model, _cut(samples, cuts, records)):
                 count += len(logits)
                 display.tick()
                 yield logits
@@ -138,13 +138,12 @@ def _no_evaluation(records: Records, what: str) -> RunError:
     )
 
 
-def _predicted(saved: SavedRun, steps: Iterator[tuple[Samples, _Cut]]) -> Iterator[np.ndarray]:
-    reader, dense_part = ModelRowReader(saved), DenseForward(saved)
-    features = saved.schedule.header.features
-    tables = np.array([feature.table for feature in features.features], np.int64)
-    at_once = max(1, _READ_SAMPLES // saved.schedule.header.batch_size)
+def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]]) -> Iterator[np.ndarray]:
+    reader, dense_part = model.row_source(), DenseForward(model)
+    tables = np.array([feature.table for feature in model.features.features], np.int64)
+    at_once = max(1, _READ_SAMPLES // model.schedule.header.batch_size)
     while group := list(islice(steps, at_once)):
-        known = _rows(saved, reader, [samples for samples, _ in group], tables)
+        known = _rows(reader, len(model.layouts), [samples for samples, _ in group], tables)
         for samples, cut in group:
             logits = np.empty(len(samples), np.float32)
             for places in cut.slices:
@@ -167,11 +166,12 @@ _Known = dict[int, tuple[np.ndarray, np.ndarray]]
 """Per table the ids known, int64 [n] ascending, and their weights, float32 [n, W]."""
 
 
-def _rows(saved: SavedRun, reader: ModelRowReader, group: Sequence[Samples], tables: np.ndarray) -> _Known:
+def _rows(reader: RowSource, count: int, group: Sequence[Samples], tables: np.ndarray) -> _Known:
+    """The rows that the samples of a group use, of `count` tables."""
     of_lookup = np.concatenate([_lookup_tables(samples, tables) for samples in group])
     ids = np.concatenate([samples.ids for samples in group])
     known = {}
-    for table in range(len(saved.layouts)):
+    for table in range(count):
         wanted = np.unique(ids[of_lookup == table])
         known[table] = wanted, reader.read(table, wanted)[0]
     return known
@@ -197,19 +197,10 @@ def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndar
 # -- Raw records ------------------------------------------------------------------------------------------------------------------
 
 
-def encoding_of(schedule: Schedule) -> tuple[FeatureSpec, Encoder]:
-    """The features of a schedule, and what encodes by its vocabularies and scales. Raises ScheduleError where these are
-    damaged, RunError where they are not what the schedule was prepared with.
-    """
-    folder, features = schedule.path / encoding_state.FOLDER, schedule.header.features
-    if encoding_state.identity(folder) != schedule.header.settings.get("encoding"):
-        raise RunError(f"schedule {schedule.path}: its encoding is not what it was prepared with; put that folder back")
-    return encoding_state.load(folder, features)
-
-
-def _samples(schedule: Schedule, records: Records) -> Iterator[Samples]:
+def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
     """The well-formed records, encoded, in pieces. Raises SourceError and RecordError."""
-    spec, encoder = encoding_of(schedule)
+    schedule = model.schedule
+    spec, encoder = encoder_of(model)
     kind = records.format or _format(schedule, records.sources)
     if kind not in FORMATS:
         raise SettingError(f"--format: must be one of {', '.join(FORMATS)}; got {kind!r}")

@@ -16,20 +16,29 @@ from foreload.pipelines.schedule.reader import Schedule
 
 @dataclass(frozen=True, slots=True)
 class ModelRows:
-    """Rows of one table: ids int64 [n] ascending, weights float32 [n, W], state float32 [n, S]."""
+    """Rows of one table: ids int64 [n] ascending, tags int32 [n], weights float32 [n, W], state float32 [n, S]."""
 
     table: int
     ids: np.ndarray
+    tags: np.ndarray
     weights: np.ndarray
     state: np.ndarray
 
+    def changed_after(self, step: int) -> ModelRows:
+        """Those that a training step after `step` changed."""
+        changed = self.tags > step + 1
+        if changed.all():
+            return self
+        return ModelRows(self.table, self.ids[changed], self.tags[changed], self.weights[changed], self.state[changed])
+
 
 def model_rows(
-    schedule: Schedule, step: int, stored: StoredRows, last_batches: Sequence[int] | None = None
+    schedule: Schedule, step: int, stored: StoredRows, last_batches: Sequence[int] | None = None, since: int | None = None
 ) -> Iterator[ModelRows]:
     """Every row trained up to and including training step `step`, by (table, id), as the store holds it after a clean stop there.
 
-    last_batches: per lane the number of its last write-back batch, checked against the store shards. Raises RowError and StoreError.
+    last_batches: per lane the number of its last write-back batch, checked against the store shards. since: give only rows that a later step
+    than that changed; few others are read. Raises RowError and StoreError.
     """
     header = schedule.header
     # At its end a schedule has given all ordinals that its row table has.
@@ -38,10 +47,14 @@ def model_rows(
         if ordinals is not None:
             given = batch["ordinal"] < ordinals[batch["lane"], batch["table"]]
             batch = {name: values[given] for name, values in batch.items()}
+        if since is not None:
+            may_be = batch["tag"] > since + 1
+            batch = {name: values[may_be] for name, values in batch.items()}
         # A batch may end one table and begin the next.
         for table in np.unique(batch["table"]):
             of_table = batch["table"] == table
-            yield _read(int(table), {name: values[of_table] for name, values in batch.items()}, step, stored, last_batches)
+            rows = _read(int(table), {name: values[of_table] for name, values in batch.items()}, step, stored, last_batches)
+            yield rows if since is None else rows.changed_after(since)
 
 
 def _read(
@@ -50,6 +63,7 @@ def _read(
     layout = stored.layouts[table]
     count = len(rows["id"])
     weights, state = np.empty((count, layout.width), np.float32), np.empty((count, layout.state_width), np.float32)
+    last_changes = np.empty(count, np.int32)
     tags = np.minimum(rows["tag"], step + 1)
     # The row table knows the last change of the whole schedule; of a row that changes after `step`, the last one up to it is not known.
     tag_is_known = tags == rows["tag"]
@@ -60,7 +74,8 @@ def _read(
         stored_rows = lane_rows(stored, int(lane), expected, tag_is_known[places], last_batch)
         weights[places] = stored_rows.weights[:, : layout.width]
         state[places] = stored_rows.state[:, : layout.state_width]
-    return ModelRows(table, rows["id"], weights, state)
+        last_changes[places] = stored_rows.tag
+    return ModelRows(table, rows["id"], last_changes, weights, state)
 
 
 def lane_rows(stored: StoredRows, lane: int, expected: RowColumns, exact: np.ndarray, last_batch: int | None = None) -> Rows:

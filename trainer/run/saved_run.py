@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from foreload.cache.errors import StoreError
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.errors import RunError
@@ -24,16 +26,18 @@ from foreload.trainer.run.assembly import Start, stored_rows_at
 from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.directory import DENSE, Run, locked, open_stores
+from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
+from foreload.trainer.run.trained_model import StoreRowReader
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run that was stopped or has ended, with its store open."""
+    """A run that was stopped or has ended, with its store open: a SavedModel."""
 
     run: Run
     manifest: Manifest
@@ -44,13 +48,43 @@ class SavedRun:
     stored: StoredRows
 
     @property
+    def name(self) -> str:
+        """For messages."""
+        return f"run {self.run.path}"
+
+    @property
+    def step(self) -> int:
+        """The last one trained."""
+        return self.status.step
+
+    @property
+    def features(self) -> FeatureSpec:
+        """Those of its schedule."""
+        return self.schedule.header.features
+
+    @property
+    def encoding(self) -> str | None:
+        """The identity of its schedule's encoding state."""
+        identity: str | None = self.schedule.header.settings.get("encoding")
+        return identity
+
+    @property
     def last_batches(self) -> tuple[int, ...]:
         """Per lane the number of its last write-back batch."""
         return tuple(int(self.status.batches[str(lane)]) for lane in range(self.manifest.lanes))
 
-    def rows(self) -> Iterator[ModelRows]:
-        """Every trained row by (table, id), checked against the schedule."""
-        return model_rows(self.schedule, self.status.step, self.stored, self.last_batches)
+    def rows(self, since: int | None = None) -> Iterator[ModelRows]:
+        """See SavedModel; checked against the schedule."""
+        return model_rows(self.schedule, self.status.step, self.stored, self.last_batches, since)
+
+    def row_counts(self) -> np.ndarray:
+        """See SavedModel."""
+        counts: np.ndarray = given_ordinals(self.schedule, self.status.step).sum(axis=0)
+        return counts
+
+    def row_source(self) -> StoreRowReader:
+        """See SavedModel."""
+        return StoreRowReader(self, self.stored, self.last_batches)
 
     def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Parameters by name, and optimizer state by "<parameter>/<key>"."""

@@ -1,41 +1,39 @@
-"""A saved run's model, to be asked: its rows by table and id, trained or initial, and its logits."""
+"""A model at rest, to be asked: its rows by table and id, trained or initial, and its logits."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.cache.protocol.reading import Expected, read_rows
-from foreload.cache.rows.initial import initial_weights
+from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.row_index import RowIndex
 from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.dense_file import load_parameters
-from foreload.trainer.run.saved_run import SavedRun
+from foreload.trainer.run.saved_model import SavedModel, initial_rows
 
 
-class ModelRowReader:
-    """The rows of a saved run's tables, also those that were never trained."""
+class StoreRowReader:
+    """The rows of a saved run's tables, also those that were never trained: a RowSource. stored, last_batches: its rows on the store, and per lane
+    the number of its last write-back batch.
+    """
 
-    def __init__(self, saved: SavedRun) -> None:
-        self._saved = saved
-        self._index = RowIndex(saved.schedule)
+    def __init__(self, model: SavedModel, stored: StoredRows, last_batches: Sequence[int]) -> None:
+        self._model, self._stored, self._last_batches = model, stored, last_batches
+        schedule = model.schedule
+        self._index = RowIndex(schedule)
         self._ordinals = None
-        if saved.status.step < saved.schedule.header.end_step - 1:
-            self._ordinals = ordinals_after(saved.schedule, saved.status.step)
+        if model.step < schedule.header.end_step - 1:
+            self._ordinals = ordinals_after(schedule, model.step)
 
     def read(self, table: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights float32 [n, W] of the rows with these ids (int64 [n], each once), and whether each was trained (bool [n]); else they are initial.
-
-        Raises RowError and StoreError.
-        """
-        saved = self._saved
-        layout = saved.layouts[table]
-        weights = np.zeros((len(ids), layout.width), np.float32)
-        initial_weights(saved.job.seed, table, np.ascontiguousarray(ids), layout.scale, weights, layout.init_columns)
+        """See RowSource."""
+        weights = initial_rows(self._model, table, ids)
         trained = np.zeros(len(ids), bool)
         located = self._index.find(table, ids)
         reached = np.ones(len(located.places), bool)
@@ -43,25 +41,25 @@ class ModelRowReader:
             reached = located.ordinal < self._ordinals[located.lane, table]
         for lane in np.unique(located.lane[reached]):
             chosen = np.flatnonzero(reached & (located.lane == lane))
-            tags = np.minimum(located.tag[chosen], saved.status.step + 1)
+            tags = np.minimum(located.tag[chosen], self._model.step + 1)
             # The last change of a row that changes after the run's step is not known, so any tag up to that is taken.
             tables = np.full(len(chosen), table, np.int16)
             expected = Expected(tables, located.ordinal[chosen], located.id[chosen], tags, int(lane), tag_at_most=True)
-            read = read_rows(saved.stored, expected, saved.last_batches[lane]).weights
-            weights[located.places[chosen]] = read[:, : layout.width]
+            read = read_rows(self._stored, expected, self._last_batches[lane]).weights
+            weights[located.places[chosen]] = read[:, : weights.shape[1]]
             trained[located.places[chosen]] = True
         return weights, trained
 
 
 class DenseForward:
-    """The dense part of a saved run, applied to slices. The process must be under the run's numerics."""
+    """The dense part of a model, applied to slices. The process must be under the run's numerics."""
 
-    def __init__(self, saved: SavedRun) -> None:
-        job, features = saved.job, saved.schedule.header.features
-        self._layout = BlockLayout.of(features, saved.layouts)
+    def __init__(self, model: SavedModel) -> None:
+        job, features = model.job, model.features
+        self._layout = BlockLayout.of(features, model.layouts)
         self._kernels = kernels_for("cpu")
         module = build_model(load_model(job.model, job.model_folder), model_spec(features, job.dim), job.model_options, job.seed)
-        load_parameters(module, saved.dense()[0])
+        load_parameters(module, model.dense()[0])
         self._module = module.eval()
 
     def logits(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:

@@ -1,0 +1,176 @@
+"""A checkpoint as a model that can be asked, without a store: what `evaluate`, `predict`, `lookup`, `export` and `digest` need of it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.reader import dense_of, digest_of, rows_by_id
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import CHECKPOINTS, KEPT
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.model_rows import ModelRows
+from foreload.trainer.run.saved_model import SavedModel, check_fitting, initial_rows
+from foreload.trainer.run.saved_run import open_saved
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint whose files were verified: a SavedModel. schedule_path: where its schedule is now; None: where it was."""
+
+    checkpoint: Checkpoint
+    schedule_path: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"checkpoint {self.checkpoint.path}"
+
+    @property
+    def step(self) -> int:
+        """The last one trained."""
+        return self.checkpoint.contents.step
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """That of a run with the rows as they are read from it."""
+        contents = self.checkpoint.contents
+        return replace(contents.run, inexact=contents.inexact)
+
+    @cached_property
+    def job(self) -> TrainJob:
+        """That of the run."""
+        return self.manifest.training_job
+
+    @cached_property
+    def features(self) -> FeatureSpec:
+        """Those of its schedule's header."""
+        return FeatureSpec.from_dict(self.checkpoint.contents.features)
+
+    @property
+    def encoding(self) -> str | None:
+        """The identity of its schedule's encoding state."""
+        return self.checkpoint.contents.encoding
+
+    @property
+    def layouts(self) -> tuple[RowLayout, ...]:
+        """Of its tables, in order."""
+        return self.checkpoint.contents.tables
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """See SavedModel: the one that was named, the one where it was, or what the run keeps in whose folder the checkpoint lies."""
+        if self.schedule_path is not None:
+            return check_fitting(self, Schedule(self.schedule_path))
+        stage = self.manifest.stages[-1]
+        places, folder = [Path(stage.path)], self.checkpoint.path.absolute().parent
+        if folder.name == CHECKPOINTS:
+            places.append(folder.parent / KEPT / stage.identity[:16])
+        why = f"{stage.path} is another one now"
+        for path in places:
+            try:
+                schedule = Schedule(path)
+            except ScheduleError as error:
+                why = str(error) if path == places[0] else why
+                continue
+            if schedule.identity == stage.identity:
+                return schedule
+        raise RunError(
+            f"{self.name}: needs the schedule that it was trained on for this: {why}; say where it is now: --schedule, or SCHEDULE of evaluate"
+        )
+
+    def rows(self, since: int | None = None) -> Iterator[ModelRows]:
+        """See SavedModel."""
+        rows = rows_by_id(self.checkpoint)
+        return rows if since is None else (some.changed_after(since) for some in rows)
+
+    def row_counts(self) -> np.ndarray:
+        """See SavedModel."""
+        counts: np.ndarray = np.array(self.checkpoint.contents.ordinals, np.int64).sum(axis=0)
+        return counts
+
+    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """See SavedModel."""
+        return dense_of(self.checkpoint)
+
+    def row_source(self) -> _SortedRows:
+        """See SavedModel."""
+        return _SortedRows(self)
+
+    def digest(self) -> str:
+        """See SavedModel."""
+        return digest_of(self.checkpoint)
+
+
+class _SortedRows:
+    """The rows of a checkpoint's tables, also those that were never trained: a RowSource.
+
+    A table is read when it is first asked for, with all others where the checkpoint cannot be mapped: its ids are held, 8 bytes a row, its weights by
+    ascending id in a temporary file without a name.
+    """
+
+    def __init__(self, model: SavedCheckpoint) -> None:
+        self._model = model
+        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def read(self, table: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See RowSource."""
+        if table not in self._tables:
+            self._load([table] if self._model.checkpoint.is_mappable else range(len(self._model.layouts)))
+        known, weights = self._tables[table]
+        places = np.searchsorted(known, ids)
+        there = places < len(known)
+        there[there] = known[places[there]] == ids[there]
+        found = initial_rows(self._model, table, ids)
+        found[there] = weights[places[there]]
+        return found, there
+
+    def _load(self, tables: Sequence[int]) -> None:
+        batches = rows_by_id(self._model.checkpoint, tables)
+        batch = next(batches, None)
+        for table in tables:
+            width, ids = self._model.layouts[table].width, [np.empty(0, np.int64)]
+            with tempfile.TemporaryFile() as file:
+                while batch is not None and batch.table == table:
+                    ids.append(batch.ids)
+                    file.write(np.ascontiguousarray(batch.weights).data)
+                    batch = next(batches, None)
+                file.flush()
+                known = np.concatenate(ids)
+                weights = np.empty((0, width), np.float32)
+                if len(known):
+                    weights = np.memmap(file, np.float32, "r", shape=(len(known), width))
+            self._tables[table] = known, weights
+
+
+@contextlib.contextmanager
+def open_model(path: str, store: str | None, schedule: str | None = None) -> Iterator[SavedModel]:
+    """The model of the run, or the checkpoint, in a folder.
+
+    store: as for `open_saved`, for a run; schedule: where the schedule of a checkpoint is now. Raises CheckpointError where a file of a checkpoint is
+    damaged, and what `open_saved` raises.
+    """
+    if (Path(path) / MANIFEST).exists():
+        torch.set_num_threads(1)
+        checkpoint = Checkpoint.open(path)
+        checkpoint.verify()
+        yield SavedCheckpoint(checkpoint, schedule)
+        return
+    with open_saved(path, store) as saved:
+        if schedule is not None:
+            raise RunError(f"--schedule: is for checkpoints; run {path} keeps what its model is read by; leave it out")
+        yield saved

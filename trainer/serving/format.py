@@ -1,0 +1,268 @@
+"""An export on disk: its manifest, its tables of rows, and which state of which model it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.files import read_sealed, write_sealed
+from foreload.trainer.errors import ExportError
+
+FORMAT = 1
+MODEL, DENSE_STATE, ABOUT, ENCODING = "model.safetensors", "optimizer.safetensors", "export.json", "encoding.json"
+
+GROUP_ROWS = 1 << 16
+"""Rows of a row group, but for a table's last one: the same however they come, so that equal models are equal files."""
+
+_OF_THE_MODEL = ("seed", "model", "settings", "inexact")
+_OF_A_TABLE = ("name", "table_rows", "parts", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRows:
+    """Rows of a table: ids int64 [n] ascending, weights float32 [n, W], state float32 [n, S], and, where a vocabulary has them, values string [n]."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    state: np.ndarray
+    values: pa.Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def encoded(self) -> pa.Table:
+        """As they stand in a file."""
+        columns = [pa.array(self.ids)]
+        for values in (self.weights, self.state):
+            kind = pa.list_(pa.float32(), values.shape[1])
+            flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+            lists = pa.FixedSizeListArray.from_arrays(flat, type=kind) if values.shape[1] else pa.array([[]] * len(self), kind)
+            columns.append(lists)
+        if self.values is not None:
+            columns.append(self.values)
+        schema = schema_of(self.weights.shape[1], self.state.shape[1], self.values is not None)
+        return pa.Table.from_arrays(columns, schema=schema)
+
+
+def schema_of(width: int, state_width: int, has_values: bool) -> pa.Schema:
+    """The columns of a table's file."""
+    columns = [
+        pa.field("id", pa.int64(), nullable=False),
+        pa.field("weight", pa.list_(pa.float32(), width)),
+        pa.field("state", pa.list_(pa.float32(), state_width)),
+    ]
+    # None for the ids of what is missing, and of all values that the vocabulary does not have.
+    return pa.schema(columns + ([pa.field("value", pa.string())] if has_values else []))
+
+
+class TableWriter:
+    """Writes the rows of a table, by ascending id over all calls, into a Parquet file whose bytes do not depend on how they were cut."""
+
+    def __init__(self, path: Path, layout: RowLayout, has_values: bool) -> None:
+        self.rows = 0
+        self._held: list[pa.Table] = []
+        self._held_rows = 0
+        self._writer = pq.ParquetWriter(path, schema_of(layout.width, layout.state_width, has_values), compression="zstd")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None and self._held_rows:
+                self._write(pa.concat_tables(self._held))
+        finally:
+            self._writer.close()
+
+    def add(self, rows: ExportRows) -> None:
+        """Write further rows. Raises OSError."""
+        self.rows += len(rows)
+        self._held.append(rows.encoded())
+        self._held_rows += len(rows)
+        if self._held_rows >= GROUP_ROWS:
+            held = pa.concat_tables(self._held)
+            whole = len(held) // GROUP_ROWS * GROUP_ROWS
+            for first in range(0, whole, GROUP_ROWS):
+                self._write(held.slice(first, GROUP_ROWS))
+            self._held, self._held_rows = [held.slice(whole)], len(held) - whole
+
+    def _write(self, group: pa.Table) -> None:
+        self._writer.write_table(group.combine_chunks(), row_group_size=GROUP_ROWS)
+
+
+def canonical(value: object) -> str:
+    """SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def state_of(told: Mapping[str, Any], dense: str, dense_state: str) -> str:
+    """Which state of which model it is: SHA-256 of step, settings, tables and the checksums of the dense part's files.
+
+    The dense part changes with every step and by every row, so two trainings have no state in common but that of equal models. told: a manifest.
+    """
+    tables = [{name: table[name] for name in _OF_A_TABLE} for table in told["tables"]]
+    of_the_model = {name: told[name] for name in ("step", *_OF_THE_MODEL)}
+    return canonical(of_the_model | {"tables": tables, "dense": dense, "dense_state": dense_state})
+
+
+def file_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file in a folder, by name; each is on the disk then. Raises OSError."""
+    entries = {}
+    for path in sorted(folder.iterdir()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            entries[path.name] = {
+                "bytes": os.fstat(file.fileno()).st_size,
+                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+            }
+    return entries
+
+
+def write_about(folder: Path, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the manifest of a folder whose other files are there: told, and what follows from them. Returns it. Raises OSError."""
+    files = file_entries(folder)
+    about = {**told, "format": FORMAT, "files": files}
+    about["state"] = state_of(told, files[MODEL]["sha256"], files[DENSE_STATE]["sha256"])
+    write_sealed(folder / ABOUT, about, durable=True)
+    return about
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export: its folder, and what its manifest says. An increment has only the rows that changed after a step, and applies to what is of that."""
+
+    path: Path
+    about: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path | str) -> Export:
+        """The export in a folder. Raises ExportError."""
+        path = Path(path)
+        try:
+            about = read_sealed(path / ABOUT)[0]
+        except (FileNotFoundError, NotADirectoryError):
+            raise ExportError(f"{path}: has no {ABOUT}, so it is no export; give a folder that `foreload export` wrote") from None
+        except OSError as error:
+            raise ExportError(f"{path}: cannot read {ABOUT}: {error.strerror}; make it readable") from error
+        except ValueError as error:
+            raise _damaged(path, ABOUT, str(error)) from error
+        if about.get("format") != FORMAT:
+            raise ExportError(f"{path}: its format must be {FORMAT}; got {about.get('format')!r}; use the foreload that wrote it")
+        return cls(path, about)
+
+    @property
+    def step(self) -> int:
+        """The last step trained of the model that it is, or makes."""
+        return int(self.about["step"])
+
+    @property
+    def state(self) -> str:
+        """See `state_of`."""
+        return str(self.about["state"])
+
+    @property
+    def since(self) -> tuple[int, str | None] | None:
+        """Of an increment: the step and the state that it goes on from, the latter None where only the step was named. None of a full export."""
+        since = self.about.get("since")
+        return None if since is None else (since["step"], since["state"])
+
+    @property
+    def what(self) -> str:
+        """What it is, for messages."""
+        return (
+            f"{self.path} is of step {self.step}"
+            if self.since is None
+            else f"{self.path} goes from step {self.since[0]} to step {self.step}"
+        )
+
+    @cached_property
+    def layouts(self) -> list[RowLayout]:
+        """Of its tables, in order."""
+        return [
+            RowLayout(
+                number, one["name"], one["table_rows"], tuple((name, columns) for name, columns in one["parts"]), one["optimizer"]
+            )
+            for number, one in enumerate(self.about["tables"])
+        ]
+
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest. Raises ExportError that names the first damaged one."""
+        for name, entry in self.about["files"].items():
+            try:
+                with open(self.path / name, "rb") as file:
+                    if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
+                        raise _damaged(self.path, name, f"has {size} bytes instead of {entry['bytes']}")
+                    if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                        raise _damaged(self.path, name, f"its checksum is not that of {ABOUT}")
+            except OSError as error:
+                raise _damaged(self.path, name, error.strerror or str(error)) from error
+
+    def has_values(self, table: int) -> bool:
+        """Whether the rows of a table have the values of a vocabulary."""
+        return "value" in pq.read_schema(self.path / self.about["tables"][table]["file"]).names
+
+    def rows(self, table: int) -> Iterator[ExportRows]:
+        """The rows of a table, by id, of files that were verified."""
+        layout, has_values = self.layouts[table], self.has_values(table)
+        columns = ["id", "weight", *(["state"] if layout.state_width else []), *(["value"] if has_values else [])]
+        with pq.ParquetFile(self.path / self.about["tables"][table]["file"]) as file:
+            for batch in file.iter_batches(GROUP_ROWS, columns=columns, use_threads=False):
+                weights = batch.column("weight").flatten().to_numpy().reshape(-1, layout.width)
+                state = np.empty((len(batch), 0), np.float32)
+                if layout.state_width:
+                    state = batch.column("state").flatten().to_numpy().reshape(-1, layout.state_width)
+                yield ExportRows(batch.column("id").to_numpy(), weights, state, batch.column("value") if has_values else None)
+
+    def check_same_model(self, other: Mapping[str, Any], where: str) -> None:
+        """Raise ExportError where a manifest, that of what is at `where`, is not of the same model as this one."""
+        for name in _OF_THE_MODEL:
+            if self.about[name] != other[name]:
+                raise ExportError(
+                    f"{self.path}: is of another model than {where}: {name} must be {other[name]!r}, as there; got {self.about[name]!r}"
+                )
+        mine, others = ([{name: one[name] for name in _OF_A_TABLE} for one in told["tables"]] for told in (self.about, other))
+        if mine != others:
+            raise ExportError(f"{self.path}: is of another model than {where}: its tables must be those there; got others")
+
+    def check_next(self, where: str, step: int, state: str) -> None:
+        """Raise ExportError where this is not the increment that goes on from a step and state, those of what is at `where`."""
+        if self.since is None:
+            raise ExportError(
+                f"{self.what}, and {where} has one of step {step} already; a full export goes where there is none yet"
+            )
+        since, since_state = self.since
+        if since != step or self.step <= step:
+            already = " already" if self.step <= step else ""
+            raise ExportError(
+                f"{self.what}, and {where} is at step {step}{already}; needed is the increment that goes from step {step}"
+            )
+        if since_state is not None and since_state != state:
+            raise ExportError(
+                f"{self.what} of a training that is not that of {where}: at step {step} their dense parts differ; export from the run that this is of"
+            )
+
+
+def check_rows(export: Export, table: int, rows: int, where: str) -> None:
+    """Raise ExportError where a table would have another number of rows, once an increment is applied to what is at `where`, than the model has."""
+    told = export.about["tables"][table]
+    if told["whole_rows"] != rows:
+        raise ExportError(
+            f"{export.what} of a training that is not that of {where}: table {told['name']} must have {told['whole_rows']} rows then, and would have "
+            f"{rows}; export from the run that this is of"
+        )
+
+
+def _damaged(path: Path, name: str, why: str) -> ExportError:
+    return ExportError(f"{path}: {name} is damaged: {why}; export it again, or use a copy")

@@ -11,19 +11,23 @@ if TYPE_CHECKING:
     from foreload.api.handles import Checkpoint as Checkpoint
     from foreload.api.handles import Run as Run
     from foreload.api.handles import Schedule as Schedule
+    from foreload.api.handles import apply as apply
     from foreload.api.handles import open_checkpoint as open_checkpoint
     from foreload.api.handles import open_run as open_run
     from foreload.api.handles import prepare as prepare
     from foreload.api.handles import train as train
+    from foreload.trainer.serving.redis_keys import ServedRows as ServedRows
 
 _MODULES = dict.fromkeys(
-    ("Checkpoint", "Run", "Schedule", "open_checkpoint", "open_run", "prepare", "train"), "foreload.api.handles"
-)
+    ("Checkpoint", "Run", "Schedule", "apply", "open_checkpoint", "open_run", "prepare", "train"), "foreload.api.handles"
+) | {"ServedRows": "foreload.trainer.serving.redis_keys"}
 __all__ = [
     "Checkpoint",
     "ForeloadError",
     "Run",
     "Schedule",
+    "ServedRows",
+    "apply",
     "open_checkpoint",
     "open_run",
     "prepare",

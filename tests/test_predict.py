@@ -187,6 +187,37 @@ def test_what_cannot_be_predicted_is_refused(
     assert refused("predict", run.path, bad, "--out", tmp_path / "scores.txt").startswith("--out: must end in .csv or .parquet")
 
 
+def test_a_checkpoint_says_what_its_run_says(
+    run: foreload.Run, schedule: foreload.Schedule, folder: Path, tmp_path: Path, logits: np.ndarray
+) -> None:
+    done("checkpoint", "save", run.path, "--to", tmp_path)
+    (path,) = tmp_path.glob("step-*")
+    checkpoint = foreload.open_checkpoint(path)
+    assert (checkpoint.digest(), checkpoint.evaluate()) == (run.digest(), run.evaluate())
+    assert path.name == f"step-{checkpoint.step}"
+    assert checkpoint.predict(folder / "held-out.csv", steps_of=schedule, logits=True).tobytes() == logits.tobytes()
+    asked, answered = (model.rows("item", values=["i3", "i5", None]) for model in (run, checkpoint))
+    assert asked.ids.tolist() == answered.ids.tolist()
+    assert asked.vectors.tobytes() == answered.vectors.tobytes()
+    # Values of a vocabulary stand in the schedule alone.
+    moved = Path(schedule).rename(tmp_path / "moved")
+    try:
+        with pytest.raises(foreload.ForeloadError, match="say where it is now: --schedule"):
+            checkpoint.export(tmp_path / "out")
+        exported = foreload.open_checkpoint(path, schedule=moved).export(tmp_path / "out")
+        with pytest.raises(foreload.ForeloadError, match=r"has no checkpoint\.json"):
+            foreload.open_checkpoint(folder)
+    finally:
+        moved.rename(schedule)
+    applied = foreload.apply(tmp_path / "out", tmp_path / "served")
+    assert (applied.step, applied.rows) == (checkpoint.step, sum(table["rows"] for table in exported.tables))
+    assert run.export(tmp_path / "of-the-run").state == exported.state
+    for file in (tmp_path / "of-the-run").iterdir():
+        assert (tmp_path / "served" / file.name).read_bytes() == file.read_bytes()
+    with pytest.raises(foreload.ForeloadError, match="nothing was trained since"):
+        run.export(tmp_path / "increment", since=checkpoint)
+
+
 def test_rows_are_those_of_the_export(run: foreload.Run, tmp_path: Path) -> None:
     about = run.export(tmp_path / "out")
     assert about.encoding == "encoding.json"

@@ -92,6 +92,12 @@ def _export(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     yield export.run(values["run"], values["store"], values["out"], values["since"], values["of_schedule"]), b""
 
 
+def _apply(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import apply
+
+    yield apply.run(values["export"], values["to"], values["key"], values["keep"]), b""
+
+
 def _digest(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import digest
 
@@ -128,6 +134,7 @@ CALLS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Iterator[Part]]]
     "train": _train,
     "evaluate": _evaluate,
     "export": _export,
+    "apply": _apply,
     "digest": _digest,
     "predict": _predict,
     "rows": _rows,

@@ -14,6 +14,7 @@ from foreload.api import client
 from foreload.api.client import Numerics
 from foreload.api.models import AnyPath, Model, plain
 from foreload.api.results import (
+    Applied,
     Deletion,
     EvaluationMetrics,
     PrepareSummary,
@@ -128,6 +129,16 @@ def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None) -> 
     opened = Checkpoint(checkpoint, schedule)
     opened._numerics()
     return opened
+
+
+def apply(export: AnyPath, to: AnyPath, *, key: str | None = None, keep: int = 0, progress: bool = False) -> Applied:
+    """Bring an export to where it is served: a full one to where there is none yet, an increment to where its predecessor is.
+
+    to: a folder, or the URL of a Redis server, whose keys are called by `key`. keep: how many versions before it can still be read. Raises
+    ExportError, also for one out of order, applied already, or after a gap; nothing is changed then.
+    """
+    values = {"export": os.fspath(export), "to": os.fspath(to), "key": key, "keep": keep}
+    return Applied.of(client.result("apply", values, None, progress))
 
 
 def open_run(run: AnyPath, *, store: str | None = None) -> Run:

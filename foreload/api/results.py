@@ -151,6 +151,17 @@ class Export(_Result):
 
 
 @dataclass(frozen=True, slots=True)
+class Applied(_Result):
+    """What is served now: the model after a step, with so many rows in all tables; kept: the older versions that can be read, as folders or steps."""
+
+    export: str
+    to: str
+    step: int
+    rows: int
+    kept: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Deletion(_Result):
     """What was deleted. shards: {"url", "deleted", "why"} each, why: where one could not be reached; kept: files in the folder that are not its."""
 

@@ -33,6 +33,7 @@ def parsed_job(*arguments: str) -> TrainJob:
         ["evaluate"],
         ["export"],
         ["digest"],
+        ["apply"],
         ["stores"],
         ["stores", "status"],
         ["drill"],

@@ -165,6 +165,8 @@ def open_model(path: str, store: str | None, schedule: str | None = None) -> Ite
     damaged, and what `open_saved` raises.
     """
     if (Path(path) / MANIFEST).exists():
+        if store is not None:
+            raise RunError(f"--store: is for runs; checkpoint {path} is read without a store; leave it out")
         torch.set_num_threads(1)
         checkpoint = Checkpoint.open(path)
         checkpoint.verify()

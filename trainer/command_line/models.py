@@ -1,11 +1,11 @@
-"""`foreload evaluate`, `predict`, `lookup`, `export` and `digest`: what a model is worth, what it says, and what it is."""
+"""`foreload evaluate`, `predict`, `lookup`, `export`, `apply` and `digest`: what a model is worth, what it says, and what it is."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from foreload.trainer.command_line.shared import add_command, add_schedule, tell
+from foreload.trainer.command_line.shared import add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.manifest import inexact_text
 
@@ -58,11 +58,35 @@ def add_to(commands: Any) -> None:
     )
     add_schedule(export)
     export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
+    _add_apply(commands)
     add_command(
         commands, "digest", _digest, "print a fingerprint of a run's model",
         "Prints the SHA-256 of every bit of the model of a run, or of a checkpoint: equal digests mean equal models (docs/definitions.md).",
         or_checkpoint=True,
     )  # fmt: skip
+
+
+def _add_apply(commands: Any) -> None:
+    apply = add_plain(
+        commands, "apply", _apply, "bring an export to where it is served",
+        "Brings a full export to a folder or a Redis server where there is none yet, an increment to where the model is that it goes on from. One "
+        "out of order, applied already, or after a gap is refused, and nothing is changed. Whoever reads there sees the old model or the new one.",
+    )  # fmt: skip
+    apply.add_argument("export", metavar="EXPORT", help="a folder that `foreload export` wrote")
+    apply.add_argument(
+        "--to",
+        required=True,
+        metavar="DIR|URL",
+        help="the folder, or the Redis server, as redis://..., rediss://... or unix://...",
+    )
+    apply.add_argument(
+        "--key", metavar="TEMPLATE",
+        help="what keys are called: with {table} and {id}, as emb:{table}:{id}, a string a row; with {table} alone a hash a table",
+    )  # fmt: skip
+    apply.add_argument(
+        "--keep", type=int, default=0, metavar="N", help="how many versions before the new one can still be read (default: 0)"
+    )
+    add_json(apply, "result")
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
@@ -117,6 +141,15 @@ def _export(parsed: argparse.Namespace) -> int:
         counted = f"{rows:,} rows"
     text = f"{parsed.out}: {counted} of {len(about['tables'])} tables, and the dense part, after step {about['step']}"
     return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
+
+
+def _apply(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import apply
+
+    told = apply.run(parsed.export, parsed.to, parsed.key, parsed.keep)
+    kept = ", ".join(map(str, told["kept"]))
+    text = f"{told['to']}: the model after step {told['step']}, {told['rows']:,} rows" + (f"; also kept: {kept}" if kept else "")
+    return tell(parsed, told, text)
 
 
 def _digest(parsed: argparse.Namespace) -> int:

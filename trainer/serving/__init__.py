@@ -1,1 +1,1 @@
-"""Exports: what leaves training for serving, in full or as increments, and what brings them to where they are served."""
+"""Exports: what leaves training for serving, in full or as increments, and what brings them to where they are served (docs/serving.md)."""

@@ -1,4 +1,4 @@
-"""An export on disk: its manifest, its tables of rows, and which state of which model it is."""
+"""An export on disk: its manifest, its tables of rows, and which state of which model it is (docs/serving.md, The format)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL, DENSE_STATE, ABOUT, ENCODING = "model.safetensors", "optimizer.safetensor
 GROUP_ROWS = 1 << 16
 """Rows of a row group, but for a table's last one: the same however they come, so that equal models are equal files."""
 
-_OF_THE_MODEL = ("seed", "model", "settings", "inexact")
+_OF_THE_MODEL = ("seed", "model", "inexact")
 _OF_A_TABLE = ("name", "table_rows", "parts", "optimizer")
 
 
@@ -108,7 +108,7 @@ def canonical(value: object) -> str:
 
 
 def state_of(told: Mapping[str, Any], dense: str, dense_state: str) -> str:
-    """Which state of which model it is: SHA-256 of step, settings, tables and the checksums of the dense part's files.
+    """Which state of which model it is: SHA-256 of step, seed, model, tables and the checksums of the dense part's files.
 
     The dense part changes with every step and by every row, so two trainings have no state in common but that of equal models. told: a manifest.
     """
@@ -227,6 +227,14 @@ class Export:
 
     def check_same_model(self, other: Mapping[str, Any], where: str) -> None:
         """Raise ExportError where a manifest, that of what is at `where`, is not of the same model as this one."""
+        # A setting that only one of them knows is of a version in which it had no other value.
+        settings = [name for name in self.about["settings"] if name in other["settings"]]
+        for name in settings:
+            if self.about["settings"][name] != other["settings"][name]:
+                raise ExportError(
+                    f"{self.path}: is of another model than {where}: {name} must be {other['settings'][name]!r}, as there; got "
+                    f"{self.about['settings'][name]!r}"
+                )
         for name in _OF_THE_MODEL:
             if self.about[name] != other[name]:
                 raise ExportError(

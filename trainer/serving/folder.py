@@ -1,0 +1,237 @@
+"""Bringing an export to a folder of Parquet, as a full export writes it: whoever is killed meanwhile leaves the old one or the new one, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from foreload.pipelines.base.at_work import at_work
+from foreload.pipelines.base.files import is_full, remove_unfinished, replacing
+from foreload.trainer.errors import ExportError
+from foreload.trainer.serving.format import (
+    ABOUT,
+    DENSE_STATE,
+    ENCODING,
+    MODEL,
+    Export,
+    ExportRows,
+    TableWriter,
+    check_rows,
+    write_about,
+)
+
+_AT_WORKING_FOLDER, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+_STEP = "step-"  # begins the name of a kept version
+
+
+def apply_to_folder(export: Export, folder: Path, keep: int) -> dict[str, Any]:
+    """Bring an export to a folder: a full one to where there is none, an increment to a full one of the step and state that it goes on from.
+
+    keep: how many versions before it stay, in the folder FOLDER.kept beside it, as step-N. Returns {"step", "rows" of all tables, "kept"}. Raises
+    ExportError, with nothing changed.
+    """
+    folder = folder.resolve()
+    if export.since is not None and not folder.exists():
+        raise ExportError(
+            f"{export.what}, and there is nothing at {folder} yet; apply a full export of step {export.since[0]} first"
+        )
+    lock = folder.with_name(f".{folder.name}.applying")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with at_work(lock):
+            # Of a call that was killed.
+            remove_unfinished(folder.parent, f"{glob.escape(folder.name)}.{'[0-9a-f]' * 16}")
+            there = export.since is not None or folder.exists()
+            about = _apply_increment(export, folder, keep) if there else _copy_full(export, folder)
+            kept = _prune(folder, keep)
+    except BlockingIOError as error:
+        raise ExportError(f"--to: something else is being applied to {folder} right now; wait for it") from error
+    except OSError as error:
+        why = "the disk is full; free space" if is_full(error) else f"{error.strerror or error}; make it writable"
+        raise ExportError(f"--to: cannot write {folder}: {why}, or choose another folder") from error
+    return {"step": about["step"], "rows": sum(table["rows"] for table in about["tables"]), "kept": kept}
+
+
+def _copy_full(export: Export, folder: Path) -> dict[str, Any]:
+    export.verify()
+    with replacing(folder, durable=True) as temporary:
+        temporary.mkdir()
+        for name in (*export.about["files"], ABOUT):
+            shutil.copyfile(export.path / name, temporary / name)
+            _sync(temporary / name)
+    return export.about
+
+
+def _apply_increment(export: Export, folder: Path, keep: int) -> dict[str, Any]:
+    before = Export.open(folder)
+    if before.since is not None:
+        raise ExportError(f"--to: {before.what}, so it is an increment, and not to be served; name the folder of a full export")
+    export.check_same_model(before.about, str(folder))
+    export.check_next(str(folder), before.step, before.state)
+    export.verify()
+    before.verify()
+    _check_exchange(folder)
+    with _made_beside(folder) as temporary:
+        about = _write(before, export, temporary)
+        if keep:
+            _keep(before, kept_in(folder) / f"{_STEP}{before.step}")
+        _exchange(temporary, folder)
+    return about
+
+
+@contextlib.contextmanager
+def _made_beside(folder: Path) -> Iterator[Path]:
+    """A new folder beside another one, which is removed at the end: what was in the other one, by then."""
+    temporary = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(before: Export, export: Export, folder: Path) -> dict[str, Any]:
+    """Write a full export: `before`, with the rows and the dense part of an increment. Returns its manifest. Raises ExportError."""
+    told = {name: value for name, value in export.about.items() if name not in ("since", "files", "format", "state")}
+    told["tables"] = [{name: value for name, value in table.items() if name != "whole_rows"} for table in told["tables"]]
+    for name in (MODEL, DENSE_STATE, *([ENCODING] if ENCODING in export.about["files"] else [])):
+        shutil.copyfile(export.path / name, folder / name)
+    for table, (layout, entry) in enumerate(zip(export.layouts, told["tables"], strict=True)):
+        has_values = before.has_values(table)
+        if has_values != export.has_values(table):
+            raise ExportError(
+                f"{export.path}: the rows of table {layout.name} must have values as those of {before.path} do, or neither"
+            )
+        if not entry["rows"]:
+            _link(before.path / entry["file"], folder / entry["file"])
+            entry["rows"] = before.about["tables"][table]["rows"]
+        else:
+            with TableWriter(folder / entry["file"], layout, has_values) as writer:
+                for rows in merged(before.rows(table), export.rows(table)):
+                    writer.add(rows)
+            entry["rows"] = writer.rows
+        check_rows(export, table, entry["rows"], str(before.path))
+    return write_about(folder, told)
+
+
+def merged(before: Iterator[ExportRows], changes: Iterator[ExportRows]) -> Iterator[ExportRows]:
+    """Rows by ascending id, from two sources of such: where both have one, it is that of the changes. A piece of each is held."""
+    waiting = next(changes, None)
+    for rows in before:
+        if not len(rows):
+            continue
+        among = [rows]
+        while waiting is not None and len(waiting):
+            due = int(np.searchsorted(waiting.ids, rows.ids[-1], side="right"))
+            among.append(_part(waiting, slice(0, due)))
+            if due < len(waiting):
+                waiting = _part(waiting, slice(due, len(waiting)))
+                break
+            waiting = next(changes, None)
+        yield _latest(among)
+    while waiting is not None:
+        yield waiting
+        waiting = next(changes, None)
+
+
+def _part(rows: ExportRows, which: slice) -> ExportRows:
+    values = None if rows.values is None else rows.values[which]
+    return ExportRows(rows.ids[which], rows.weights[which], rows.state[which], values)
+
+
+def _latest(among: list[ExportRows]) -> ExportRows:
+    """The rows of pieces by ascending id, where one is in several as the last of them has it."""
+    ids = np.concatenate([rows.ids for rows in among])
+    order = np.argsort(ids, kind="stable")
+    last = np.append(ids[order][1:] != ids[order][:-1], True)
+    chosen = order[last]
+    values = None
+    if among[0].values is not None:
+        values = pa.concat_arrays([rows.values for rows in among]).take(pa.array(chosen))
+    weights, state = (
+        np.concatenate(parts)[chosen] for parts in ([rows.weights for rows in among], [rows.state for rows in among])
+    )
+    return ExportRows(ids[chosen], weights, state, values)
+
+
+# -- Folders that change places ----------------------------------------------------------------------------------------------------
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two folders change places, at once: nobody ever sees either name without one. Raises OSError."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
+    if rename(_AT_WORKING_FOLDER, os.fsencode(one), _AT_WORKING_FOLDER, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(other))
+    for folder in {one.parent, other.parent}:
+        _sync(folder)
+
+
+def _check_exchange(folder: Path) -> None:
+    """Raise ExportError where folders beside this one cannot change places, before anything is done."""
+    with _made_beside(folder) as one, _made_beside(folder) as other:
+        try:
+            _exchange(one, other)
+        except OSError as error:
+            raise ExportError(
+                f"--to: folders in {folder.parent} cannot change places at once ({error.strerror}), as the file system must let them; use a local one"
+            ) from error
+
+
+def kept_in(folder: Path) -> Path:
+    """Where the versions before the one in a folder are kept."""
+    return folder.with_name(f"{folder.name}.kept")
+
+
+def _keep(export: Export, folder: Path) -> None:
+    """Have an export in a further folder, as links to its files where that can be."""
+    if folder.exists():
+        return  # of a call that was killed
+    folder.parent.mkdir(exist_ok=True)
+    with replacing(folder, durable=True) as temporary:
+        temporary.mkdir()
+        for name in (*export.about["files"], ABOUT):
+            _link(export.path / name, temporary / name)
+
+
+def _prune(folder: Path, keep: int) -> list[str]:
+    """Delete the versions that were kept before the last `keep`; returns the paths of these, the newest first."""
+    if not kept_in(folder).exists():
+        return []
+    remove_unfinished(kept_in(folder))
+    kept = sorted(kept_in(folder).glob(f"{_STEP}*"), key=lambda path: -int(path.name.removeprefix(_STEP)))
+    for path in kept[keep:]:
+        going = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
+        path.rename(going)
+        shutil.rmtree(going)
+    return [str(path) for path in kept[:keep]]
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links, or one that has no further ones of a file
+        shutil.copyfile(source, target)
+        _sync(target)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -95,6 +95,12 @@ class StoreBusy(StoreUnavailable):
     code = "store-busy"
 
 
+class SnapshotAbandoned(CacheError):
+    """The rows of lanes as they were after a step are not to be had any more: the lanes went to others, or training is over."""
+
+    code = "snapshot-abandoned"
+
+
 class StoreFull(StoreError):
     """A store shard accepts no writes: out of memory, read-only, or unable to save."""
 

@@ -27,15 +27,7 @@ from foreload.cache.protocol.background import Background
 from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.counters import Counters
 from foreload.cache.protocol.failover import Failover, counted
-from foreload.cache.protocol.lanes import (
-    Boundary,
-    Fetch,
-    LanePlan,
-    Lanes,
-    LaneTraffic,
-    Plan,
-    PlannedFetch,
-)
+from foreload.cache.protocol.lanes import Boundary, Fetch, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch
 from foreload.cache.protocol.monitor import Answer, Monitor
 from foreload.cache.protocol.ownership import UNFENCED, Ownership
 from foreload.cache.protocol.parity_rounds import ParityRounds
@@ -43,6 +35,7 @@ from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import PlainRounds, Rounds, RoundStats
 from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.protocol.shard_table import ShardSnapshot
+from foreload.cache.protocol.snapshot import Snapshots
 from foreload.cache.repair.inspection import Inspection
 from foreload.cache.repair.rebuild import Rebuild
 from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
@@ -92,6 +85,7 @@ class Traffic:
         self.interrupt = self._monitor.interrupt  # any thread may; the traffic's own goes on, and takes what is handed over
         self._lanes = Lanes(self._monitor)
         self._background = Background(self._monitor)
+        self.snapshots = Snapshots(stored, self._lanes, self._monitor)
         self._rounds = self._rounds_for(log, ownership, check_tags)
         self.inspection = Inspection(stored, self._rounds, self._lanes, self._background, self._monitor)
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
@@ -129,6 +123,7 @@ class Traffic:
 
         What was staged for it and not taken is gone. Another owner may take it over from then on.
         """
+        self.snapshots.abandon("its lanes change")
         with self._monitor:
             state = self._lanes[lane]
             self._monitor.wait_until(lambda: not state.boundaries)
@@ -250,6 +245,7 @@ class Traffic:
                 self._lanes[lane].replan(plan)
                 self._monitor.signal()
 
+        self.snapshots.abandon("its lanes change")
         self._monitor.ask(begin_anew)
 
     def raise_term(self, term: int) -> None:
@@ -276,6 +272,7 @@ class Traffic:
 
     def abort(self) -> None:
         """Stop the thread once its exchange under way is over, whatever still waits. Does nothing the second time."""
+        self.snapshots.abandon("training is over")
         with self._monitor:
             self._monitor.stopping = True
             self._monitor.signal()
@@ -331,12 +328,14 @@ class Traffic:
             self._monitor.fail(counted(error, self._stored, [state.writes.stripes for state in self._lanes.all]))
         except BaseException as error:
             self._monitor.fail(error)
+        finally:
+            self.snapshots.abandon("the traffic with the store is over")
 
     def _patience(self) -> float | None:
         """Seconds after which the thread looks again by itself; None: it waits to be woken."""
         waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.all) else []
-        due = self._background.delay()
-        return min(waits if due is None else [*waits, due], default=None)
+        due = [self._background.delay(), self.snapshots.delay()]
+        return min([*waits, *(delay for delay in due if delay is not None)], default=None)
 
     def _round(self) -> bool:
         """One round with the store, and what is to be done before it; False if there was nothing to do."""
@@ -348,7 +347,7 @@ class Traffic:
             self._pull(state)
             state.stage(self._monitor)
             fetches += state.due(self._monitor)
-        return self._rounds.run(fetches) or worked
+        return self._rounds.run(fetches + self.snapshots.fetches()) or worked
 
     def _tell_shards(self, news: ShardNews) -> None:
         self._on_shards(news)
@@ -361,6 +360,7 @@ class Traffic:
 
     def _note(self, stats: RoundStats) -> None:
         """Count an exchange of a round in, and tell whoever waits for what it brought."""
+        stats.fetched = self.snapshots.receive(stats.fetched)
         with self._monitor:
             for fetch in stats.fetched:
                 fetch.event.ready[fetch.places] = True

@@ -93,15 +93,16 @@ class StoredRows:
 class Expected(RowColumns):
     """Rows of one lane and what the schedule says of them.
 
-    Any tag from 1 to `tag` is right where `tag_at_most` is set, else only `tag` itself.
+    Any tag from 1 to `tag` is right where `tag_at_most` is set, else only `tag` itself. any_id: the ids are not known; `accept` puts them there.
     """
 
     lane: int
     tag_at_most: bool = False
+    any_id: bool = False
 
     def select(self, which: np.ndarray | slice) -> Expected:
         """The rows of a mask, of places or of a slice."""
-        return Expected(*self.columns(which), self.lane, self.tag_at_most)
+        return Expected(*self.columns(which), self.lane, self.tag_at_most, self.any_id)
 
 
 @dataclass(slots=True)
@@ -170,6 +171,8 @@ def accept(
     weights, state = np.empty((count, width), np.float32), np.empty((count, state_width), np.float32)
     ids, tags = np.empty(count, np.int64), np.empty(count, np.int32)
     decode_rows(read.rows, width, state_width, weights, state, ids, tags)
+    if expected.any_id:
+        expected.id[planned.places] = ids
     if check_tags:
         wanted = expected.select(planned.places)
         others = ids != wanted.id

@@ -33,26 +33,31 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
         yield temporary
-        if durable and temporary.is_dir():
-            _sync_folder(temporary)
-        elif durable:
-            with open(temporary, "rb") as written:
-                os.fsync(written.fileno())
-        os.replace(temporary, path)
-        if durable:
-            _sync_folder(path.parent)
+        put_in_place(temporary, path, durable)
     except BaseException:
-        _remove(temporary)
+        remove_path(temporary)
         raise
+
+
+def put_in_place(temporary: Path, path: Path, durable: bool = False) -> None:
+    """Rename a file or folder that is written as a whole; as `replacing` does at its end."""
+    if durable and temporary.is_dir():
+        _sync_folder(temporary)
+    elif durable:
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+    os.replace(temporary, path)
+    if durable:
+        _sync_folder(path.parent)
 
 
 def remove_unfinished(folder: Path, names: str = "*") -> None:
     """Remove what `replacing` left in a folder where its process was killed, of files and folders to be named so. Nobody may be writing these."""
     for left in folder.glob(f".{names}.tmp"):
-        _remove(left)
+        remove_path(left)
 
 
-def _remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)

@@ -561,7 +561,7 @@ def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_befo
 
 def test_a_trainer_tells_of_shards_that_it_finds_not_whole_as_it_takes_lanes_over(tmp_path: Path) -> None:
     sent: list[object] = []
-    link = CoordinatorLink(mock.Mock(), mock.Mock(send=sent.append), 1, tmp_path, True, None, 0)
+    link = CoordinatorLink(mock.Mock(), mock.Mock(send=sent.append), 1, tmp_path, True, None, 0, mock.Mock())
     whole, rebuilding = (ShardSnapshot((ShardStatus("redis://127.0.0.1:1", state),)) for state in ("ok", "rebuilding"))
     traffic = mock.Mock(shards=whole)
     link.serve(mock.Mock(traffic=traffic), [])

@@ -46,10 +46,6 @@ def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, o
     model: the job's, into which the dense part is put. on_bytes: as for `Checkpoint.verify`. Raises CheckpointError, RunError, FingerprintError.
     """
     contents = checkpoint.contents
-    if checkpoint.path.resolve().is_relative_to(Path(job.run).resolve()):
-        raise CheckpointError(
-            f"--from: {checkpoint.path} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint"
-        )
     if contents.tables != tuple(model.layouts):
         raise CheckpointError(
             f"checkpoint {checkpoint.path}: its rows must be as the model of this call has them; is {job.model} another one now? Use that of the run"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Scrubbed
@@ -125,6 +125,22 @@ class ScaleProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointBegun:
+    """A checkpoint is to be saved; the number of the request."""
+
+    checkpoint: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointProgress:
+    """What became of it. done: it is over; path: of the checkpoint, where there is one; failed: why there is none."""
+
+    done: bool
+    path: str | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """What was asked for cannot be."""
 
@@ -211,12 +227,30 @@ class AskScaled(Asks[ScaleProgress]):
     number: int
 
 
-ControlRequest = AskStatus | AskStop | AskReplace | AskScrub | AskScrubbed | AskRowCounts | AskScale | AskScaled
-Answer = RunStatus | Stopping | Replacing | ScrubBegun | ScrubProgress | RowCountsAnswer | ScaleBegun | ScaleProgress | Refused
+@dataclass(frozen=True, slots=True)
+class AskCheckpoint(Asks[CheckpointBegun]):
+    """Save a checkpoint. to: the folder of checkpoints, absolute; None: the run's."""
 
-_REQUESTS: dict[str, type[ControlRequest]] = {
-    kind.do: kind for kind in (AskStatus, AskStop, AskReplace, AskScrub, AskScrubbed, AskRowCounts, AskScale, AskScaled)
-}
+    do = "checkpoint"
+    answer = CheckpointBegun
+    to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskCheckpointed(Asks[CheckpointProgress]):
+    """What became of the checkpoint that was asked for?"""
+
+    do = "checkpointed"
+    answer = CheckpointProgress
+    number: int
+
+
+_Repair = AskReplace | AskScrub | AskScrubbed | AskRowCounts
+_RepairAnswer = Replacing | ScrubBegun | ScrubProgress | RowCountsAnswer
+ControlRequest = AskStatus | AskStop | _Repair | AskScale | AskScaled | AskCheckpoint | AskCheckpointed
+Answer = RunStatus | Stopping | _RepairAnswer | ScaleBegun | ScaleProgress | CheckpointBegun | CheckpointProgress | Refused
+
+_REQUESTS: dict[str, type[ControlRequest]] = {kind.do: kind for kind in get_args(ControlRequest)}
 
 
 def _request_of(line: bytes) -> ControlRequest:

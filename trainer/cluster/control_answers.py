@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import (
     Answer,
+    AskCheckpoint,
+    AskCheckpointed,
     AskReplace,
     AskRowCounts,
     AskScale,
@@ -15,6 +18,7 @@ from foreload.trainer.cluster.control import (
     AskScrubbed,
     AskStatus,
     AskStop,
+    CheckpointBegun,
     ControlRequest,
     Refused,
     RunStatus,
@@ -46,7 +50,9 @@ class ControlAnswers:
         run_requests: RunRequests,
         scaling: Scaling,
         report: RunReport,
+        checkpointing: Checkpointing,
     ) -> None:
+        self._checkpointing = checkpointing
         self._phase, self._members, self._trainers, self._shards, self._copies = phase, members, trainers, shards, copies
         self._run_requests, self._scaling, self._report = run_requests, scaling, report
         self.stop_wanted = False
@@ -71,6 +77,10 @@ class ControlAnswers:
                 return self._scale(request.trainers)
             case AskScaled():
                 return self._scaling.progress(request.number)
+            case AskCheckpoint():
+                return self._checkpoint(request)
+            case AskCheckpointed():
+                return self._checkpointing.asked(request.number)
 
     def _status(self) -> RunStatus:
         term = self._members.term
@@ -84,6 +94,11 @@ class ControlAnswers:
             members=term.members,
             copies=self._copies.status,
         )
+
+    def _checkpoint(self, request: AskCheckpoint) -> CheckpointBegun | Refused:
+        if self._phase() == "ending" or self.stop_wanted:
+            return Refused("it is about to end; save a checkpoint of it then")
+        return self._checkpointing.ask(request)
 
     def _scale(self, trainers: int) -> ScaleBegun | Refused:
         if under_scheduler():

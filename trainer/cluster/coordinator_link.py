@@ -20,19 +20,23 @@ from foreload.trainer.cluster.messages import (
     Commanded,
     CopiesTold,
     CountRows,
+    DropCheckpoint,
     FaultInjected,
     ReplaceServer,
     Scrub,
     SeededCopy,
     ShardsTold,
+    TakeCheckpoint,
+    WriteCheckpoint,
 )
 from foreload.trainer.cluster.run_requests import TrainerRequests
+from foreload.trainer.cluster.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.run.directory import STORES
 
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
-SHARDS_PAUSE = timedelta(milliseconds=250)  # between two looks at commands and at what is rebuilt
+SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at commands and at what is rebuilt
 BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is waited for
 
 
@@ -50,8 +54,10 @@ class CoordinatorLink:
         servers_return: bool,
         interrupts: Interrupts | None,
         commands: int,
+        checkpoints: TrainerCheckpoints,
     ) -> None:
         """commands: how many of the board's are not for this trainer, since they came before it was started."""
+        self._checkpoints = checkpoints
         self._board, self._events, self._trainer, self._run = board, events, trainer, run
         self._servers_return, self._interrupts, self._stop_asked = servers_return, interrupts, False
         self._news: deque[tuple[ShardNews, float]] = deque()
@@ -116,6 +122,7 @@ class CoordinatorLink:
             self._copies_told = copies
             self._events.send(copies)
         self._requests.tell()
+        self._checkpoints.tell()
         while (commanded := self._board.poll(Commanded, self._commands)) is not None:
             self._commands += 1
             match commanded.command:
@@ -123,6 +130,12 @@ class CoordinatorLink:
                     self._replace(command)
                 case Scrub() | CountRows() as request:
                     self._requests.begin(request)
+                case TakeCheckpoint() as wanted:
+                    self._checkpoints.begin(wanted)
+                case WriteCheckpoint() as written:
+                    self._checkpoints.write(written)
+                case DropCheckpoint(number):
+                    self._checkpoints.drop("it is given up", number)
 
     def tell_shards(self) -> None:
         """Tell how the store shards are for the lanes that are hosted now, where that is another state than was told last, or more is rebuilt."""
@@ -146,12 +159,13 @@ class CoordinatorLink:
         self._events.send(ShardsTold(shards, at))
 
     def finish(self, term: Term, check: Callable[[], None]) -> list[int]:
-        """Bring run requests to their end, and wait until all shards are whole again, for every trainer, as long as there is hope; returns those
-        that are not. check: called while others are waited for, raises where they are not to be waited for any more.
+        """Bring a checkpoint under way and run requests to their end, and wait until all shards are whole again, for every trainer, as long as there
+        is hope; returns those that are not. check: called while others are waited for, raises where they are not to be waited for any more.
 
         A shard that one trainer finds lost may have been whole when another looked, so all look, turn by turn, until none finds a further one. There
         is hope where servers come back by themselves, for RETURN_TIMEOUT at most, and not again once a shard was given up.
         """
+        self._checkpoints.finish(check, self.tell)
         lost: list[int] = []
         turn, known = 0, self._lost
         while True:

@@ -10,7 +10,8 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError, RowsLost
@@ -30,6 +31,16 @@ from foreload.trainer.run.report import Totals
 # times of one trainer stand for all.
 ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent")
 SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a call of `foreload train` ended: its summary, the last step, and the signal or request that stopped it early, if any."""
+
+    summary: dict[str, Any]
+    step: int
+    stopped: bool
+    signal_number: int | None
 
 
 def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Status:

@@ -163,6 +163,18 @@ class StopAfter:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointReady:
+    """Every trainer knows that a checkpoint is wanted, at (its number): who leads may name the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAt:
+    """The step of which a checkpoint is to be, at (its number)."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Orphaned:
     """The launcher is gone."""
 

@@ -64,7 +64,9 @@ TAKEOVER_POINTS = (
 """Of a takeover: the loss is seen, told, the step undone, the next group there; the second line by who takes lanes over (`cache.protocol.takeover`;
 owed written: without parity, where nothing from "record held" to "empty record held" is), up to where the term's steps may begin.
 """
-TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS)
+CHECKPOINT_POINTS = ("checkpoint asked for", "checkpoint taken", "checkpoint file written", "checkpoint part written")
+"""Of a checkpoint: the trainer knows of it; the copy is made; of its files, in the thread that writes them; all of them are there, and told."""
+TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS, *CHECKPOINT_POINTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,9 @@ class RunObserver:
 
     def see(self, trainer: int, event: TrainerEvent) -> None:
         """An event of a trainer."""
+
+    def at_checkpoint(self, point: str) -> None:
+        """The launcher comes to a point of a checkpoint: "begun", "manifest written", "published", "old ones deleted"."""
 
     def may_start(self, shard: int) -> bool:
         """Whether the dead server of a local store shard may be started again now."""

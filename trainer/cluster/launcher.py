@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -18,35 +17,35 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl, parse_urls
-from foreload.cache.errors import StoreError, StoreFull
+from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.namespace import claim, remove
-from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.spare import check_spare
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
+from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
+from foreload.trainer.cluster.claimed import claimed
+from foreload.trainer.cluster.ending import Ending
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
+from foreload.trainer.cluster.restored_run import restore, restore_broken_off
 from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.trainer_group import Ending, TrainerGroup
+from foreload.trainer.cluster.trainer_group import TrainerGroup
 from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
-from foreload.trainer.errors import RunError, ShardsLost, TrainerError
+from foreload.trainer.errors import CheckpointError, RunError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import DENSE, LOG, STORES, SUMMARY, Run, check_free, locked, open_stores
+from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked, open_stores
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
@@ -155,6 +154,7 @@ class Launcher:
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
             )
         model = self._check_model(schedule)
+        self._layouts = model.layouts
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
         if self._job.resume:
@@ -162,6 +162,8 @@ class Launcher:
                 before = Run.open(path, lock).status
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
+                    if before is not None and before.state == "training":
+                        self._job = restore_broken_off(self._job, Run.open(path, lock), before, schedule, model)
                     return self._resume(schedule, lock)
         checkpoint = None if self._job.from_checkpoint is None else Checkpoint.open(self._job.from_checkpoint)
         check_free(path, self._job.overwrite)
@@ -170,6 +172,11 @@ class Launcher:
         placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
         manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
         if checkpoint is not None:
+            if checkpoint.path.resolve().is_relative_to(path.resolve()):
+                raise CheckpointError(
+                    f"--from: {checkpoint.path} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint; "
+                    "a run that was broken off goes on from it with --resume"
+                )
             manifest = restored_manifest(checkpoint, self._job, schedule, manifest)
             with progress_bar(checkpoint.total_bytes, "B") as bar:
                 check_restorable(checkpoint, self._job, model, bar.update)
@@ -185,50 +192,8 @@ class Launcher:
             with self._events.failures():
                 if checkpoint is None:
                     return self._with_stores(run, run.manifest, start, schedule, local)
-                self._restore(run, checkpoint, start, local)
+                self._job = restore(self._job, run, checkpoint, start, local)
                 return self._resume(schedule, lock)
-
-    def _restore(self, run: Run, checkpoint: Checkpoint, start: Status, local: LocalStores | None) -> None:
-        """Have a run that was made a moment ago be as if it had stopped cleanly where a checkpoint was saved, so that it can go on.
-
-        Its status is written last, local stores saved before: until then the same call can be made again, whoever was killed.
-        """
-        manifest, contents = run.manifest, checkpoint.contents
-        if local is not None:
-            local.start()
-        try:
-            urls = list(local.urls if local is not None else self._job.store.urls)
-            with self._claimed(run, manifest, start, urls):
-                ownership = Ownership(start.term, manifest.identity)
-                with Store(urls, self._job.store_silence) as store, progress_bar(checkpoint.row_count, "row") as bar:
-                    log = FileLog(run.path / LOG)
-                    rows = restore_rows(checkpoint, store, run.placement, manifest.namespace, log, ownership, bar.update)
-                restore_dense(checkpoint, run.path / DENSE)
-                if local is not None:
-                    local.stop(save=True, lost=rows.lost)
-                run.write_status(
-                    replace(
-                        start,
-                        state=contents.state,
-                        step=contents.step,
-                        batches=rows.batches,
-                        totals=contents.totals,
-                        lost=rows.lost,
-                    )
-                )
-        except StoreFull as error:
-            if local is None:
-                raise
-            raise RunError(
-                f"--run: the restored rows cannot be saved in {run.path}; free the disk, and make the same call again"
-            ) from error
-        finally:
-            if local is not None:
-                local.discard()
-        sys.stderr.write(
-            f"resumed from checkpoint {checkpoint.path}, after step {contents.step}, with {checkpoint.row_count:,} rows\n"
-        )
-        self._job = replace(self._job, from_checkpoint=None, resume=True, overwrite=False)
 
     def _check_model(self, schedule: Schedule) -> DenseModel:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
@@ -285,7 +250,7 @@ class Launcher:
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end_stores, local, start))
             urls = list(local.urls if local is not None else self._job.store.urls)
-            with self._claimed(run, manifest, start, urls):
+            with claimed(self._job, run, manifest, start, urls):
                 if run.status is not None:
                     # Before lanes are owned in it: where this call dies, the next begins with a higher one.
                     run.raise_term(start.term)
@@ -309,6 +274,7 @@ class Launcher:
                         self._observer,
                         self._start_process,
                         events,
+                        self._layouts,
                         hosts,
                     )
                     ending = group.train(self._rendezvous, self._spawned)
@@ -335,6 +301,9 @@ class Launcher:
           before. Servers that an earlier call left running, since they could not save, run on.
         """
         self._interrupts.defer_signals = True
+        trained = self._group is not None and not self._group.at_rest
+        if trained and (newest := Run(self._job.run).newest_checkpoint(self._job.checkpoint)) is not None:
+            sys.stderr.write(f"foreload: --resume goes on from checkpoint {newest}\n")
         if local is None:
             return
         if self._group is not None and self._group.at_rest:
@@ -343,32 +312,3 @@ class Launcher:
             local.stop(save=True, lost=error.shards)
         else:
             local.discard()
-
-    @contextlib.contextmanager
-    def _claimed(self, run: Run, manifest: Manifest, start: Status, urls: Sequence[str]) -> Iterator[None]:
-        """While entered, the run's namespace on the servers is this run's; on --resume its rows were found to be those of its last clean stop."""
-        job = self._job
-        # A run that goes on may do so without the shards whose rows parity has.
-        goes_on = job.resume and any(start.batches.values())
-        spared = run.placement.r if goes_on else 0
-        with Store.connect(urls, job.store_silence, spared) as store:
-            mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
-            claim(store, manifest.namespace, manifest.identity, mode, spared)
-            if job.resume:
-                before = run.saved_status()
-                run.check_rows(store, before)
-                if before.state == "training":
-                    # The log's batches are later than the rows, so replaying them would be wrong.
-                    shutil.rmtree(run.path / LOG, ignore_errors=True)
-                    where = "from the beginning" if before.step < manifest.stages[0].first_step else f"after step {before.step}"
-                    sys.stderr.write(
-                        f"resumed {where}: the run was broken off since, and the rows are those of its last clean stop\n"
-                    )
-        try:
-            yield
-        except BaseException:
-            # A call that failed before it began leaves the name free, so that the next one needs no --overwrite.
-            if run.status is None:
-                with contextlib.suppress(Exception), Store(urls, job.store_silence, timedelta(seconds=1)) as store:
-                    remove(store, manifest.namespace)
-            raise

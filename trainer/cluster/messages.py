@@ -11,6 +11,7 @@ from typing import Any
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Lag, Scrubbed
+from foreload.trainer.checkpoints.part import PartFiles
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.run.manifest import Stage
@@ -224,6 +225,45 @@ class Ended:
     """The trainer is at its end; its TrainerEnd is on the board."""
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointArmed:
+    """The trainer knows that the checkpoint of that number is wanted, and looks for its step from now on."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTaken:
+    """The trainer has in memory what the checkpoint of that number needs of it.
+
+    seconds: how long training stood still for that; step: of which it is; segments, prefix: as in TrainerEnd, of a stop behind it; given: of each of
+    its lanes, how many ordinals each table has.
+    """
+
+    number: int
+    step: int
+    seconds: float
+    segments: int
+    prefix: str
+    given: dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """The trainer's files of the checkpoint of that number are on the disk."""
+
+    number: int
+    files: PartFiles
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The trainer cannot write its part of the checkpoint of that number."""
+
+    number: int
+    error: str
+
+
 TrainerEvent = (
     Ready
     | TermLeft
@@ -239,6 +279,10 @@ TrainerEvent = (
     | ScrubTold
     | ScrubFailed
     | RowsCounted
+    | CheckpointArmed
+    | CheckpointTaken
+    | CheckpointWritten
+    | CheckpointFailed
     | Failed
     | Ended
 )
@@ -274,7 +318,37 @@ class CountRows:
     number: int
 
 
-TrainerCommand = ReplaceServer | Scrub | CountRows
+@dataclass(frozen=True, slots=True)
+class TakeCheckpoint:
+    """Have in memory what a checkpoint needs, behind a step that all agree on. every: of which number of steps the steps until then are to be a
+    multiple; None: any.
+    """
+
+    number: int
+    every: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCheckpoint:
+    """Write this trainer's part of the checkpoint that was taken. folder: where, without a manifest yet; since: the step of its base, -1: it holds
+    all rows; known: by lane and table, how many ordinals the base has; bits: of a weight.
+    """
+
+    number: int
+    folder: str
+    since: int
+    known: tuple[tuple[int, ...], ...]
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropCheckpoint:
+    """The checkpoint of that number will not be."""
+
+    number: int
+
+
+TrainerCommand = ReplaceServer | Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

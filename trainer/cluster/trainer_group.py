@@ -7,27 +7,34 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, assert_never
 
 from foreload.cache.protocol.server_probe import ServerUnreachable
+from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
-from foreload.trainer.cluster.ending import first_of, reason, stage_of, status_of
+from foreload.trainer.cluster.ending import Ending, first_of, reason, stage_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.keeper import Keeper
 from foreload.trainer.cluster.lane_copies import LaneCopies
+from foreload.trainer.cluster.launch_spec import launch_spec
 from foreload.trainer.cluster.membership import Membership
 from foreload.trainer.cluster.messages import (
     CanJoin,
+    CheckpointArmed,
+    CheckpointFailed,
+    CheckpointTaken,
+    CheckpointWritten,
     Commanded,
     CopiesTold,
     Departed,
@@ -52,7 +59,7 @@ from foreload.trainer.cluster.messages import (
 )
 from foreload.trainer.cluster.processes import StartProcess
 from foreload.trainer.cluster.rebalancing import Rebalancing
-from foreload.trainer.cluster.run_folder import publish_dense, run_facts, save_over_hosts
+from foreload.trainer.cluster.run_folder import publish_dense, save_over_hosts
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.scaling import Scaling
 from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
@@ -65,21 +72,11 @@ from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, Train
 from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
-from foreload.trainer.run.report import RunReport, Totals
+from foreload.trainer.run.report import RunReport
 
 POLL = timedelta(milliseconds=30)  # between two looks at events and requests
 CHANGE_POLL = timedelta(milliseconds=2)  # while trainers wait for their next term
 GRACE = timedelta(seconds=5)  # for trainers to say why one failed, and to leave when all is saved
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a call of `foreload train` ended: its summary, the last step, and the signal or request that stopped it early, if any."""
-
-    summary: dict[str, Any]
-    step: int
-    stopped: bool
-    signal_number: int | None
 
 
 class TrainerGroup:
@@ -101,8 +98,10 @@ class TrainerGroup:
         observer: RunObserver,
         start_process: StartProcess,
         events: EventLog,
+        layouts: Sequence[RowLayout],
         hosts: Hosts | None = None,
     ) -> None:
+        self._layouts = layouts
         self._events, self._hosts = events, hosts
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
         self._observer, self._start_process, self._schedule, self._shards = observer, start_process, schedule, shards
@@ -126,23 +125,10 @@ class TrainerGroup:
 
     def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
-        job = self._job
-        spec = LaunchSpec(
-            # Other hosts' trainers bring their own credentials, and their own address; those of this call never reach the rendezvous store.
-            job=job.to_dict() | {"store": self.manifest.job["store"], "spare": None, "address": None},
-            first_term=self._first.number,
-            start_step=self._start.step,
-            last_batches=tuple(int(self._start.batches[str(lane)]) for lane in range(self._schedule.header.lanes)),
-            stores=self._shards.plain_urls,
-            fingerprint=None if job.accept_numerics else self.manifest.fingerprint,
-            resumes=self._start.step >= self.manifest.stages[0].first_step,
-            servers_return=self._shards.servers_return,
-            faults=tuple(self._observer.faults),
-            totals=Totals(**self._start.totals),  # type: ignore[arg-type]
-            hosts=None if self._hosts is None else run_facts(self._run, self.manifest),
-        )
+        over_hosts, faults = self._hosts is not None, self._observer.faults
+        spec = launch_spec(self._job, self._run, self.manifest, self._start, self._first.number, self._shards, faults, over_hosts)
         self._interrupts.defer_signals = True
-        address = job.own_address()
+        address = self._job.own_address()
         with contextlib.ExitStack() as stack:
             keeper: Keeper | None = None
             if rendezvous is None:
@@ -174,12 +160,18 @@ class TrainerGroup:
         report = RunReport(
             self._run.path, replace(spec.totals), self._start.step + 1, steps, self._first.members, self.manifest.job
         )
+        self._checkpointing = Checkpointing(
+            self._job, self._run.path, self._schedule, self._layouts, lambda: self.manifest, board, report,
+            lambda command: self._tell_all(board, command), self._observer.at_checkpoint, self._events,
+        )  # fmt: skip
         self._answers = ControlAnswers(
-            lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report
-        )
+            lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report,
+            self._checkpointing,
+        )  # fmt: skip
         control = ControlSocket(self._run.path, self._answers.respond)
         try:
             self._follow(board, report, members)
+            self._checkpointing.see(members.term.members, goes_on=False)
             left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
             save_over_hosts(board, self._run, spec, members.term.number, self._ended.values())
@@ -196,6 +188,7 @@ class TrainerGroup:
             return ending
         finally:
             self._trainers.kill()
+            self._checkpointing.close()
             control.close()
             report.close()
 
@@ -220,6 +213,7 @@ class TrainerGroup:
             self._see_to_stores(board)
             for command in self._run_requests.take():
                 self._tell_all(board, command)
+            self._checkpointing.see(members.term.members, self._phase == "training" and not members.changing)
             report.tick()
             self._events.step = report.last_step
             if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._training):
@@ -246,6 +240,7 @@ class TrainerGroup:
             self._copies.now_term(members.term)
             report.now_members(members.term.members, members.term.committed)
             self._run_requests.now_members(members.term.members)
+            self._checkpointing.now_members()
             self._shards.now_trainers(members.term.members)
             for trainer in members.lost:
                 self._scaling.lost(trainer, elsewhere=bool(self._machines.get(trainer)))
@@ -318,6 +313,8 @@ class TrainerGroup:
                 self._shards.unreachable(event)
             case ScrubTold() | ScrubFailed() | RowsCounted():
                 self._run_requests.receive(trainer, event)
+            case CheckpointArmed() | CheckpointTaken() | CheckpointWritten() | CheckpointFailed():
+                self._checkpointing.receive(trainer, event)
             case Failed():
                 self._failures.append((trainer, event))
             case FaultInjected() | TrainerFaultInjected() | CanJoin():
@@ -373,6 +370,7 @@ class TrainerGroup:
             state=self.status.state,
             trainers=len(self._ended),
             rebalanced=self._scaling.rebalanced,
+            checkpoints=self._checkpointing.summary(),
             store_traffic={name: sum(counts[name] for counts in traffic) for name in first.traffic},
             **self.manifest.caveats,
         )

@@ -40,6 +40,7 @@ from foreload.trainer.cluster.messages import (
 from foreload.trainer.cluster.processes import OnHost
 from foreload.trainer.cluster.run_folder import FolderElsewhere, OwnFolder, RunFolder, save_over_hosts
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
+from foreload.trainer.cluster.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.trainer_terms import TrainerTerms
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.commits import Standing
@@ -95,7 +96,9 @@ class TrainerProcess:
             rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
             self._points.come_to,
         )  # fmt: skip
-        self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts, commands or 0)
+        self._checkpoints = TrainerCheckpoints(board, events, self._points.come_to)
+        further = commands or 0, self._checkpoints
+        self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts, *further)
         self._last_step = spec.start_step
         self._totals = Totals()  # of this call's steps
         self._segments = 0  # how many of the schedule were begun
@@ -117,6 +120,7 @@ class TrainerProcess:
             folder.load_dense(dense, spec.start_step)
         if self._terms.survives or self._terms.joins:
             rehearse_takeover()
+        self._checkpoints.prepare(job, dense.layouts)
         with (
             Store.connect(self._store_urls, job.store_silence, folder.placement.r) as store,
             self._terms.watched(),
@@ -209,6 +213,7 @@ class TrainerProcess:
     def _next_term(self, before: Trainer | None, why: str | None) -> None:
         """Leave the term and come to the next, at the step that is committed, without the lanes that go to others. Raises PeerLost, TrainerError."""
         terms = self._terms
+        self._checkpoints.drop("the term is over")
         commits = None if before is None else before.commits
         standing = None
         if before is not None:
@@ -323,6 +328,7 @@ class TrainerProcess:
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
         agreement = StopAgreement(self._board, trainer.session.leads, self._terms.term.number)
+        self._checkpoints.begun = lambda: gate.begun
 
         def tell() -> None:
             self._link.tell()
@@ -342,6 +348,10 @@ class TrainerProcess:
         def on_evaluation(report: EvaluationReport) -> None:
             self._events.send(EvaluationEnded(report))
 
+        def stop_after(step: int) -> bool:
+            self._checkpoints.after_step(trainer, step)
+            return agreement.stop_after(step)
+
         def while_waiting() -> None:
             self._terms.check()
             self._events.flush()
@@ -352,7 +362,7 @@ class TrainerProcess:
             return True, None, False
         events = gate.events(while_waiting)
         try:
-            stopped = trainer.run(events, agreement.stop_after, on_step, on_evaluation, agreement.goes_on) is not None
+            stopped = trainer.run(events, stop_after, on_step, on_evaluation, agreement.goes_on) is not None
             return stopped, None, agreement.goes_on() and stopped
         except StoppedAtSegment as stop:
             # Every trainer is here, after the same step.
@@ -387,6 +397,4 @@ class TrainerProcess:
         self._events.send(TrainerFaultInjected(fault, time.monotonic()))
 
     def _device(self) -> str:
-        if self._job.device != "cuda":
-            return "cpu"
-        return f"cuda:{self._trainer % max(torch.cuda.device_count(), 1)}"
+        return "cpu" if self._job.device != "cuda" else f"cuda:{self._trainer % max(torch.cuda.device_count(), 1)}"

@@ -25,6 +25,7 @@ from foreload.trainer.checkpoints.policies import Policy, bits_for, expected_res
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.checkpoints.writer import check_absent, save
 from foreload.trainer.cluster.control import training_status
+from foreload.trainer.commands.live_checkpoint import save_while_training
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, MANIFEST, Run
 from foreload.trainer.run.manifest import inexact_text
@@ -57,7 +58,7 @@ def saved(
     run = Run.open(path)
     folder = run.path / CHECKPOINTS if to is None else Path(to)
     if training_status(run.path) is not None:
-        raise CheckpointError(f"run {path}: is being trained, and a checkpoint is of a run that rests; stop it with Ctrl-C first")
+        return _told(save_while_training(run.path, to))
     step = run.saved_status().step
     check_absent(folder, step)
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:

@@ -28,7 +28,7 @@ from foreload.trainer.run.job_values import Servers
 from foreload.trainer.run.timeline import Moments, StepTimes, Timeline, account
 
 if TYPE_CHECKING:
-    from foreload.trainer.cluster.trainer_group import Ending
+    from foreload.trainer.cluster.ending import Ending
 
 MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
 _LEGEND_COLUMNS = 4

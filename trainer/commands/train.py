@@ -17,8 +17,8 @@ from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.resume import FREE_SETTINGS
 
 if TYPE_CHECKING:
+    from foreload.trainer.cluster.ending import Ending
     from foreload.trainer.cluster.faults import RunObserver
-    from foreload.trainer.cluster.trainer_group import Ending
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:

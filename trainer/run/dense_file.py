@@ -47,8 +47,17 @@ def write_dense(path: Path, data: bytes, on_written: Callable[[], None] = lambda
 
 def dense_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> bytes:
     """What `save_dense` writes."""
+    return encode_dense(dense_tensors(module, optimizer), step)
+
+
+def dense_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters and optimizer state by their names in the file; some share memory with the module."""
     tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
-    tensors |= {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
+    return tensors | {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
+
+
+def encode_dense(tensors: dict[str, Tensor], step: int) -> bytes:
+    """The contents of the file after training step `step`."""
     return save(tensors, metadata={_STEP: str(step)})
 
 

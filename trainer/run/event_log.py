@@ -155,6 +155,21 @@ class ShardRebuilt(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(RunEvent):
+    """A checkpoint was saved while it trained. checkpoint: its folder."""
+
+    kind: ClassVar = "checkpoint-saved"
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNotSaved(RunEvent):
+    """A checkpoint that was due could not be saved; the one before stays."""
+
+    kind: ClassVar = "checkpoint-not-saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(RunEvent):
     """A clean stop is asked for."""
 

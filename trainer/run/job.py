@@ -27,7 +27,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.run.job_values import Parity, Place, Servers, Size, TableSettings, tables
+from foreload.trainer.run.job_values import Interval, Parity, Place, Servers, Size, TableSettings, tables
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
 _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
@@ -143,6 +143,27 @@ class TrainJob:
         None, text, "with --coordinator: a file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new one in RUN/token",
         _WHERE, metavar="FILE", stated=False,
     )  # fmt: skip
+    checkpoint: str | None = setting(
+        None, text, "folder for checkpoints that are saved while it trains, which all hosts reach; by default checkpoints in RUN",
+        _CALL, metavar="DIR", stated=False,
+    )  # fmt: skip
+    checkpoint_every: Interval | None = setting(
+        None, Interval.parse, "save a checkpoint while it trains: behind every so many steps, or every so often, such as 10m", _CALL,
+        metavar="STEPS|TIME", stated=False,
+    )  # fmt: skip
+    checkpoint_policy: str = setting(
+        "intermittent", choice("full", "one-shot", "consecutive", "intermittent", "planned"),
+        "which of these have all rows: each; the first; the first, each other having what changed since the one before; whenever that costs less; "
+        "or as costs least up to the schedule's end",
+        _CALL, metavar="POLICY", stated=False,
+    )  # fmt: skip
+    checkpoint_bits: str = setting(
+        "32", choice("32", "8", "4", "3", "2"), "bits of a weight in these; with fewer than 32, a run that goes on from one is not exact", _CALL,
+        metavar="{32,8,4,3,2}", stated=False,
+    )  # fmt: skip
+    keep: int = setting(
+        2, integer(1), "how many of these checkpoints stay, the newest, and what they need", _CALL, metavar="N", stated=False
+    )
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
     resume: bool = setting(
         False,
@@ -192,6 +213,7 @@ class TrainJob:
                 f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}"
             )
         self._check_hosts()
+        self._check_checkpoints()
         if self.store.local and self.spare:
             raise SettingError(
                 f"--spare: is for servers that --store names by URL; {self.store} starts dead servers again by itself"
@@ -214,6 +236,15 @@ class TrainJob:
                 f"--store: must name servers that all hosts reach, by URL, where there is --coordinator; got {self.store}"
             )
 
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_policy != "planned":
+            return
+        if self.checkpoint_every is None or self.checkpoint_every.steps is None or self.follow:
+            raise SettingError(
+                "--checkpoint-policy: planned needs to know the steps of all checkpoints to come; give --checkpoint-every as a number of steps, and "
+                "a schedule that is complete, without --follow"
+            )
+
     @property
     def trainers_here(self) -> int:
         """How many of the trainers this host starts when training begins."""
@@ -232,7 +263,9 @@ class TrainJob:
         """Every setting as JSON and TOML hold it: `of` gives the same job again."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         own = {name: table.to_dict() for name, table in self.tables.items()}
-        written = {name: str(value) for name, value in values.items() if isinstance(value, Servers | Parity | Size | Place)}
+        written = {
+            name: str(value) for name, value in values.items() if isinstance(value, Servers | Parity | Size | Place | Interval)
+        }
         return values | written | {"tables": own}
 
     def code(self, shards: int) -> Parity:

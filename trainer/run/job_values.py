@@ -107,6 +107,36 @@ class Size:
         return self.written
 
 
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A number of steps, or seconds: one of them is None. written: how it was written."""
+
+    steps: int | None
+    seconds: float | None
+    written: str
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Interval:
+        """A whole number of steps, or a time such as 90s, 10m, 2h. Raises SettingError."""
+        if isinstance(value, Interval):
+            return value
+        text = str(value)
+        if re.fullmatch(r"[1-9]\d{0,17}", text):
+            return cls(int(text), None, text)
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text)
+        if match is None or not float(match[1]):
+            raise SettingError(
+                f"{flag}: must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got {value!r}"
+            )
+        return cls(None, float(match[1]) * _UNITS[match[2]], text)
+
+    def __str__(self) -> str:
+        return self.written
+
+
 @dataclass(frozen=True, slots=True)
 class TableSettings:
     """What a table has of its own; None: what all have."""

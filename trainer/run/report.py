@@ -179,6 +179,8 @@ class RunReport:
         self._first_step = first_step
         self._full = False
         self.last_step = first_step - 1
+        self._keep_after: int | None = None
+        self.kept_totals: dict[str, float] | None = None  # as after the step of `keep_totals`, once all have told of that
 
     def step(self, trainer: int, report: StepReport) -> None:
         """One trainer's report of one step; the step counts when all trainers have told of it."""
@@ -209,6 +211,7 @@ class RunReport:
         for name in ("compute", "exchange", "waiting"):
             setattr(totals, f"seconds_{name}", getattr(totals, f"seconds_{name}") + line[f"ms_{name}"] / 1000)
         self.last_step = line["step"]
+        self._keep()
         self._recent.add(line)
         self._interval.add(line)
         with self._room():
@@ -217,6 +220,21 @@ class RunReport:
             if (line["step"] + 1) % TENSORBOARD_STEPS == 0:
                 self._write_interval()
         self.tick()
+
+    def keep_totals(self, step: int | None) -> None:
+        """Keep the totals as they are after a step, which is the last one counted or one to come; None: keep none."""
+        if step != self._keep_after:
+            self._keep_after, self.kept_totals = step, None
+            self._keep()
+
+    def _keep(self) -> None:
+        if self.last_step == self._keep_after:
+            self.kept_totals = asdict(self.totals)
+
+    def checkpoint(self, told: Mapping[str, Any]) -> None:
+        """A checkpoint was saved, or was not."""
+        with self._room():
+            self._write({"kind": "checkpoint", **told})
 
     def tick(self) -> None:
         """To be called often, also while no step ends: says how far training is, if it is time."""

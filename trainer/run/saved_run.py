@@ -140,9 +140,9 @@ def open_saved(path: str, store: str | None) -> Iterator[SavedRun]:
         run.lock = stack.enter_context(locked(run.path, alone=run.manifest.local_stores is not None))
         manifest, status = run.manifest, run.saved_status()
         if status.step < manifest.stages[0].first_step:
-            raise RunError(
-                f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume begins again, or says what is missing"
-            )
+            newest = run.newest_checkpoint()
+            then = "begins again, or says what is missing" if newest is None else f"goes on from checkpoint {newest}"
+            raise RunError(f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume {then}")
         local = open_stores(run, status)
         opened: Store | None = None
         of_the_stop = False

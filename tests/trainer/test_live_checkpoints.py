@@ -1,0 +1,230 @@
+"""Checkpoints saved while a run trains: each is what a clean stop behind its step would have left, whoever dies meanwhile, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import done, fill, flip, refused, run_here
+from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+from warm import Warm
+
+from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.lineage import LOCK
+from foreload.trainer.cluster.control import AskCheckpoint, CheckpointBegun, ask, training_status
+from foreload.trainer.cluster.faults import CHECKPOINT_POINTS, TrainerFault
+from foreload.trainer.run.directory import CHECKPOINTS, Run
+
+STEPS = 82
+EVERY = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule of two epochs in four lanes, with evaluation after each, and few slots; and the digest of a run that nothing happened to."""
+
+    schedule: Path
+    digest: str
+    warm: Warm
+
+    def train(self, run: Path, *further: object, faults: tuple[TrainerFault, ...] = (), status: int = 0) -> str:
+        """Train in other processes; returns what was told on stderr."""
+        train = arguments(self.schedule, run, *map(str, further), "--digest")
+        ended, err = self.warm.begin(train, run.with_suffix(".err"), faults).end()
+        assert ended == status, err
+        assert "Traceback" not in err
+        return err
+
+    def check_goes_on(self, checkpoint: Path, run: Path, *further: object) -> None:
+        """Assert that a run made of a checkpoint ends with the bits of the undisturbed one."""
+        train = ["train", str(self.schedule), "--from", str(checkpoint), "--run", str(run), "--digest", *map(str, further)]
+        ended, err = self.warm.begin(train, run.with_suffix(".err")).end()
+        assert ended == 0, err
+        assert summary(run)["digest"] == self.digest
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("live")
+    schedule = synthetic_schedule(folder, 5700, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2")
+    digest = str(summary(train_undisturbed(schedule, folder))["digest"])
+    with Warm() as warm:
+        yield Case(schedule, digest, warm)
+
+
+def saved(folder: Path) -> list[Checkpoint]:
+    """The checkpoints in a folder, by step; asserts that nothing else is there, and that each is as it was saved."""
+    assert all(re.fullmatch(r"step-\d+", path.name) or path.name == LOCK for path in folder.iterdir()), list(folder.iterdir())
+    there = sorted((Checkpoint.open(path) for path in folder.glob("step-*")), key=lambda one: one.contents.step)
+    for one in there:
+        one.verify()
+    return there
+
+
+PLACES = [
+    (1, "local:1", "off"),
+    (2, "local:3", "2+1"),
+    (4, "local:5", "4+1"),
+    (4, "local:1", "off"),
+    (1, "local:3", "2+1"),
+    (2, "local:5", "off"),
+]
+"""Trainers, store shards and parity."""
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (PLACES[1], PLACES[0]),
+        (PLACES[2], PLACES[1]),
+        *(
+            pytest.param(PLACES[a], PLACES[b], marks=pytest.mark.full)
+            for a, b in ((0, 2), (0, 5), (1, 3), (2, 0), (3, 4), (3, 2), (4, 5), (5, 1), (5, 3))
+        ),
+    ],
+    ids=lambda place: "{}-{}-{}".format(*place),
+)
+def test_what_is_saved_while_it_trains_goes_on_anywhere(
+    case: Case, tmp_path: Path, source: tuple[int, str, str], target: tuple[int, str, str]
+) -> None:
+    trainers, store, parity = source
+    place = ("--store", store, "--parity", parity, "--trainers", trainers)
+    case.train(tmp_path / "run", *place, "--checkpoint-every", EVERY, "--keep", 9, "--checkpoint", tmp_path / "saved")
+    told = summary(tmp_path / "run")
+    assert told["digest"] == case.digest
+    there = saved(tmp_path / "saved")
+    assert [one.contents.step % EVERY for one in there] == [EVERY - 1] * len(there)
+    assert told["checkpoints"] == {"saved": len(there), "failed": 0, "last_step": there[-1].contents.step}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "checkpoint"] == [one.contents.step for one in there]
+    assert len(there) > 1
+    trainers, store, parity = target
+    # An increment, where there is one.
+    case.check_goes_on(there[1].path, tmp_path / "next", "--store", store, "--parity", parity, "--trainers", trainers)
+
+
+def test_it_is_what_a_clean_stop_there_leaves(case: Case, tmp_path: Path) -> None:
+    place = ("--store", "local:3", "--trainers", 1)
+    stop = TrainerFault(0, "rows applied", 40, signal.SIGTERM)
+    train = arguments(case.schedule, tmp_path / "stopped", *map(str, place))
+    case.warm.begin(train, tmp_path / "stopped.err", [stop]).end()
+    status = Run.open(tmp_path / "stopped").saved_status()
+    assert status.state == "stopped"
+    # The first multiple is that very step.
+    case.train(tmp_path / "run", *place, "--checkpoint-every", status.step + 1)
+    (one,) = saved(tmp_path / "run" / CHECKPOINTS)
+    assert one.contents.step == status.step
+    assert done("digest", one.path) == done("digest", tmp_path / "stopped")
+    assert {name: one.contents.totals[name] for name in ("steps", "samples", "rows_used", "rows_fetched")} == {
+        name: status.totals[name] for name in ("steps", "samples", "rows_used", "rows_fetched")
+    }
+    assert one.contents.run.stages == Run.open(tmp_path / "stopped").manifest.stages
+
+
+@pytest.mark.parametrize("point", CHECKPOINT_POINTS)
+@pytest.mark.parametrize("trainer", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_trainer_that_dies_amid_a_checkpoint_costs_that_one_alone(case: Case, tmp_path: Path, point: str, trainer: int) -> None:
+    died = TrainerFault(trainer, point, 12, signal.SIGKILL)
+    err = case.train(
+        tmp_path / "run", "--store", "local:3", "--trainers", 2, "--checkpoint-every", EVERY, "--keep", 9, "--no-restart", faults=(died,)
+    )  # fmt: skip
+    assert f"trainer {trainer}: lost (was killed by SIGKILL)" in err
+    assert summary(tmp_path / "run")["digest"] == case.digest
+    there = saved(tmp_path / "run" / CHECKPOINTS)
+    assert there
+    case.check_goes_on(there[-1].path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+
+
+def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(case: Case, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    faults = [TrainerFault(trainer, "rows applied", 55, signal.SIGKILL) for trainer in (0, 1)]
+    train = arguments(
+        case.schedule, run, "--store", "local:3", "--trainers", "2", "--checkpoint-every", str(EVERY), "--no-restart"
+    )
+    status, err = case.warm.begin(train, tmp_path / "err", faults).end()
+    assert status not in (0, 2)
+    newest = saved(run / CHECKPOINTS)[-1]
+    goes_on = f"--resume goes on from checkpoint {newest.path}"
+    assert goes_on in err
+    assert goes_on in refused("digest", run)
+    err = case.train(run, "--resume", "--trainers", 2, "--checkpoint-every", EVERY)
+    assert f"run {run}: was broken off, and goes on from its newest checkpoint; steps {newest.contents.step + 1} to " in err
+    assert f"resumed from checkpoint {newest.path}, after step {newest.contents.step}, " in err
+    assert summary(run)["digest"] == case.digest
+    assert saved(run / CHECKPOINTS)[-1].contents.step > newest.contents.step
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(case: Case, tmp_path: Path, small_disk: Path) -> None:
+    place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", "0.5s", "--checkpoint", small_disk / "saved")
+    fill(small_disk, 1 << 14)
+    err = case.train(tmp_path / "run", *place)
+    assert "foreload: warning: a checkpoint was not saved: " in err
+    assert "disk is full" in err or "No space left on device" in err
+    told = summary(tmp_path / "run")
+    assert told["digest"] == case.digest
+    assert told["checkpoints"]["failed"] > 0
+    assert told["checkpoints"]["saved"] == 0
+    assert not list((small_disk / "saved").glob("*step*"))
+
+
+def stopped(run: Path) -> psutil.Process | None:
+    """The process of trainer 1, once it stands still."""
+    status = training_status(run) if run.exists() else None
+    if status is None or 1 not in status.trainers:
+        return None
+    process = psutil.Process(status.trainers[1])
+    return process if process.status() == psutil.STATUS_STOPPED else None
+
+
+def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stands = TrainerFault(1, "rows applied", 5, signal.SIGSTOP)
+    train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "60", "--digest")
+    begun = case.warm.begin(train, tmp_path / "err", [stands])
+    begun.until(lambda: stopped(run) is not None)
+    asked = ask(run, AskCheckpoint(str(tmp_path / "asked")))
+    assert isinstance(asked, CheckpointBegun)
+    process = stopped(run)
+    assert process is not None
+    process.resume()
+    status, err = begun.end()
+    assert status == 0, err
+    assert summary(run)["digest"] == case.digest
+    (one,) = saved(tmp_path / "asked")
+    assert f"checkpoint {one.path}: after step {one.contents.step}, " in err
+    case.check_goes_on(one.path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+
+
+def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:
+    place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", EVERY, "--keep", 1)
+    case.train(tmp_path / "run", *place, "--checkpoint-policy", "one-shot", "--checkpoint-bits", 8)
+    first, newest = saved(tmp_path / "run" / CHECKPOINTS)
+    assert newest.base is not None
+    assert newest.base.path == first.path
+    # Rounded, so a run that goes on from it says so.
+    assert newest.contents.inexact is not None
+    file = newest.contents.rows[0].name
+    flip(newest.path / file, 100)
+    assert file in refused("checkpoint", "verify", newest.path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--checkpoint-every", "0", "must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got '0'"),
+        ("--checkpoint-every", "10d", "must be a number of steps"),
+        ("--checkpoint-bits", "5", "5"),
+        ("--keep", "0", "at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(case: Case, tmp_path: Path, option: str, value: str, says: str) -> None:
+    status, _, err = run_here(*arguments(case.schedule, tmp_path / "run", "--store", "local:1", option, value))
+    assert status == 2
+    assert says in err
+    assert not (tmp_path / "run").exists()

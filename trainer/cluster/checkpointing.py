@@ -1,0 +1,336 @@
+"""The coordinator's side of checkpoints that are saved while a run trains: when one is due, who has told what of it, and its publication."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.files import remove_path
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.changed_rows import Plan
+from foreload.trainer.checkpoints.draft import Draft
+from foreload.trainer.checkpoints.format import Checkpoint, Contents
+from foreload.trainer.checkpoints.lineage import Increment, next_increment, of_run, prune
+from foreload.trainer.checkpoints.policies import Policy
+from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.control import AskCheckpoint, CheckpointBegun, CheckpointProgress, Refused
+from foreload.trainer.cluster.facts import CheckpointReady
+from foreload.trainer.cluster.messages import (
+    CheckpointArmed,
+    CheckpointFailed,
+    CheckpointTaken,
+    CheckpointWritten,
+    DropCheckpoint,
+    TakeCheckpoint,
+    TrainerCommand,
+    WriteCheckpoint,
+)
+from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run.directory import CHECKPOINTS
+from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.report import RunReport
+
+
+@dataclass(slots=True)
+class _Saving:
+    """The checkpoint under way. asked: by a user, not since one was due."""
+
+    number: int
+    folder: Path
+    asked: bool
+    draft: Draft | None = None
+    increment: Increment | None = None
+    since: float = field(default_factory=time.monotonic)
+    armed: set[int] = field(default_factory=set)
+    ready: bool = False
+    taken: dict[int, CheckpointTaken] = field(default_factory=dict)
+    written: dict[int, CheckpointWritten] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a user asked for: where it is to be, and what became of it."""
+
+    folder: Path
+    told: CheckpointProgress = field(default_factory=lambda: CheckpointProgress(False))
+
+
+class Checkpointing:
+    """The checkpoints of one call. Its main thread uses it, but for `ask` and `asked`, which threads of the control socket call.
+
+    tell_all: publishes a command to all trainers; manifest: the run's, as it is now. at_point: told the points that RunObserver names.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        run: Path,
+        schedule: Schedule,
+        layouts: Sequence[RowLayout],
+        manifest: Callable[[], Manifest],
+        board: Board,
+        report: RunReport,
+        tell_all: Callable[[TrainerCommand], None],
+        at_point: Callable[[str], None],
+        events: EventLog,
+    ) -> None:
+        self._every, self._keep = job.checkpoint_every, job.keep
+        self._policy, self._bits, self._schedule = cast(Policy, job.checkpoint_policy), int(job.checkpoint_bits), schedule
+        self._folder = Path(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS
+        self._events = events
+        self._layouts, self._manifest = layouts, manifest
+        self._board, self._report, self._tell_all, self._at_point = board, report, tell_all, at_point
+        self._saving: _Saving | None = None
+        self._discarded: list[Path] = []
+        self._count = 0
+        self._due_at = time.monotonic()  # the next one is not begun before
+        self.saved = self.failed = 0
+        self.last_step: int | None = None
+        self._lock = threading.Lock()
+        self._asked: list[_Asked] = []
+        self._to_begin: list[_Asked] = []
+        self._current: _Asked | None = None
+        if self._every is not None and self._every.seconds is not None:
+            self._due_at += self._every.seconds
+
+    # Threads of the control socket.
+
+    def ask(self, request: AskCheckpoint) -> CheckpointBegun | Refused:
+        """Have one begun as soon as none is under way."""
+        with self._lock:
+            asked = _Asked(Path(request.to) if request.to is not None else self._folder)
+            self._asked.append(asked)
+            self._to_begin.append(asked)
+            return CheckpointBegun(len(self._asked) - 1)
+
+    def asked(self, number: int) -> CheckpointProgress | Refused:
+        """What became of one that was asked for."""
+        with self._lock:
+            if not 0 <= number < len(self._asked):
+                return Refused(f"no checkpoint {number} was asked for")
+            return self._asked[number].told
+
+    # The main thread.
+
+    def see(self, members: Sequence[int], goes_on: bool) -> None:
+        """Go on with the one under way, or begin the next. goes_on: training does, so that one can be begun."""
+        saving = self._saving
+        if saving is not None and self._to_begin and goes_on and not saving.taken and not saving.asked:
+            # Its step may be far away, and a user waits.
+            self._give_up("another one was asked for", again=True)
+            saving = None
+        if saving is None:
+            if goes_on:
+                self._begin_next()
+            elif self._to_begin:
+                self._refuse_asked(_OVER)
+            return
+        if not saving.ready and saving.armed >= set(members):
+            saving.ready = True
+            self._board.publish(CheckpointReady(), saving.number)
+        if saving.written.keys() >= set(members) and self._report.kept_totals is not None:
+            try:
+                self._publish(saving)
+            except CheckpointError as error:
+                self._give_up(str(error))
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            asked = self._to_begin.pop(0) if self._to_begin else None
+        if asked is None and (self._every is None or time.monotonic() < self._due_at):
+            return
+        self._current = asked
+        self._count += 1
+        every = None if asked is not None or self._every is None else self._every.steps
+        self._saving = _Saving(self._count, self._folder if asked is None else asked.folder, asked is not None)
+        self._report.keep_totals(None)
+        self._tell_all(TakeCheckpoint(self._count, every))
+
+    def _begin_writing(self, saving: _Saving) -> None:
+        """Its step is known: make the draft of it, and have it written, unless it is there already, from before the run was broken off."""
+        step = next(iter(saving.taken.values())).step
+        if any(one.contents.step == step for one in of_run(saving.folder, self._manifest())):
+            self._give_up("it is there already", again=True)
+            return
+        try:
+            draft = saving.draft = Draft(saving.folder)
+            increment = saving.increment = self._increment(draft, step)
+        except CheckpointError as error:
+            self._give_up(str(error))
+            return
+        base = None if increment is None else increment.base.contents
+        since, known = (-1, ()) if base is None else (base.step, base.ordinals)
+        self._at_point("begun")
+        self._tell_all(WriteCheckpoint(saving.number, str(draft.path.absolute()), since, known, self._bits))
+
+    def _increment(self, draft: Draft, step: int) -> Increment | None:
+        """What the one of a step is an increment of; None: it is to have all rows."""
+        increment = next_increment(draft.folder, self._manifest(), step, self._policy, self._bits, self._plan(step))
+        # Of what an earlier schedule changed, this one says nothing.
+        return (
+            increment if increment is not None and increment.base.contents.step >= self._schedule.header.first_step - 1 else None
+        )
+
+    def _plan(self, step: int) -> Plan | None:
+        """For policy planned: the checkpoints that are to come, this one first."""
+        if self._policy != "planned" or self._every is None or self._every.steps is None:
+            return None
+        every, end = self._every.steps, self._schedule.header.end_step
+        return Plan(self._schedule, [step, *range(step + every, end, every)], [layout.row_bytes for layout in self._layouts])
+
+    def receive(self, trainer: int, event: CheckpointArmed | CheckpointTaken | CheckpointWritten | CheckpointFailed) -> None:
+        """What a trainer tells of one; of one before the last it does not count."""
+        saving = self._saving
+        if saving is None or saving.number != event.number:
+            return
+        match event:
+            case CheckpointArmed():
+                saving.armed.add(trainer)
+            case CheckpointTaken():
+                saving.taken[trainer] = event
+                self._report.keep_totals(event.step)
+                if saving.draft is None:
+                    self._begin_writing(saving)
+            case CheckpointWritten():
+                saving.written[trainer] = event
+            case CheckpointFailed():
+                self._give_up(f"trainer {trainer}: {event.error}")
+
+    def now_members(self) -> None:
+        """The trainers, or their lanes, are others now: what was under way cannot be finished."""
+        if self._saving is not None:
+            self._give_up("the trainers, or their lanes, changed meanwhile", again=True)
+
+    def close(self) -> None:
+        """Trainers are gone: leave nothing half written."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            self._discard(saving)
+            if saving.taken or saving.asked:
+                self._failed(_OVER)
+        for path in self._discarded:
+            remove_path(path)  # again: a trainer may have been writing there
+        self._refuse_asked(_OVER)
+
+    def _give_up(self, why: str, again: bool = False) -> None:
+        """again: begin another one at once, as nothing is wrong with where it is put."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            self._tell_all(DropCheckpoint(saving.number))
+            self._discard(saving)
+        if not again:
+            self._failed(why)
+            return
+        asked, self._current = self._current, None
+        if asked is not None:
+            with self._lock:
+                self._to_begin.insert(0, asked)
+
+    def _discard(self, saving: _Saving) -> None:
+        if saving.draft is not None:
+            saving.draft.discard()
+            self._discarded.append(saving.draft.path)
+
+    def _failed(self, why: str) -> None:
+        """Tell that there is no checkpoint, though one was due or asked for."""
+        asked, self._current = self._current, None
+        self.failed += 1
+        self._put_off()
+        self._report.checkpoint({"failed": why})
+        self._events.note(CheckpointNotSaved(cause=why))
+        self._tell(f"foreload: warning: a checkpoint was not saved: {why}")
+        if asked is not None:
+            with self._lock:
+                asked.told = CheckpointProgress(True, failed=why)
+
+    def _refuse_asked(self, why: str) -> None:
+        with self._lock:
+            left, self._to_begin = self._to_begin, []
+            for asked in left:
+                asked.told = CheckpointProgress(True, failed=why)
+
+    def _put_off(self) -> None:
+        if self._every is not None and self._every.seconds is not None:
+            self._due_at = time.monotonic() + self._every.seconds
+        elif self._every is not None:
+            self._due_at = time.monotonic() + _AFTER_FAILURE_SECONDS
+
+    def _publish(self, saving: _Saving) -> None:
+        contents = self._contents(saving)
+        assert saving.draft is not None
+        saving.draft.write_manifest(contents)
+        self._at_point("manifest written")
+        checkpoint = saving.draft.publish(contents.step)
+        self._saving = None
+        self._at_point("published")
+        self.saved += 1
+        self.last_step = contents.step
+        told = self._told(saving, checkpoint)
+        self._report.checkpoint(told)
+        self._events.note(CheckpointSaved(checkpoint=str(checkpoint.path)))
+        self._tell(
+            f"checkpoint {checkpoint.path}: after step {contents.step}, {told['rows']:,} of {contents.row_count:,} rows, "
+            f"{told['bytes'] / 2**20:,.1f} MiB in "
+            f"{told['seconds']:.1f} s, during which training stood still for {1000 * told['seconds_stalled']:.0f} ms"
+        )
+        asked, self._current = self._current, None
+        if asked is not None:
+            with self._lock:
+                asked.told = CheckpointProgress(True, str(checkpoint.path))
+            return
+        if self._every is not None and self._every.seconds is not None:
+            self._due_at = saving.since + self._every.seconds
+        try:
+            prune(checkpoint.path.parent, self._manifest(), self._keep)
+        except CheckpointError as error:
+            self._tell(f"foreload: warning: {error}")
+        self._at_point("old ones deleted")
+
+    def _contents(self, saving: _Saving) -> Contents:
+        taken = next(iter(saving.taken.values()))
+        files = [file for written in saving.written.values() for file in written.files.rows]
+        dense = next(written.files.dense for written in saving.written.values() if written.files.dense is not None)
+        manifest, totals = self._manifest(), self._report.kept_totals
+        assert totals is not None
+        stage = replace(manifest.stages[-1], segments=taken.segments, prefix=taken.prefix)
+        given = {lane: ordinals for one in saving.taken.values() for lane, ordinals in one.given.items()}
+        ordinals = np.array([given[lane] for lane in range(manifest.lanes)], np.int64)
+        run = replace(manifest, stages=(*manifest.stages[:-1], stage))
+        increment = () if saving.increment is None else (saving.increment.base, saving.increment.sizes)
+        header = self._schedule.header
+        encoded = header.features.to_dict(), header.settings.get("encoding")
+        return Contents.made(run, *encoded, taken.step, totals, self._layouts, ordinals, files, dense, *increment)
+
+    @staticmethod
+    def _told(saving: _Saving, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What metrics.jsonl has of it."""
+        return {
+            "step": checkpoint.contents.step,
+            "checkpoint": str(checkpoint.path),
+            "rows": sum(file.rows for file in checkpoint.contents.rows),
+            "bytes": checkpoint.own_bytes,
+            "seconds": max(written.files.seconds for written in saving.written.values()),
+            "seconds_stalled": max(taken.seconds for taken in saving.taken.values()),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json has of all of them."""
+        return {"saved": self.saved, "failed": self.failed, "last_step": self.last_step}
+
+    @staticmethod
+    def _tell(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+
+_OVER = "its training is over; save one now that it rests, with `foreload checkpoint save`"
+_AFTER_FAILURE_SECONDS = 10.0  # before another one is begun

@@ -1,0 +1,103 @@
+"""Runs made of a checkpoint: new ones, and those that were broken off, which go on from their newest one."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.client.url import parse_urls
+from foreload.cache.errors import StoreFull
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.ownership import Ownership
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.lineage import of_run
+from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
+from foreload.trainer.cluster.claimed import claimed
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.run.directory import CHECKPOINTS, DENSE, LOG, STORES, Run
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Status
+from foreload.trainer.run.progress_bar import progress_bar
+from foreload.trainer.run.reach import reach
+
+
+def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
+    """Have a run that was broken off be as if it had stopped cleanly where its newest checkpoint was saved, if that is later than where it did.
+
+    Its rows on the store are deleted, under the same name. Killed before the end, it is still broken off, and the same call can be made again.
+    """
+    manifest = run.manifest
+    folder = run.path / CHECKPOINTS if job.checkpoint is None else Path(job.checkpoint)
+    own = of_run(folder, manifest)
+    if not own or own[-1].contents.step <= before.step:
+        return job
+    checkpoint = own[-1]
+    contents = checkpoint.contents
+    with progress_bar(checkpoint.total_bytes, "B") as bar:
+        check_restorable(checkpoint, job, model, bar.update)
+    restored = restored_manifest(checkpoint, job, schedule, manifest)
+    count = manifest.local_stores
+    if not count:
+        reach(parse_urls(str(job.store)), job.store_silence)
+    elif (left := LocalStores.find(run.path / STORES)) is not None:
+        left.stop(save=False)
+    start = replace(before, term=before.term + 1)
+    run.raise_term(start.term)
+    shutil.rmtree(run.path / LOG, ignore_errors=True)
+    run.write_manifest(restored)
+    reported = run.reported_step()
+    again = (
+        f"; steps {contents.step + 1} to {reported} are done again" if reported is not None and reported > contents.step else ""
+    )
+    sys.stderr.write(f"run {run.path}: was broken off, and goes on from its newest checkpoint{again}\n")
+    job = replace(job, resume=False, from_checkpoint=str(checkpoint.path), overwrite=True, namespace=manifest.namespace)
+    return restore(job, run, checkpoint, start, LocalStores(count, run.path / STORES) if count else None)
+
+
+def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, local: LocalStores | None) -> TrainJob:
+    """Have a run that was made a moment ago be as if it had stopped cleanly where a checkpoint was saved, so that it can go on.
+
+    Its status is written last, local stores saved before: until then the same call can be made again, whoever was killed.
+    """
+    manifest, contents = run.manifest, checkpoint.contents
+    if local is not None:
+        local.start()
+    try:
+        urls = list(local.urls if local is not None else job.store.urls)
+        with claimed(job, run, manifest, start, urls):
+            ownership = Ownership(start.term, manifest.identity)
+            with Store(urls, job.store_silence) as store, progress_bar(checkpoint.row_count, "row") as bar:
+                log = FileLog(run.path / LOG)
+                rows = restore_rows(checkpoint, store, run.placement, manifest.namespace, log, ownership, bar.update)
+            restore_dense(checkpoint, run.path / DENSE)
+            if local is not None:
+                local.stop(save=True, lost=rows.lost)
+            run.write_status(
+                replace(
+                    start,
+                    state=contents.state,
+                    step=contents.step,
+                    batches=rows.batches,
+                    totals=contents.totals,
+                    lost=rows.lost,
+                )
+            )
+    except StoreFull as error:
+        if local is None:
+            raise
+        raise RunError(
+            f"--run: the restored rows cannot be saved in {run.path}; free the disk, and make the same call again"
+        ) from error
+    finally:
+        if local is not None:
+            local.discard()
+    sys.stderr.write(
+        f"resumed from checkpoint {checkpoint.path}, after step {contents.step}, with {checkpoint.row_count:,} rows\n"
+    )
+    return replace(job, from_checkpoint=None, resume=True, overwrite=False)

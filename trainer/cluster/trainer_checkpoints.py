@@ -1,0 +1,182 @@
+"""A trainer's side of checkpoints that are saved while it trains: the step is agreed on, the copy made behind it, the files written meanwhile.
+
+No step asks the board for anything while none is wanted. A checkpoint is asked for by a command. When all trainers have told that they know of it,
+the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can end that
+without seeing the name, if it looks behind every step from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from foreload.cache.protocol.snapshot import Snapshot, rehearse
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.changed_rows import changed_rows
+from foreload.trainer.checkpoints.format import DENSE
+from foreload.trainer.checkpoints.part import GRACE_SECONDS, Increment, PartWriter
+from foreload.trainer.checkpoints.part import rehearse as rehearse_part
+from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.events import EventSender
+from foreload.trainer.cluster.facts import CheckpointAt, CheckpointReady
+from foreload.trainer.cluster.messages import (
+    CheckpointArmed,
+    CheckpointFailed,
+    CheckpointTaken,
+    CheckpointWritten,
+    TakeCheckpoint,
+    WriteCheckpoint,
+)
+from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.program import Trainer
+from foreload.trainer.run.dense_file import dense_tensors, encode_dense
+from foreload.trainer.run.job import TrainJob
+
+_PAUSE_SECONDS = 0.02  # between two looks whether a part is written
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a trainer has in memory of a checkpoint. dense: gives file name and contents of the dense part; began: time.monotonic() of the copy."""
+
+    snapshot: Snapshot
+    parts: TrainerParts
+    dense: Callable[[], tuple[str, bytes]] | None
+    began: float
+
+
+class TrainerCheckpoints:
+    """Of one trainer, the checkpoint under way; its main thread uses it.
+
+    come_to: told the points of one (`faults`). begun: how many segments of the schedule were begun, asked behind the step that a checkpoint is of.
+    """
+
+    def __init__(self, board: Board, events: EventSender, come_to: Callable[[str], None]) -> None:
+        self._board, self._events, self._come_to = board, events, come_to
+        self.begun: Callable[[], int] = lambda: 0
+        self._wanted: TakeCheckpoint | None = None
+        self._at: int | None = None
+        self._taken: _Taken | None = None
+        self._part: PartWriter | None = None
+
+    def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
+        """Before training: have ready what the checkpoints of a job need."""
+        if job.checkpoint_every is not None:
+            rehearse_part(layouts, int(job.checkpoint_bits))
+
+    def begin(self, wanted: TakeCheckpoint) -> None:
+        """Look for the step of this checkpoint from now on."""
+        self.drop("another one is wanted")
+        rehearse()
+        self._wanted, self._at = wanted, None
+        self._events.send(CheckpointArmed(wanted.number))
+        self._come_to("checkpoint asked for")
+
+    def drop(self, why: str, number: int | None = None) -> None:
+        """Do no more for the checkpoint under way, or only if it has that number; nobody waits for it any more."""
+        if self._wanted is not None and number in (None, self._wanted.number):
+            if self._taken is not None:
+                self._taken.snapshot.abandon(why)
+            self._wanted = self._taken = self._part = None
+
+    def after_step(self, trainer: Trainer, step: int) -> None:
+        """Behind each training step, before anything of the next one leaves: make the copy, if the checkpoint is of this step."""
+        wanted = self._wanted
+        if wanted is None or self._taken is not None:
+            return
+        if self._at is None:
+            self._at = self._named(wanted, step, trainer.session.leads)
+        if self._at == step:
+            self._take(wanted, trainer, step)
+
+    def _named(self, wanted: TakeCheckpoint, step: int, leads: bool) -> int | None:
+        """The step of the checkpoint, once it has one: whoever leads names one that is yet to come."""
+        if not leads:
+            at = self._board.poll(CheckpointAt, wanted.number)
+            return None if at is None else at.step
+        if self._board.poll(CheckpointReady, wanted.number) is None:
+            return None
+        every = wanted.every or 1
+        named = CheckpointAt(-(-(step + 2) // every) * every - 1)
+        self._board.publish(named, wanted.number)
+        return named.step
+
+    def _take(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
+        """Copy what changes with the next step."""
+        began = time.monotonic()
+        parts, lanes = trainer.parts, trainer.lanes
+        held = {
+            lane: (partition.rows_in(partition.occupied()), lanes.given[lane].copy())
+            for lane, partition in lanes.partitions.items()
+        }
+        snapshot = lanes.traffic.snapshots.begin(step, held)
+        dense = None
+        if trainer.session.leads:
+            tensors = {name: value.clone() for name, value in dense_tensors(parts.module, parts.optimizer).items()}
+            dense = partial(_dense_file, tensors, step)
+        self._taken = _Taken(snapshot, parts, dense, began)
+        segments = self.begun()
+        seconds, prefix = time.monotonic() - began, parts.schedule.prefix(segments)
+        given = {lane: tuple(ordinals.tolist()) for lane, (_, ordinals) in held.items()}
+        self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given))
+        self._come_to("checkpoint taken")
+
+    def write(self, told: WriteCheckpoint) -> None:
+        """Write the files of what was taken, from now on and in a thread of their own."""
+        taken = self._taken
+        if self._wanted is None or self._wanted.number != told.number or taken is None:
+            return
+        changed = None
+        if told.since >= 0:
+            schedule = taken.parts.schedule
+            changed = partial(_changed, schedule.path, schedule.follow, told.since, taken.snapshot.step)
+        rows = Increment(told.since, told.known, changed)
+        layouts = taken.parts.layouts
+        self._part = PartWriter(
+            taken.snapshot, layouts, Path(told.folder), told.bits, rows, taken.dense, self._come_to, taken.began
+        )
+        self._part.start()
+
+    def tell(self) -> None:
+        """Tell the coordinator when the files are written, or cannot be."""
+        part, wanted = self._part, self._wanted
+        if part is None or wanted is None or part.is_alive():
+            return
+        self._wanted = self._taken = self._part = None
+        if part.result is None:
+            self._events.send(CheckpointFailed(wanted.number, part.failure or "the thread that writes it has ended; see above"))
+            return
+        self._events.send(CheckpointWritten(wanted.number, part.result))
+        self._come_to("checkpoint part written")
+
+    def finish(self, check: Callable[[], None], look: Callable[[], object]) -> None:
+        """Training is over: finish what is under way, within a bound, or give it up.
+
+        check: called again and again meanwhile, may raise; look: has the coordinator's commands done, and tells of what is.
+        """
+        deadline = time.monotonic() + GRACE_SECONDS
+        if self._taken is not None:
+            self._taken.snapshot.hurry()
+        while self._taken is not None and time.monotonic() < deadline:
+            check()
+            look()
+            time.sleep(_PAUSE_SECONDS)
+        self.drop("training is over")
+
+
+def _changed(schedule: Path, follow: bool, since: int, until: int) -> dict[int, np.ndarray]:
+    """By lane, the rows that changed, as `Snapshot.want` has it."""
+    # One of its own: the schedule of the steps belongs to their thread.
+    lanes = changed_rows(Schedule(schedule, follow), since, until)
+    return {lane: np.concatenate(tables) for lane, tables in enumerate(lanes)}
+
+
+def _dense_file(tensors: dict[str, Tensor], step: int) -> tuple[str, bytes]:
+    return DENSE, encode_dense(tensors, step)

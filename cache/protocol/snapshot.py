@@ -314,8 +314,12 @@ class Snapshots:
     # The traffic's thread.
 
     def _under_way(self) -> Snapshot | None:
-        current = self._current
-        return None if current is None or current.over else current
+        if self._current is None:
+            return None
+        with self._monitor:
+            if self._current is not None and self._current.over:
+                self._current = None  # and with it the copy
+            return self._current
 
     def delay(self) -> float | None:
         """As `Snapshot.delay`."""

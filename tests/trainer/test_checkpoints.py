@@ -287,7 +287,7 @@ def test_a_save_that_is_killed_or_interrupted_leaves_no_checkpoint_and_the_next_
 ) -> None:
     killed_at("save", 4, "checkpoint", "save", case.run, "--to", tmp_path).remove()
     (left,) = folders(tmp_path)
-    assert left.startswith(f".{case.checkpoint.name}.")
+    assert left.startswith(".step-draft.")
     assert len(list((tmp_path / left).iterdir())) == 4
     assert done("checkpoint", "list", tmp_path).strip().endswith("no checkpoints")
     write = row_files.write_file

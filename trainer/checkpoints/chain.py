@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from foreload.trainer.checkpoints.draft import published
 from foreload.trainer.checkpoints.format import Checkpoint, Contents
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowFile, rows_of_a_file, write_rows
-from foreload.trainer.checkpoints.writer import published
 from foreload.trainer.errors import CheckpointError
 
 _ROWS = 1 << 16  # that are given at once
@@ -79,7 +79,7 @@ def compact(checkpoint: Checkpoint, folder: Path, on_rows: Callable[[int], objec
     def write(temporary: Path) -> Contents:
         return _write(checkpoint, temporary, on_rows)
 
-    return published(folder, checkpoint.contents.step, write)
+    return published(folder, "--to", checkpoint.contents.step, write)
 
 
 def _write(checkpoint: Checkpoint, folder: Path, on_rows: Callable[[int], object]) -> Contents:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,8 @@ from foreload.trainer.checkpoints.row_files import (
 
 BUFFER_BYTES = 1 << 26
 """Of rows that were taken and are in no file yet: beyond that the largest of them are written."""
+
+NICENESS = 10  # of the thread
 
 GRACE_SECONDS = 30.0
 """How long the end of a call waits for a part under way."""
@@ -90,6 +94,8 @@ class PartWriter(threading.Thread):
 
     def run(self) -> None:
         """Write all files; `result` or `failure` is there when this is over."""
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # training comes first
         try:
             dense = None if self._dense is None else write_file(self._folder, *self._dense())
             changed = self._increment.changed

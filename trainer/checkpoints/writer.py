@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from foreload.cache.repair.scrub import TableRows
-from foreload.pipelines.base.files import is_full, remove_unfinished, replacing
 from foreload.pipelines.schedule.format import RowColumns
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.changed_rows import changed_rows
+from foreload.trainer.checkpoints.draft import published
 from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
-from foreload.trainer.checkpoints.lineage import Increment, holding
+from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import DENSE as RUN_DENSE
@@ -32,45 +31,6 @@ class _NewRows:
     table: int
     ordinals: np.ndarray
     rows: CheckpointRows
-
-
-def folder_of(step: int | Literal["*"]) -> str:
-    """What the folder of a checkpoint is called, or the pattern of these names. step: the last one trained."""
-    return f"step-{step}"
-
-
-def check_absent(folder: Path, step: int) -> None:
-    """Raise CheckpointError where a checkpoint of this step cannot be saved in a folder of checkpoints, since there is one."""
-    if (folder / folder_of(step)).exists():
-        raise CheckpointError(
-            f"checkpoint {folder / folder_of(step)}: exists already; delete it with `foreload checkpoint delete`, or choose another folder with --to"
-        )
-
-
-def published(folder: Path, step: int, write: Callable[[Path], Contents]) -> Checkpoint:
-    """A checkpoint of a step in a folder of checkpoints, which is made if it is not there: whole, on the disk, or not at all.
-
-    write: puts all files but the manifest into the folder that it is given, and returns what the manifest is to say. Raises CheckpointError, and
-    what `write` raises but OSError.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with holding(folder, "--to"):
-            check_absent(folder, step)
-            # Of a call that was killed.
-            remove_unfinished(folder, folder_of("*"))
-            with replacing(folder / folder_of(step), durable=True) as temporary:
-                temporary.mkdir()
-                write(temporary).write(temporary)
-    except OSError as error:
-        raise CheckpointError(_cannot_write(folder, error)) from error
-    return Checkpoint.open(folder / folder_of(step))
-
-
-def _cannot_write(folder: Path, error: OSError) -> str:
-    if is_full(error):
-        return f"--to: cannot write to {folder}: the disk is full, and nothing of the checkpoint is left there; free space, or choose another folder"
-    return f"--to: cannot write to {folder}: {error.strerror or error}; make it writable, or choose another folder"
 
 
 def save(
@@ -101,7 +61,7 @@ def save(
         encoded = saved.features.to_dict(), saved.encoding
         return Contents.made(manifest, *encoded, step, saved.status.totals, saved.layouts, ordinals, files, dense, base, sizes)
 
-    return published(folder, step, write)
+    return published(folder, "--to", step, write)
 
 
 def _write_all(folder: Path, saved: SavedRun, pieces: Iterator[_NewRows], bits: int, base: Checkpoint | None) -> list[RowFile]:

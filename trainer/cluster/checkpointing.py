@@ -163,7 +163,7 @@ class Checkpointing:
             self._give_up("it is there already", again=True)
             return
         try:
-            draft = saving.draft = Draft(saving.folder)
+            draft = saving.draft = Draft(saving.folder, "--to" if saving.asked else "--checkpoint-every")
             increment = saving.increment = self._increment(draft, step)
         except CheckpointError as error:
             self._give_up(str(error))
@@ -268,9 +268,7 @@ class Checkpointing:
     def _publish(self, saving: _Saving) -> None:
         contents = self._contents(saving)
         assert saving.draft is not None
-        saving.draft.write_manifest(contents)
-        self._at_point("manifest written")
-        checkpoint = saving.draft.publish(contents.step)
+        checkpoint = saving.draft.publish(contents, lambda: self._at_point("manifest written"))
         self._saving = None
         self._at_point("published")
         self.saved += 1

@@ -10,6 +10,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.chain import compact
 from foreload.trainer.checkpoints.changed_rows import Plan
+from foreload.trainer.checkpoints.draft import check_absent
 from foreload.trainer.checkpoints.format import Checkpoint, checkpoints_in
 from foreload.trainer.checkpoints.lineage import (
     Increment,
@@ -23,7 +24,7 @@ from foreload.trainer.checkpoints.lineage import (
 )
 from foreload.trainer.checkpoints.policies import Policy, bits_for, expected_restores
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
-from foreload.trainer.checkpoints.writer import check_absent, save
+from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.control import training_status
 from foreload.trainer.commands.live_checkpoint import save_while_training
 from foreload.trainer.errors import CheckpointError

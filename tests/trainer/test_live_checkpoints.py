@@ -15,6 +15,7 @@ from command_line import done, fill, flip, refused, run_here
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from warm import Warm
 
+from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import LOCK
 from foreload.trainer.cluster.control import AskCheckpoint, CheckpointBegun, ask, training_status
@@ -60,7 +61,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 
 def saved(folder: Path) -> list[Checkpoint]:
     """The checkpoints in a folder, by step; asserts that nothing else is there, and that each is as it was saved."""
-    assert all(re.fullmatch(r"step-\d+", path.name) or path.name == LOCK for path in folder.iterdir()), list(folder.iterdir())
+    names = {path.name for path in folder.iterdir()} - {LOCK, BEST}
+    assert all(re.fullmatch(r"step-\d+", name) for name in names), names
     there = sorted((Checkpoint.open(path) for path in folder.glob("step-*")), key=lambda one: one.contents.step)
     for one in there:
         one.verify()
@@ -100,7 +102,7 @@ def test_what_is_saved_while_it_trains_goes_on_anywhere(
     assert told["digest"] == case.digest
     there = saved(tmp_path / "saved")
     assert [one.contents.step % EVERY for one in there] == [EVERY - 1] * len(there)
-    assert told["checkpoints"] == {"saved": len(there), "failed": 0, "last_step": there[-1].contents.step}
+    assert told["checkpoints"] == {"saved": len(there), "failed": 0, "last_step": there[-1].contents.step, "best": None}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "checkpoint"] == [one.contents.step for one in there]
     assert len(there) > 1
@@ -214,6 +216,36 @@ def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:
     assert file in refused("checkpoint", "verify", newest.path)
 
 
+def test_the_checkpoint_of_the_best_evaluation_stays_and_is_exported(case: Case, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    case.train(run, "--store", "local:1", "--trainers", 2, "--keep-best", "log_loss")
+    evaluations = [
+        line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "evaluation"
+    ]
+    best = min(evaluations, key=lambda line: line["log_loss"])
+    assert summary(run)["checkpoints"]["best"] == {"step": best["step"], "log_loss": best["log_loss"]}
+    # It got worse after the first epoch, whose model is no longer in the run.
+    assert best["step"] == evaluations[0]["step"] < evaluations[1]["step"]
+    (one,) = saved(run / CHECKPOINTS)
+    assert one.contents.step == best["step"]
+    done("evaluate", one.path, "--json", tmp_path / "metrics.json")
+    told = json.loads((tmp_path / "metrics.json").read_text())
+    assert (told["step"], told["log_loss"]) == (best["step"], best["log_loss"])
+    done("export", run, "--best", "--out", tmp_path / "best")
+    assert json.loads((tmp_path / "best" / "export.json").read_text())["step"] == best["step"]
+    assert "no best checkpoint is noted" in refused("export", tmp_path, "--best", "--out", tmp_path / "none")
+
+
+def test_the_best_outlives_newer_ones(case: Case, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    case.train(run, "--store", "local:1", "--trainers", 2, "--keep-best", "auc", "--checkpoint-every", 60, "--keep", 1)
+    best = summary(run)["checkpoints"]["best"]["step"]
+    assert summary(run)["digest"] == case.digest
+    there = [one.contents.step for one in saved(run / CHECKPOINTS)]
+    assert best in there
+    assert there[-1] == summary(run)["checkpoints"]["last_step"]
+
+
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
@@ -221,6 +253,8 @@ def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:
         ("--checkpoint-every", "10d", "must be a number of steps"),
         ("--checkpoint-bits", "5", "5"),
         ("--keep", "0", "at least 1"),
+        ("--keep-best", "loss", "log_loss"),
+        ("--checkpoint-policy", "planned", "needs to know the steps of all checkpoints to come"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(case: Case, tmp_path: Path, option: str, value: str, says: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,14 +97,15 @@ def holding(folder: Path, what: str) -> Iterator[None]:
         yield
 
 
-def prune(folder: Path, run: Manifest, keep: int) -> list[str]:
-    """Delete the checkpoints of a run in a folder that are neither among its `keep` newest nor needed by one of these; returns their names.
+def prune(folder: Path, run: Manifest, keep: int, further: Sequence[str] = ()) -> list[str]:
+    """Delete the checkpoints of a run in a folder that are neither among its `keep` newest, or the further ones, nor needed by one of these; returns
+    their names.
 
     Raises CheckpointError.
     """
     with _deleting(folder, "--keep"):
         own = of_run(folder, run)
-        gone = deletable({one.path.name: None if one.base is None else one.base.path.name for one in own}, keep)
+        gone = deletable({one.path.name: None if one.base is None else one.base.path.name for one in own}, keep, further)
         # Those that need others first: whoever is killed in between leaves none that is not whole.
         for name in reversed(gone):
             _remove(folder / name)

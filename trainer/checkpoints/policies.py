@@ -153,10 +153,12 @@ def _size(full: Sequence[float], increments: np.ndarray, made: Sequence[int | No
     return full[number] if base is None else float(increments[base, number])
 
 
-def deletable(checkpoints: Mapping[str, str | None], keep: int) -> list[str]:
-    """The checkpoints that neither are among the `keep` newest nor needed by one of these. checkpoints: name -> base, oldest first."""
+def deletable(checkpoints: Mapping[str, str | None], keep: int, further: Sequence[str] = ()) -> list[str]:
+    """The checkpoints that neither are among the `keep` newest, or the further ones, nor needed by one of these. checkpoints: name -> base, oldest
+    first.
+    """
     stay: set[str] = set()
-    for name in list(checkpoints)[-keep:] if keep else []:
+    for name in [*(list(checkpoints)[-keep:] if keep else []), *further]:
         needed: str | None = name
         while needed is not None and needed not in stay:
             stay.add(needed)

@@ -15,8 +15,9 @@ import numpy as np
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.files import remove_path
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.best import Best, best_in, is_better
 from foreload.trainer.checkpoints.changed_rows import Plan
-from foreload.trainer.checkpoints.draft import Draft
+from foreload.trainer.checkpoints.draft import Draft, folder_of
 from foreload.trainer.checkpoints.format import Checkpoint, Contents
 from foreload.trainer.checkpoints.lineage import Increment, next_increment, of_run, prune
 from foreload.trainer.checkpoints.policies import Policy
@@ -33,6 +34,7 @@ from foreload.trainer.cluster.messages import (
     TrainerCommand,
     WriteCheckpoint,
 )
+from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
@@ -48,6 +50,7 @@ class _Saving:
     number: int
     folder: Path
     asked: bool
+    every: int | None
     draft: Draft | None = None
     increment: Increment | None = None
     since: float = field(default_factory=time.monotonic)
@@ -55,6 +58,11 @@ class _Saving:
     ready: bool = False
     taken: dict[int, CheckpointTaken] = field(default_factory=dict)
     written: dict[int, CheckpointWritten] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Of which it is, once that is known."""
+        return next(iter(self.taken.values())).step
 
 
 @dataclass(slots=True)
@@ -84,24 +92,30 @@ class Checkpointing:
         at_point: Callable[[str], None],
         events: EventLog,
     ) -> None:
-        self._every, self._keep = job.checkpoint_every, job.keep
+        self._every, self._keep, self._metric = job.checkpoint_every, job.keep, job.keep_best
+        header = schedule.header
+        # An evaluation comes after each epoch.
+        ends = range(header.first_step + header.steps_per_epoch - 1, header.end_step, header.steps_per_epoch)
+        self._evaluated_steps = ends if self._metric is not None else range(0)
         self._policy, self._bits, self._schedule = cast(Policy, job.checkpoint_policy), int(job.checkpoint_bits), schedule
         self._folder = Path(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS
         self._events = events
         self._layouts, self._manifest = layouts, manifest
         self._board, self._report, self._tell_all, self._at_point = board, report, tell_all, at_point
+        noted = best_in(self._folder, manifest().run_id)
+        self._best = noted if noted is not None and noted.metric == self._metric else None
+        self._took_steps = 0  # how many steps were trained while a checkpoint was being saved, at most
         self._saving: _Saving | None = None
         self._discarded: list[Path] = []
         self._count = 0
-        self._due_at = time.monotonic()  # the next one is not begun before
+        interval = None if self._every is None else self._every.seconds
+        self._due_at = time.monotonic() + (interval or 0.0)  # the next one is not begun before
         self.saved = self.failed = 0
         self.last_step: int | None = None
         self._lock = threading.Lock()
         self._asked: list[_Asked] = []
         self._to_begin: list[_Asked] = []
         self._current: _Asked | None = None
-        if self._every is not None and self._every.seconds is not None:
-            self._due_at += self._every.seconds
 
     # Threads of the control socket.
 
@@ -125,9 +139,15 @@ class Checkpointing:
     def see(self, members: Sequence[int], goes_on: bool) -> None:
         """Go on with the one under way, or begin the next. goes_on: training does, so that one can be begun."""
         saving = self._saving
-        if saving is not None and self._to_begin and goes_on and not saving.taken and not saving.asked:
-            # Its step may be far away, and a user waits.
-            self._give_up("another one was asked for", again=True)
+        if (
+            saving is not None
+            and goes_on
+            and not saving.taken
+            and not saving.asked
+            and (self._to_begin or self._time_has_come(saving))
+        ):
+            # Its step may be far away, and another one is to be now.
+            self._give_up("another one is wanted", again=True)
             saving = None
         if saving is None:
             if goes_on:
@@ -147,18 +167,57 @@ class Checkpointing:
     def _begin_next(self) -> None:
         with self._lock:
             asked = self._to_begin.pop(0) if self._to_begin else None
-        if asked is None and (self._every is None or time.monotonic() < self._due_at):
+        every = None if self._every is None or time.monotonic() < self._due_at else self._every.steps or 1
+        last = self._report.last_step
+        steps = tuple(step for step in self._evaluated_steps if step > last)
+        if steps and every is not None and steps[0] - 2 * self._took_steps <= -(-(last + 2) // every) * every - 1 < steps[0]:
+            every = None  # it might not be over when the evaluation comes
+        if asked is not None:
+            every, steps = 1, ()
+        elif every is None and not steps:
             return
         self._current = asked
         self._count += 1
-        every = None if asked is not None or self._every is None else self._every.steps
-        self._saving = _Saving(self._count, self._folder if asked is None else asked.folder, asked is not None)
+        self._saving = _Saving(self._count, self._folder if asked is None else asked.folder, asked is not None, every)
         self._report.keep_totals(None)
-        self._tell_all(TakeCheckpoint(self._count, every))
+        self._tell_all(TakeCheckpoint(self._count, every, steps))
+
+    def _time_has_come(self, saving: _Saving) -> bool:
+        """Whether one is due by the clock, while the one under way is for an evaluation to come."""
+        return saving.every is None and self._every is not None and time.monotonic() >= self._due_at
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        """An evaluation: keep a checkpoint of the step before it, if it is the best so far. One that is told again is no better."""
+        if self._metric is None:
+            return
+        value, saving = getattr(report, self._metric), self._saving
+        under_way = saving is not None and saving.taken and saving.step == report.step
+        better = is_better(self._metric, value, None if self._best is None else self._best.value)
+        if better and (under_way or self.last_step == report.step):
+            self._best = Best(self._manifest().run_id, self._metric, value, report.step)
+            if self.last_step == report.step:
+                self._note_best()
+        elif better:
+            self._tell(
+                f"foreload: warning: the evaluation after step {report.step} is the best so far, but no checkpoint was saved there, as another one "
+                "was under way; save them less often"
+            )
+        if saving is not None and under_way and saving.draft is None:
+            if better:
+                self._begin_writing(saving)
+            else:
+                self._give_up("it is not the best", again=True)
+
+    def _note_best(self) -> None:
+        assert self._best is not None
+        try:
+            self._best.write(self._folder)
+        except OSError as error:
+            self._tell(f"foreload: warning: {self._folder}: the best checkpoint cannot be noted: {error.strerror or error}")
 
     def _begin_writing(self, saving: _Saving) -> None:
         """Its step is known: make the draft of it, and have it written, unless it is there already, from before the run was broken off."""
-        step = next(iter(saving.taken.values())).step
+        step = saving.step
         if any(one.contents.step == step for one in of_run(saving.folder, self._manifest())):
             self._give_up("it is there already", again=True)
             return
@@ -197,9 +256,11 @@ class Checkpointing:
             case CheckpointArmed():
                 saving.armed.add(trainer)
             case CheckpointTaken():
+                first = not saving.taken
                 saving.taken[trainer] = event
                 self._report.keep_totals(event.step)
-                if saving.draft is None:
+                # One for an evaluation waits for what that says.
+                if first and saving.every is not None and (event.step + 1) % saving.every == 0:
                     self._begin_writing(saving)
             case CheckpointWritten():
                 saving.written[trainer] = event
@@ -244,6 +305,8 @@ class Checkpointing:
     def _failed(self, why: str) -> None:
         """Tell that there is no checkpoint, though one was due or asked for."""
         asked, self._current = self._current, None
+        if self._best is not None:
+            self._best = best_in(self._folder, self._best.run_id)  # of what there is
         self.failed += 1
         self._put_off()
         self._report.checkpoint({"failed": why})
@@ -255,15 +318,13 @@ class Checkpointing:
 
     def _refuse_asked(self, why: str) -> None:
         with self._lock:
-            left, self._to_begin = self._to_begin, []
-            for asked in left:
+            for asked in self._to_begin:
                 asked.told = CheckpointProgress(True, failed=why)
+            self._to_begin.clear()
 
     def _put_off(self) -> None:
-        if self._every is not None and self._every.seconds is not None:
-            self._due_at = time.monotonic() + self._every.seconds
-        elif self._every is not None:
-            self._due_at = time.monotonic() + _AFTER_FAILURE_SECONDS
+        if self._every is not None:
+            self._due_at = time.monotonic() + (self._every.seconds or _AFTER_FAILURE_SECONDS)
 
     def _publish(self, saving: _Saving) -> None:
         contents = self._contents(saving)
@@ -273,6 +334,9 @@ class Checkpointing:
         self._at_point("published")
         self.saved += 1
         self.last_step = contents.step
+        self._took_steps = max(self._took_steps, self._report.last_step - contents.step)
+        if saving.folder == self._folder and self._best is not None and self._best.step == contents.step:
+            self._note_best()
         told = self._told(saving, checkpoint)
         self._report.checkpoint(told)
         self._events.note(CheckpointSaved(checkpoint=str(checkpoint.path)))
@@ -289,7 +353,8 @@ class Checkpointing:
         if self._every is not None and self._every.seconds is not None:
             self._due_at = saving.since + self._every.seconds
         try:
-            prune(checkpoint.path.parent, self._manifest(), self._keep)
+            best = best_in(self._folder)
+            prune(self._folder, self._manifest(), self._keep, () if best is None else (folder_of(best.step),))
         except CheckpointError as error:
             self._tell(f"foreload: warning: {error}")
         self._at_point("old ones deleted")
@@ -323,7 +388,8 @@ class Checkpointing:
 
     def summary(self) -> dict[str, Any]:
         """What summary.json has of all of them."""
-        return {"saved": self.saved, "failed": self.failed, "last_step": self.last_step}
+        best = None if self._best is None else {"step": self._best.step, self._best.metric: self._best.value}
+        return {"saved": self.saved, "failed": self.failed, "last_step": self.last_step, "best": best}
 
     @staticmethod
     def _tell(line: str) -> None:

@@ -153,6 +153,10 @@ class Launcher:
             raise SettingError(
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
             )
+        if self._job.keep_best is not None and not schedule.header.evaluation_samples:
+            raise SettingError(
+                f"--keep-best: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
+            )
         model = self._check_model(schedule)
         self._layouts = model.layouts
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")

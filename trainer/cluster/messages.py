@@ -320,12 +320,13 @@ class CountRows:
 
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
-    """Have in memory what a checkpoint needs, behind a step that all agree on. every: of which number of steps the steps until then are to be a
-    multiple; None: any.
+    """Have in memory what a checkpoint needs, behind a step that all agree on: the first one to come that is one of `steps`, or until which there are
+    a multiple of `every` steps; None: none such.
     """
 
     number: int
     every: int | None
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

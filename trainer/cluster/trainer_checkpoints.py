@@ -68,7 +68,7 @@ class TrainerCheckpoints:
 
     def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
         """Before training: have ready what the checkpoints of a job need."""
-        if job.checkpoint_every is not None:
+        if job.saves_checkpoints:
             rehearse_part(layouts, int(job.checkpoint_bits))
 
     def begin(self, wanted: TakeCheckpoint) -> None:
@@ -103,8 +103,12 @@ class TrainerCheckpoints:
             return None if at is None else at.step
         if self._board.poll(CheckpointReady, wanted.number) is None:
             return None
-        every = wanted.every or 1
-        named = CheckpointAt(-(-(step + 2) // every) * every - 1)
+        to_come = [one for one in wanted.steps if one > step]
+        if wanted.every is not None:
+            to_come.append(-(-(step + 2) // wanted.every) * wanted.every - 1)
+        if not to_come:
+            return None
+        named = CheckpointAt(min(to_come))
         self._board.publish(named, wanted.number)
         return named.step
 

@@ -56,6 +56,11 @@ def add_to(commands: Any) -> None:
         metavar="STEP|CHECKPOINT|EXPORT",
         help="write the increment that goes on from the model after that step, of that checkpoint or export",
     )
+    export.add_argument(
+        "--best",
+        action="store_true",
+        help="of a run: export its checkpoint with the best evaluation (`train --keep-best`) instead",
+    )
     add_schedule(export)
     export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
     _add_apply(commands)
@@ -132,7 +137,8 @@ def _lookup(parsed: argparse.Namespace) -> int:
 def _export(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import export
 
-    about = export.run(parsed.run, parsed.store, parsed.out, parsed.since, parsed.schedule)
+    path = export.best_of(parsed.run) if parsed.best else parsed.run
+    about = export.run(path, parsed.store, parsed.out, parsed.since, parsed.schedule)
     rows = sum(table["rows"] for table in about["tables"])
     if "since" in about:
         whole = sum(table["whole_rows"] for table in about["tables"])

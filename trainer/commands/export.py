@@ -17,9 +17,12 @@ from safetensors.torch import save
 from foreload.pipelines.base.files import is_full, replacing, write_json
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.trainer.checkpoints.best import best_checkpoint
 from foreload.trainer.checkpoints.format import MANIFEST as CHECKPOINT
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.errors import ExportError
+from foreload.trainer.run.directory import CHECKPOINTS
+from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.resume import FREE_SETTINGS, NUMERICS_SETTINGS
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
@@ -49,6 +52,12 @@ class Predecessor:
     state: str | None = None
     about: dict[str, Any] | None = None
     where: str = ""
+
+
+def best_of(path: str) -> str:
+    """The checkpoint of a run, or in a folder of checkpoints, that had the best evaluation. Raises CheckpointError where none is noted."""
+    folder = Path(path)
+    return str(best_checkpoint(folder / CHECKPOINTS if (folder / RUN).exists() else folder))
 
 
 def run(path: str, store: str | None, out: str, since: str | None = None, schedule: str | None = None) -> dict[str, Any]:

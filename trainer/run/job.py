@@ -161,6 +161,11 @@ class TrainJob:
         "32", choice("32", "8", "4", "3", "2"), "bits of a weight in these; with fewer than 32, a run that goes on from one is not exact", _CALL,
         metavar="{32,8,4,3,2}", stated=False,
     )  # fmt: skip
+    keep_best: str | None = setting(
+        None, choice("log_loss", "auc", "normalized_entropy"),
+        "save a checkpoint after an evaluation that is better in this than all before; the best one stays, for `foreload export --best`", _CALL,
+        metavar="METRIC", stated=False,
+    )  # fmt: skip
     keep: int = setting(
         2, integer(1), "how many of these checkpoints stay, the newest, and what they need", _CALL, metavar="N", stated=False
     )
@@ -244,6 +249,11 @@ class TrainJob:
                 "--checkpoint-policy: planned needs to know the steps of all checkpoints to come; give --checkpoint-every as a number of steps, and "
                 "a schedule that is complete, without --follow"
             )
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether checkpoints are saved while it trains, without being asked for."""
+        return self.checkpoint_every is not None or self.keep_best is not None
 
     @property
     def trainers_here(self) -> int:

@@ -48,7 +48,7 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
                 "--slots"
             )
         words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
-    if job.checkpoint_every is not None:
+    if job.saves_checkpoints:
         words += f"; a copy of each while a checkpoint is saved, {readable(slot_bytes(columns, with_base=False) * slots)} apiece"
     if narrowest < columns:
         words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"

@@ -1,0 +1,58 @@
+"""Which checkpoint of a run had the best evaluation: kept beside the checkpoints, whatever else goes (`--keep-best`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreload.pipelines.base.files import write_json
+from foreload.trainer.checkpoints.draft import folder_of
+from foreload.trainer.errors import CheckpointError
+
+BEST = "best.json"  # in the folder of checkpoints
+METRICS = ("log_loss", "auc", "normalized_entropy")
+_HIGHER_IS_BETTER = ("auc",)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation of a run so far: metric and value, after a training step. run_id: the run's."""
+
+    run_id: str
+    metric: str
+    value: float
+    step: int
+
+    def write(self, folder: Path) -> None:
+        """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError."""
+        told = {"run": self.run_id, "metric": self.metric, "value": self.value, "step": self.step}
+        write_json(folder / BEST, told, durable=True)
+
+
+def is_better(metric: str, value: float, before: float | None) -> bool:
+    """Whether a value of a metric is better than one before, if there was one; NaN is never."""
+    if math.isnan(value):
+        return False
+    return before is None or (value > before if metric in _HIGHER_IS_BETTER else value < before)
+
+
+def best_in(folder: Path, run_id: str | None = None) -> Best | None:
+    """What is noted in a folder of checkpoints, of a run if one is named; None where nothing is, or what it names is not there."""
+    try:
+        told = json.loads((folder / BEST).read_text(encoding="utf-8"))
+        best = Best(str(told["run"]), str(told["metric"]), float(told["value"]), int(told["step"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return best if run_id in (None, best.run_id) and (folder / folder_of(best.step)).is_dir() else None
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The folder of the best checkpoint in a folder of checkpoints. Raises CheckpointError where none is noted."""
+    best = best_in(folder)
+    if best is None:
+        raise CheckpointError(
+            f"--best: no best checkpoint is noted in {folder}; train with --keep-best METRIC, on a schedule with evaluation"
+        )
+    return folder / folder_of(best.step)

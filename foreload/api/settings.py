@@ -69,6 +69,12 @@ class TrainSettings(TypedDict, total=False):
     local_trainers: int
     token_file: Path
     address: str | None
+    checkpoint: Path
+    checkpoint_every: int | str
+    checkpoint_policy: Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
+    checkpoint_bits: int
+    keep_best: Literal["log_loss", "auc", "normalized_entropy"]
+    keep: int
     follow: bool
     resume: bool
     from_checkpoint: Path

@@ -97,7 +97,7 @@ class Checkpointing:
         # An evaluation comes after each epoch.
         ends = range(header.first_step + header.steps_per_epoch - 1, header.end_step, header.steps_per_epoch)
         self._evaluated_steps = ends if self._metric is not None else range(0)
-        self._policy, self._bits, self._schedule = cast(Policy, job.checkpoint_policy), int(job.checkpoint_bits), schedule
+        self._policy, self._bits, self._schedule = cast(Policy, job.checkpoint_policy), job.checkpoint_bits, schedule
         self._folder = Path(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS
         self._events = events
         self._layouts, self._manifest = layouts, manifest

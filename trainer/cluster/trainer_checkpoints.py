@@ -69,7 +69,7 @@ class TrainerCheckpoints:
     def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
         """Before training: have ready what the checkpoints of a job need."""
         if job.saves_checkpoints:
-            rehearse_part(layouts, int(job.checkpoint_bits))
+            rehearse_part(layouts, job.checkpoint_bits)
 
     def begin(self, wanted: TakeCheckpoint) -> None:
         """Look for the step of this checkpoint from now on."""

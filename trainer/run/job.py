@@ -27,7 +27,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.run.job_values import Interval, Parity, Place, Servers, Size, TableSettings, tables
+from foreload.trainer.run.job_values import Interval, Parity, Place, Servers, Size, TableSettings, tables, weight_bits
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
 _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
@@ -157,8 +157,8 @@ class TrainJob:
         "or as costs least up to the schedule's end",
         _CALL, metavar="POLICY", stated=False,
     )  # fmt: skip
-    checkpoint_bits: str = setting(
-        "32", choice("32", "8", "4", "3", "2"), "bits of a weight in these; with fewer than 32, a run that goes on from one is not exact", _CALL,
+    checkpoint_bits: int = setting(
+        32, weight_bits, "bits of a weight in these; with fewer than 32, a run that goes on from one is not exact", _CALL,
         metavar="{32,8,4,3,2}", stated=False,
     )  # fmt: skip
     keep_best: str | None = setting(

@@ -164,6 +164,13 @@ class TableSettings:
         return {spelled(name): value for name, value in asdict(self).items() if value is not None}
 
 
+def weight_bits(flag: str, value: Any) -> int:
+    """How many bits a weight has in a checkpoint. Raises SettingError."""
+    if str(value) not in ("32", "8", "4", "3", "2"):
+        raise SettingError(f"{flag}: must be 32, 8, 4, 3 or 2; got {value!r}")
+    return int(value)
+
+
 def tables(flag: str, value: Any) -> dict[str, TableSettings]:
     """The settings of single tables by their names. Raises SettingError."""
     if not isinstance(value, Mapping):

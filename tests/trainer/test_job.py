@@ -84,6 +84,16 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"parity": "200+100"}, "at most 256 together; got '200\\+100'"),
         ({"spare": "redis://127.0.0.1:1"}, "--spare: is for servers that --store names by URL; local:"),
         ({"learning_rate": 1}, "train: knows no 'learning_rate'; it takes accept-numerics, "),
+        (
+            {"checkpoint-every": "0"},
+            "--checkpoint-every: must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got '0'",
+        ),
+        ({"checkpoint-every": "10d"}, "--checkpoint-every: must be a number of steps"),
+        ({"checkpoint-bits": 5}, "--checkpoint-bits: must be 32, 8, 4, 3 or 2; got 5"),
+        ({"keep": 0}, "--keep: "),
+        ({"keep-best": "loss"}, "--keep-best: "),
+        ({"checkpoint-policy": "planned"}, "--checkpoint-policy: planned needs to know the steps of all checkpoints to come"),
+        ({"checkpoint-policy": "planned", "checkpoint-every": "10m"}, "--checkpoint-policy: planned needs to know the steps"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_rule_and_value(changed: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import done, fill, flip, refused
-from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+from small_job import summary, synthetic_schedule
 from warm import Warm
 
 from foreload.trainer.checkpoints.best import BEST
@@ -22,8 +22,14 @@ from foreload.trainer.cluster.control import AskCheckpoint, CheckpointBegun, ask
 from foreload.trainer.cluster.faults import CHECKPOINT_POINTS, TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS, Run
 
-STEPS = 82
 EVERY = 10
+MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=512-512-4", "top=512-512-1")
+"""Its dense part is large, so that steps take a while, and several checkpoints are saved in a run."""
+
+
+def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
+    """The command line, without the program's name, that trains the model."""
+    return ["train", str(schedule), "--run", str(run), *MODEL, *further]
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,10 @@ class Case:
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp("live")
     schedule = synthetic_schedule(folder, 5700, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2")
-    digest = str(summary(train_undisturbed(schedule, folder))["digest"])
     with Warm() as warm:
-        yield Case(schedule, digest, warm)
+        undisturbed = Case(schedule, "", warm)
+        undisturbed.train(folder / "run", "--store", "local:1", "--trainers", 1)
+        yield Case(schedule, str(summary(folder / "run")["digest"]), warm)
 
 
 def saved(folder: Path) -> list[Checkpoint]:

@@ -58,11 +58,13 @@ def remove_unfinished(folder: Path, names: str = "*") -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file or folder, if it is there."""
-    if path.is_dir():
+    """Remove a file or folder, if it is there and can be removed."""
+    if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        # Whoever cleans up after an error is to tell of that one.
+        with suppress(OSError):
+            path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

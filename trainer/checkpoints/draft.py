@@ -21,9 +21,9 @@ def folder_of(step: int | Literal["*"]) -> str:
 
 def check_absent(folder: Path, step: int) -> None:
     """Raise CheckpointError where a checkpoint of this step cannot be saved in a folder of checkpoints, since there is one."""
-    if (folder / folder_of(step)).exists():
+    if os.path.exists(folder / folder_of(step)):
         raise CheckpointError(
-            f"checkpoint {folder / folder_of(step)}: exists already; delete it with `foreload checkpoint delete`, or choose another folder with --to"
+            f"checkpoint {folder / folder_of(step)}: exists already; delete it with `foreload checkpoint delete`, or choose another folder"
         )
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from foreload.cache.errors import CacheError
 from foreload.cache.protocol import snapshot
 from foreload.cache.protocol.snapshot import Snapshot, TakenRows
 from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.checkpoints.quantisation import encode
 from foreload.trainer.checkpoints.row_files import (
     EXACT_BITS,
@@ -107,7 +107,7 @@ class PartWriter(threading.Thread):
             for place in sorted(self._waiting):
                 self._write(place)
             self.result = PartFiles(tuple(self._written), dense, time.monotonic() - self._began)
-        except CacheError as error:
+        except ForeloadError as error:  # of the store, or of the schedule, which tells what changed
             self.failure = str(error)
         except OSError as error:
             self.failure = f"cannot write to {self._folder.parent}: {error.strerror or error}"

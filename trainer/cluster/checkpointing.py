@@ -14,6 +14,7 @@ import numpy as np
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.files import remove_path
+from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.best import Best, best_in, is_better
 from foreload.trainer.checkpoints.changed_rows import Plan
@@ -139,21 +140,15 @@ class Checkpointing:
     def see(self, members: Sequence[int], goes_on: bool) -> None:
         """Go on with the one under way, or begin the next. goes_on: training does, so that one can be begun."""
         saving = self._saving
-        if (
-            saving is not None
-            and goes_on
-            and not saving.taken
-            and not saving.asked
-            and (self._to_begin or self._time_has_come(saving))
-        ):
+        far_away = saving is not None and not saving.taken and not saving.asked
+        if goes_on and saving is not None and far_away and (self._to_begin or self._time_has_come(saving)):
             # Its step may be far away, and another one is to be now.
             self._give_up("another one is wanted", again=True)
             saving = None
         if saving is None:
+            # What is asked for as trainers start or change waits.
             if goes_on:
                 self._begin_next()
-            elif self._to_begin:
-                self._refuse_asked(_OVER)
             return
         if not saving.ready and saving.armed >= set(members):
             saving.ready = True
@@ -218,13 +213,13 @@ class Checkpointing:
     def _begin_writing(self, saving: _Saving) -> None:
         """Its step is known: make the draft of it, and have it written, unless it is there already, from before the run was broken off."""
         step = saving.step
-        if any(one.contents.step == step for one in of_run(saving.folder, self._manifest())):
-            self._give_up("it is there already", again=True)
-            return
         try:
-            draft = saving.draft = Draft(saving.folder, "--to" if saving.asked else "--checkpoint-every")
+            if any(one.contents.step == step for one in of_run(saving.folder, self._manifest())):
+                self._give_up("it is there already", again=True)
+                return
+            draft = saving.draft = Draft(saving.folder, "--to" if saving.asked else "--checkpoint")
             increment = saving.increment = self._increment(draft, step)
-        except CheckpointError as error:
+        except (CheckpointError, ScheduleError) as error:
             self._give_up(str(error))
             return
         base = None if increment is None else increment.base.contents

@@ -17,7 +17,7 @@ def add_to(commands: Any) -> None:
         checkpoint, "save", _save, "save all of a run that rests",
         "Saves every row ever trained, the dense part with its optimizer, and what the run is, into the folder step-N of --to, N being the last step "
         "trained; `foreload train --from` makes a run of it, on any store. Where --to has one of the run, it may be an increment, of the rows that "
-        "changed since. Whole, or not at all. A run that is being trained is refused.",
+        "changed since. Whole, or not at all. A run that is being trained saves it behind its next step, as it was told to save its own.",
     )  # fmt: skip
     saved.add_argument(
         "--to", metavar="DIR", help="folder for checkpoints (default: checkpoints in RUN, which goes with the run)"

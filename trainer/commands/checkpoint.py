@@ -59,7 +59,17 @@ def saved(
     run = Run.open(path)
     folder = run.path / CHECKPOINTS if to is None else Path(to)
     if training_status(run.path) is not None:
-        return _told(save_while_training(run.path, to))
+        given = {
+            "--policy": policy != "intermittent",
+            "--bits": bits != EXACT_BITS,
+            "--base": base is not None,
+            "--keep": keep is not None,
+        }
+        if flags := [flag for flag, is_given in given.items() if is_given]:
+            raise SettingError(
+                f"{flags[0]}: is for a run that rests; run {path} is being trained, as --checkpoint-policy and --checkpoint-bits say; leave it out"
+            )
+        return _told(save_while_training(run.path, to)) | {"deleted": []}
     step = run.saved_status().step
     check_absent(folder, step)
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:

@@ -6,7 +6,9 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -15,10 +17,20 @@ from command_line import done, fill, flip, refused
 from small_job import summary, synthetic_schedule
 from warm import Warm
 
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.namespace import claim
 from foreload.trainer.checkpoints.best import BEST
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
 from foreload.trainer.checkpoints.lineage import LOCK
-from foreload.trainer.cluster.control import AskCheckpoint, CheckpointBegun, ask, training_status
+from foreload.trainer.cluster.control import (
+    AskCheckpoint,
+    AskCheckpointed,
+    CheckpointBegun,
+    CheckpointProgress,
+    ask,
+    training_status,
+)
 from foreload.trainer.cluster.faults import CHECKPOINT_POINTS, TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS, Run
 
@@ -168,11 +180,40 @@ def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(cas
     goes_on = f"--resume goes on from checkpoint {newest.path}"
     assert goes_on in err
     assert goes_on in refused("digest", run)
+    assert "--store: must be what the run was started with, local:3; got local:5" in case.train(
+        run, "--resume", "--store", "local:5", "--trainers", 2, status=2
+    )
+    # Whoever can put the newest one right does not lose the steps since the one before.
+    flip(newest.path / MANIFEST, 100)
+    assert f"with `foreload checkpoint delete {newest.path}`" in case.train(run, "--resume", "--trainers", 2, status=2)
+    flip(newest.path / MANIFEST, 100)
     err = case.train(run, "--resume", "--trainers", 2, "--checkpoint-every", EVERY)
     assert f"run {run}: was broken off, and goes on from its newest checkpoint; steps {newest.contents.step + 1} to " in err
     assert f"resumed from checkpoint {newest.path}, after step {newest.contents.step}, " in err
     assert summary(run)["digest"] == case.digest
     assert saved(run / CHECKPOINTS)[-1].contents.step > newest.contents.step
+
+
+def test_where_servers_have_no_rows_of_the_last_clean_stop_the_newest_checkpoint_counts_though_it_is_older(
+    case: Case, tmp_path: Path, servers: LocalStores
+) -> None:
+    run, place = tmp_path / "run", ("--store", ",".join(map(str, servers.urls)), "--parity", "off", "--trainers", 1)
+    stopped = TrainerFault(0, "rows applied", 45, signal.SIGTERM)
+    case.train(run, *place, "--namespace", "twice", "--checkpoint-every", EVERY, faults=(stopped,))
+    newest, stop = saved(run / CHECKPOINTS)[-1], Run.open(run).saved_status()
+    assert newest.contents.step < stop.step
+    died = TrainerFault(0, "rows applied", stop.step + 15, signal.SIGKILL)
+    train = arguments(case.schedule, run, "--resume", *map(str, place))
+    case.warm.begin(train, tmp_path / "err", [died]).end()
+    manifest = Run.open(run).manifest
+    with Store(servers.urls, timedelta(seconds=10)) as store:
+        # Another run has the name: its rows are not touched.
+        claim(store, "twice", manifest.identity | {"run": "another"}, "overwrite")
+        assert "namespace twice is another run's" in case.train(run, *place, "--resume", status=2)
+        claim(store, "twice", manifest.identity, "overwrite")
+    err = case.train(run, *place, "--resume")
+    assert f"resumed from checkpoint {newest.path}, " in err
+    assert summary(run)["digest"] == case.digest
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(case: Case, tmp_path: Path, small_disk: Path) -> None:
@@ -203,13 +244,22 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
     train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "60", "--digest")
     begun = case.warm.begin(train, tmp_path / "err", [stands])
     begun.until(lambda: stopped(run) is not None)
-    asked = ask(run, AskCheckpoint(str(tmp_path / "asked")))
-    assert isinstance(asked, CheckpointBegun)
-    process = stopped(run)
-    assert process is not None
-    process.resume()
+    (tmp_path / "file").touch()
+    no_folders = [tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("long" * 80)]
+    assert "--bits: is for a run that rests" in refused("checkpoint", "save", run, "--bits", 8)
+    with ThreadPoolExecutor(1) as threads:
+        told = threads.submit(done, "checkpoint", "save", run, "--to", tmp_path / "asked")
+        begun.until(lambda: isinstance(ask(run, AskCheckpointed(0)), CheckpointProgress))
+        for folder in no_folders:
+            assert isinstance(ask(run, AskCheckpoint(str(folder))), CheckpointBegun)
+        process = stopped(run)
+        assert process is not None
+        process.resume()
+        assert str(tmp_path / "asked" / "step-") in told.result()
     status, err = begun.end()
     assert status == 0, err
+    assert "Traceback" not in err
+    assert all(f"a checkpoint was not saved: --to: cannot write to {folder}: " in err for folder in no_folders)
     assert summary(run)["digest"] == case.digest
     (one,) = saved(tmp_path / "asked")
     assert f"checkpoint {one.path}: after step {one.contents.step}, " in err

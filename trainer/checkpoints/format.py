@@ -327,6 +327,14 @@ def bases_in(folder: Path) -> dict[str, str | None]:
     return bases
 
 
+def run_of(path: Path) -> str | None:
+    """The id of the run that a checkpoint is of; None where its manifest cannot be read."""
+    try:
+        return _contents(path)[0].run.run_id
+    except CheckpointError:
+        return None
+
+
 def checkpoints_in(folder: Path) -> Iterator[Path]:
     """The folders in a folder that have a checkpoint's manifest, by the number of the step, then by name. Raises OSError."""
     paths = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]

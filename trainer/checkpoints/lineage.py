@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from foreload.pipelines.base.at_work import at_work
 from foreload.trainer.checkpoints.changed_rows import Plan
-from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, bases_in, checkpoints_in
+from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, bases_in, checkpoints_in, run_of
 from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, deletable, dependents
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.manifest import Manifest
@@ -28,14 +29,54 @@ class Increment:
 
 
 def of_run(folder: Path, run: Manifest) -> list[Checkpoint]:
-    """The checkpoints of a run in a folder that can be opened, by step."""
+    """The checkpoints of a run in a folder that can be opened, by step. Raises CheckpointError where it cannot be read."""
     opened: dict[str, Checkpoint] = {}
-    for path in checkpoints_in(folder) if folder.is_dir() else ():
+    for path in _there(folder):
         with suppress(CheckpointError):
             checkpoint = Checkpoint.open(path, opened)
             opened[checkpoint.sha256] = checkpoint
     own = (checkpoint for checkpoint in opened.values() if checkpoint.contents.run.run_id == run.run_id)
     return sorted(own, key=lambda checkpoint: checkpoint.contents.step)
+
+
+def newest_of_run(folder: Path, run: Manifest, after: int = -1) -> Checkpoint | None:
+    """The checkpoint of a run in a folder that is of its latest step; None if there is none after that step.
+
+    Raises CheckpointError where it cannot be used, so that whoever can put that right does not lose the steps since an older one.
+    """
+    for path in reversed(_there(folder)):
+        try:
+            checkpoint = Checkpoint.open(path)
+        except CheckpointError as error:
+            if run_of(path) in (None, run.run_id) and _step_of(path) > after:
+                raise unusable(path, error) from error
+            continue
+        if checkpoint.contents.run.run_id == run.run_id:
+            return checkpoint if checkpoint.contents.step > after else None
+    return None
+
+
+def unusable(path: Path, why: CheckpointError) -> CheckpointError:
+    """What to tell of a checkpoint from which a run that was broken off would go on."""
+    return CheckpointError(
+        f"{why}; or have --resume go on from what there is before it, with `foreload checkpoint delete {path}`"
+    )
+
+
+def _step_of(path: Path) -> float:
+    """The step that the name of a checkpoint's folder tells; beyond all others where it tells none."""
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() else math.inf
+
+
+def _there(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, by step. Raises CheckpointError where it cannot be read."""
+    try:
+        return list(checkpoints_in(folder)) if os.path.isdir(folder) else []
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints in {folder}: cannot be read: {error.strerror}; make that readable, or choose another folder"
+        ) from error
 
 
 def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
@@ -58,7 +99,7 @@ def next_increment(
 ) -> Increment | None:
     """What a policy makes of the next checkpoint of a run in a folder, after a step; None: one with all rows.
 
-    plan: of policy planned, with this step first. Raises OSError, and with a plan ScheduleError.
+    plan: of policy planned, with this step first. Raises CheckpointError, and with a plan ScheduleError.
     """
     usable = [one for one in of_run(folder, run) if not why_no_base(one, run, step, bits)]
     if policy == "full" or not usable:

@@ -42,7 +42,7 @@ from foreload.trainer.cluster.trainer_group import TrainerGroup
 from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
-from foreload.trainer.errors import CheckpointError, RunError, ShardsLost, TrainerError
+from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked, open_stores
@@ -215,10 +215,6 @@ class Launcher:
         run = Run.open(self._job.run, lock)
         manifest, step = resumed(run, self._job, schedule)
         self._job = replace(self._job, namespace=manifest.namespace)
-        if self._job.store.local != manifest.local_stores:
-            raise RunError(
-                f"--store: must be what the run was started with, {manifest.training_job.store}; got {str(self._job.store).split('@')[-1]}"
-            )
         before = run.saved_status()
         start = replace(before, state="training", step=step, term=before.term + 1)
         if not manifest.local_stores:
@@ -306,7 +302,7 @@ class Launcher:
         """
         self._interrupts.defer_signals = True
         trained = self._group is not None and not self._group.at_rest
-        if trained and (newest := Run(self._job.run).newest_checkpoint(self._job.checkpoint)) is not None:
+        if trained and (newest := Run(self._job.run).newest_checkpoint(self._job.checkpoint, after=start.step)) is not None:
             sys.stderr.write(f"foreload: --resume goes on from checkpoint {newest}\n")
         if local is None:
             return

@@ -12,39 +12,55 @@ from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.errors import StoreFull
 from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.namespace import claim, owner
 from foreload.cache.protocol.ownership import Ownership
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.lineage import of_run
+from foreload.trainer.checkpoints.lineage import newest_of_run, unusable
 from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
 from foreload.trainer.cluster.claimed import claimed
-from foreload.trainer.errors import RunError
+from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import CHECKPOINTS, DENSE, LOG, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
+from foreload.trainer.run.resume import check_place
 
 
 def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
-    """Have a run that was broken off be as if it had stopped cleanly where its newest checkpoint was saved, if that is later than where it did.
+    """Have a run that was broken off be as if it had stopped cleanly where its newest checkpoint was saved, if that is later than where it did,
+    or the rows of that stop are nowhere.
 
     Its rows on the store are deleted, under the same name. Killed before the end, it is still broken off, and the same call can be made again.
     """
-    manifest = run.manifest
+    check_place(run, job)
+    manifest, count = run.manifest, run.manifest.local_stores
     folder = run.path / CHECKPOINTS if job.checkpoint is None else Path(job.checkpoint)
-    own = of_run(folder, manifest)
-    if not own or own[-1].contents.step <= before.step:
+    checkpoint = newest_of_run(folder, manifest, before.step)
+    # What local stores have saved is of that stop in any case.
+    if checkpoint is None and not count and not _has_rows_of(run, job, before):
+        checkpoint = newest_of_run(folder, manifest)
+    if checkpoint is None:
         return job
-    checkpoint = own[-1]
     contents = checkpoint.contents
-    with progress_bar(checkpoint.total_bytes, "B") as bar:
-        check_restorable(checkpoint, job, model, bar.update)
-    restored = restored_manifest(checkpoint, job, schedule, manifest)
-    count = manifest.local_stores
+    try:
+        with progress_bar(checkpoint.total_bytes, "B") as bar:
+            check_restorable(checkpoint, job, model, bar.update)
+    except CheckpointError as error:
+        raise unusable(checkpoint.path, error) from error
     if not count:
-        reach(parse_urls(str(job.store)), job.store_silence)
+        urls = parse_urls(str(job.store))
+        reach(urls, job.store_silence)
+        # It is restored wherever --store says.
+        plain = tuple(url.plain for url in urls)
+        manifest = replace(manifest, store_urls=plain, job=manifest.job | {"store": ",".join(plain)})
+    restored = restored_manifest(checkpoint, job, schedule, manifest)
+    if not count:
+        with Store.connect(job.store.urls, job.store_silence, 0) as store:
+            # Another run may have taken the name since: its rows are not to be deleted.
+            claim(store, manifest.namespace, manifest.identity, "new")
     elif (left := LocalStores.find(run.path / STORES)) is not None:
         left.stop(save=False)
     start = replace(before, term=before.term + 1)
@@ -58,6 +74,21 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     sys.stderr.write(f"run {run.path}: was broken off, and goes on from its newest checkpoint{again}\n")
     job = replace(job, resume=False, from_checkpoint=str(checkpoint.path), overwrite=True, namespace=manifest.namespace)
     return restore(job, run, checkpoint, start, LocalStores(count, run.path / STORES) if count else None)
+
+
+def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:
+    """Whether the servers of a run have the rows of its last clean stop. Raises CacheError."""
+    manifest, spared = run.manifest, run.placement.r
+    with Store.connect(job.store.urls, job.store_silence, spared) as store:
+        there = [shard for shard in range(store.shards) if shard not in store.down]
+        if sum(owner(store, manifest.namespace, shard) is not None for shard in there) < store.shards - spared:
+            return False
+        try:
+            claim(store, manifest.namespace, manifest.identity, "resume", spared)
+            run.check_rows(store, before)
+        except RunError:
+            return False
+    return True
 
 
 def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, local: LocalStores | None) -> TrainJob:

@@ -245,9 +245,10 @@ class Run:
             f"run {self.path}: was broken off: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
             "and the dense part of those is nowhere; "
         )
-        if (newest := self.newest_checkpoint()) is not None:
-            return told + f"--resume goes on from checkpoint {newest}"
         local = LocalStores.find(self.path / STORES)
+        # What local stores have saved is of the last clean stop, and goes before an older checkpoint.
+        if (newest := self.newest_checkpoint(after=-1 if local is None else status.step)) is not None:
+            return told + f"--resume goes on from checkpoint {newest}"
         running = [str(pid) for pid in local.pids if pid] if local is not None else []
         if not running:
             return (
@@ -257,12 +258,12 @@ class Run:
         then = "begins again" if anew else f"goes on from step {status.step}, of which the rows are saved"
         return told + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"
 
-    def newest_checkpoint(self, folder: str | None = None) -> Path | None:
-        """The latest step's in a folder of checkpoints, that of the run by default, whatever it holds; None if there is none."""
+    def newest_checkpoint(self, folder: str | None = None, after: int = -1) -> Path | None:
+        """The latest step's in a folder of checkpoints, that of the run by default, whatever it holds; None if there is none after that step."""
         checkpoints = self.path / CHECKPOINTS if folder is None else Path(folder)
         steps = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in checkpoints.glob("step-*/checkpoint.json"))
         step = max((int(match[1]) for match in steps if match is not None), default=None)
-        return None if step is None else checkpoints / f"step-{step}"
+        return None if step is None or step <= after else checkpoints / f"step-{step}"
 
     def reported_step(self) -> int | None:
         """The last training step that metrics.jsonl tells of; None if there is none."""
@@ -274,7 +275,10 @@ class Run:
             return None
         for line in reversed(lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                return int(json.loads(line)["step"])
+                told = json.loads(line)
+                # A checkpoint is told of long after its step.
+                if told["kind"] == "step":
+                    return int(told["step"])
         return None
 
     @property

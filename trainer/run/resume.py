@@ -9,6 +9,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_values import masked
 from foreload.trainer.run.manifest import Manifest, Stage, State
 
 # Settings that the trained model does not depend on: a run may go on with other ones.
@@ -58,11 +59,21 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
 
     With the schedule that was being trained when it stopped, or with one prepared --after it. Raises RunError.
     """
-    status, placement = run.saved_status(), run.placement
+    check_place(run, job)
+    status = run.saved_status()
+    return continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule)
+
+
+def check_place(run: Run, job: TrainJob) -> None:
+    """Raise RunError where a run that goes on as the job says would have other store shards, or another code."""
+    manifest, placement = run.manifest, run.placement
+    if job.store.local != manifest.local_stores or job.store.count != placement.shard_count:
+        raise RunError(
+            f"--store: must be what the run was started with, {manifest.training_job.store}; got {masked(str(job.store))}"
+        )
     if job.parity is not None and job.code(placement.shard_count) != (placement.k, placement.r):
         was = f"{placement.k}+{placement.r}" if placement.r else "off"
         raise RunError(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
-    return continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule)
 
 
 def continued(what: str, manifest: Manifest, state: State, step: int, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:

@@ -238,6 +238,12 @@ def stopped(run: Path) -> psutil.Process | None:
     return process if process.status() == psutil.STATUS_STOPPED else None
 
 
+def is_asked_for(run: Path) -> bool:
+    """Whether somebody has asked a run that trains for a checkpoint."""
+    answer = ask(run, AskCheckpointed(0))
+    return isinstance(answer, CheckpointProgress)
+
+
 def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> None:
     run = tmp_path / "run"
     stands = TrainerFault(1, "rows applied", 5, signal.SIGSTOP)
@@ -249,9 +255,10 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
     assert "--bits: is for a run that rests" in refused("checkpoint", "save", run, "--bits", 8)
     with ThreadPoolExecutor(1) as threads:
         told = threads.submit(done, "checkpoint", "save", run, "--to", tmp_path / "asked")
-        begun.until(lambda: isinstance(ask(run, AskCheckpointed(0)), CheckpointProgress))
+        begun.until(lambda: is_asked_for(run))
         for folder in no_folders:
-            assert isinstance(ask(run, AskCheckpoint(str(folder))), CheckpointBegun)
+            answer = ask(run, AskCheckpoint(str(folder)))
+            assert isinstance(answer, CheckpointBegun)
         process = stopped(run)
         assert process is not None
         process.resume()

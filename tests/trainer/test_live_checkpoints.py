@@ -6,10 +6,10 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -21,17 +21,20 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import claim
 from foreload.trainer.checkpoints.best import BEST
+from foreload.trainer.checkpoints.draft import Draft
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
 from foreload.trainer.checkpoints.lineage import LOCK
+from foreload.trainer.cluster import trainer_checkpoints
 from foreload.trainer.cluster.control import (
     AskCheckpoint,
-    AskCheckpointed,
     CheckpointBegun,
-    CheckpointProgress,
     ask,
     training_status,
 )
+from foreload.trainer.cluster.facts import CheckpointAt
 from foreload.trainer.cluster.faults import CHECKPOINT_POINTS, TrainerFault
+from foreload.trainer.cluster.messages import CheckpointArmed, CheckpointTaken, TakeCheckpoint, WriteCheckpoint
+from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, Run
 
 EVERY = 10
@@ -238,10 +241,11 @@ def stopped(run: Path) -> psutil.Process | None:
     return process if process.status() == psutil.STATUS_STOPPED else None
 
 
-def is_asked_for(run: Path) -> bool:
-    """Whether somebody has asked a run that trains for a checkpoint."""
-    answer = ask(run, AskCheckpointed(0))
-    return isinstance(answer, CheckpointProgress)
+@pytest.mark.parametrize("name", ["file", "file/below", "long" * 80])
+def test_a_folder_in_which_none_can_be_written_is_told_in_a_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="--to: cannot write to "):
+        Draft(tmp_path / name, "--to")
 
 
 def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> None:
@@ -250,27 +254,35 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
     train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "60", "--digest")
     begun = case.warm.begin(train, tmp_path / "err", [stands])
     begun.until(lambda: stopped(run) is not None)
-    (tmp_path / "file").touch()
-    no_folders = [tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("long" * 80)]
     assert "--bits: is for a run that rests" in refused("checkpoint", "save", run, "--bits", 8)
-    with ThreadPoolExecutor(1) as threads:
-        told = threads.submit(done, "checkpoint", "save", run, "--to", tmp_path / "asked")
-        begun.until(lambda: is_asked_for(run))
-        for folder in no_folders:
-            answer = ask(run, AskCheckpoint(str(folder)))
-            assert isinstance(answer, CheckpointBegun)
-        process = stopped(run)
-        assert process is not None
-        process.resume()
-        assert str(tmp_path / "asked" / "step-") in told.result()
+    asked = ask(run, AskCheckpoint(str(tmp_path / "asked")))
+    assert isinstance(asked, CheckpointBegun)
+    process = stopped(run)
+    assert process is not None
+    process.resume()
     status, err = begun.end()
     assert status == 0, err
-    assert "Traceback" not in err
-    assert all(f"a checkpoint was not saved: --to: cannot write to {folder}: " in err for folder in no_folders)
     assert summary(run)["digest"] == case.digest
     (one,) = saved(tmp_path / "asked")
     assert f"checkpoint {one.path}: after step {one.contents.step}, " in err
     case.check_goes_on(one.path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+
+
+def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, board, sent = mock.Mock(), mock.Mock(), list[object]()
+    monkeypatch.setattr(trainer_checkpoints, "PartWriter", writer)
+    board.poll.return_value = CheckpointAt(5)
+    checkpoints = trainer_checkpoints.TrainerCheckpoints(board, mock.Mock(send=sent.append), lambda point: None)
+    trainer = mock.Mock(lanes=mock.Mock(partitions={}), session=mock.Mock(leads=False))
+    trainer.parts.schedule.prefix.return_value = ""
+    checkpoints.begin(TakeCheckpoint(1, 1))
+    checkpoints.after_step(trainer, 4)
+    # Another trainer had taken its part, so the coordinator told all.
+    checkpoints.write(WriteCheckpoint(1, "folder", -1, (), 32))
+    assert not writer.called
+    checkpoints.after_step(trainer, 5)
+    assert [type(event) for event in sent] == [CheckpointArmed, CheckpointTaken]
+    assert writer.return_value.start.call_count == 1
 
 
 def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:

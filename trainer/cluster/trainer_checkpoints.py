@@ -64,6 +64,7 @@ class TrainerCheckpoints:
         self._wanted: TakeCheckpoint | None = None
         self._at: int | None = None
         self._taken: _Taken | None = None
+        self._told: WriteCheckpoint | None = None  # of the checkpoint under way
         self._part: PartWriter | None = None
 
     def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
@@ -84,7 +85,7 @@ class TrainerCheckpoints:
         if self._wanted is not None and number in (None, self._wanted.number):
             if self._taken is not None:
                 self._taken.snapshot.abandon(why)
-            self._wanted = self._taken = self._part = None
+            self._wanted = self._taken = self._told = self._part = None
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Behind each training step, before anything of the next one leaves: make the copy, if the checkpoint is of this step."""
@@ -131,13 +132,18 @@ class TrainerCheckpoints:
         given = {lane: tuple(ordinals.tolist()) for lane, (_, ordinals) in held.items()}
         self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given))
         self._come_to("checkpoint taken")
+        self._begin_writing()
 
     def write(self, told: WriteCheckpoint) -> None:
-        """Write the files of what was taken, from now on and in a thread of their own."""
-        taken = self._taken
-        if self._wanted is None or self._wanted.number != told.number or taken is None:
+        """Write the files of what is taken, in a thread of their own. Where others were faster, this is told before it is taken here."""
+        if self._wanted is not None and self._wanted.number == told.number:
+            self._told = told
+            self._begin_writing()
+
+    def _begin_writing(self) -> None:
+        told, taken, changed = self._told, self._taken, None
+        if told is None or taken is None:
             return
-        changed = None
         if told.since >= 0:
             schedule = taken.parts.schedule
             changed = partial(_changed, schedule.path, schedule.follow, told.since, taken.snapshot.step)
@@ -153,7 +159,7 @@ class TrainerCheckpoints:
         part, wanted = self._part, self._wanted
         if part is None or wanted is None or part.is_alive():
             return
-        self._wanted = self._taken = self._part = None
+        self._wanted = self._taken = self._told = self._part = None
         if part.result is None:
             self._events.send(CheckpointFailed(wanted.number, part.failure or "the thread that writes it has ended; see above"))
             return

@@ -6,11 +6,8 @@ python benchmarks/bench_checkpoint_bytes.py [--quick] [--out DIR]
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,7 +29,7 @@ from foreload.trainer.commands.train import train
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.saved_run import open_saved
-from workload import BATCH, DIM, ROOT, SLOTS, job
+from workload import BATCH, DIM, job, prepare_first_steps
 
 CHECKPOINTS = 8
 FIRST_INCREMENT = 0.25  # of the model
@@ -41,14 +38,6 @@ STOP_LAG = 2  # steps that a training goes on once it was asked to stop
 
 Pair = tuple[int | None, int]
 """A checkpoint's base, by its place in the order of all, None for all rows; and its own."""
-
-
-def prepare(out: Path, steps: int) -> Schedule:
-    """One epoch of the reference workload's first samples."""
-    given = ["--format", "synthetic", "--rows", str(steps * BATCH), "--seed", "0", "--batch-size", str(BATCH)]
-    command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, "--slots", str(SLOTS), "--out", str(out)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
-    return Schedule(out)
 
 
 def choose_steps(schedule: Schedule) -> list[int]:
@@ -211,7 +200,7 @@ def claims(measured: dict[tuple[str, int], Figures], first: float) -> list[Claim
 
 def measure(given: argparse.Namespace, folder: Path) -> Results:
     """Train once with each optimizer, and write what each policy and width would have written."""
-    schedule = prepare(folder / "schedule", STEPS[given.quick])
+    schedule = prepare_first_steps(folder / "schedule", STEPS[given.quick])
     steps = choose_steps(schedule)
     tables, plots, all_claims, notes = [], [], [], []
     for optimizer in ("rowwise_adagrad",) if given.quick else ("rowwise_adagrad", "adagrad"):

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from comparison import Claim, Results, Series, Table, arguments, save, tell
 from foreload.trainer.commands.train import train
 from foreload.trainer.run.job import TrainJob
-from workload import BATCH, DIM, ROOT, SLOTS, job
+from workload import BATCH, DIM, SLOTS, job, prepare_first_steps
 
 STEPS = (3600, 160)  # trained, in full and with --quick
 EVERY = (600, 50)  # steps between checkpoints
@@ -42,13 +39,6 @@ class Saved:
 
     told: dict[str, Any]
     meanwhile: list[float]
-
-
-def prepare(out: Path, steps: int) -> None:
-    """One epoch of the reference workload's first samples."""
-    given = ["--format", "synthetic", "--rows", str(steps * BATCH), "--seed", "0", "--batch-size", str(BATCH)]
-    command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, "--slots", str(SLOTS), "--out", str(out)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
 
 
 def train_saving(schedule: Path, run: Path, every: int, **settings: Any) -> tuple[list[Saved], list[float]]:
@@ -120,7 +110,7 @@ def measure(given: argparse.Namespace, folder: Path) -> Results:
     """Train with checkpoints of all rows, then with increments."""
     steps, every = STEPS[given.quick], EVERY[given.quick]
     tell(f"preparing {steps} steps")
-    prepare(folder / "schedule", steps)
+    prepare_first_steps(folder / "schedule", steps)
     copy_ms = plain_copy()
     rows: list[list[str | int | float]] = []
     every_claim: list[Claim] = []

@@ -315,6 +315,14 @@ def _running(folder: Path, save: bool) -> Iterator[LocalStores]:
     stores.stop(save=save)
 
 
+def prepare_first_steps(out: Path, steps: int) -> Schedule:
+    """One epoch of the reference workload's first samples."""
+    given = ["--format", "synthetic", "--rows", str(steps * BATCH), "--seed", "0", "--batch-size", str(BATCH)]
+    command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, "--slots", str(SLOTS), "--out", str(out)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
+    return Schedule(out)
+
+
 def job(schedule: Path, model: str, **settings: Any) -> dict[str, Any]:
     """The settings of foreload.trainer.run.job.TrainJob for this workload."""
     given = {"dim": DIM, "row_optimizer": "rowwise_adagrad", "lr": LR, "seed": SEED, "namespace": NAMESPACE}

@@ -95,13 +95,13 @@ def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
 
 
 def next_increment(
-    folder: Path, run: Manifest, step: int, policy: Policy, bits: int, plan: Plan | None = None
+    own: Sequence[Checkpoint], run: Manifest, step: int, policy: Policy, bits: int, plan: Plan | None = None
 ) -> Increment | None:
-    """What a policy makes of the next checkpoint of a run in a folder, after a step; None: one with all rows.
+    """What a policy makes of the next checkpoint of a run, after a step; None: one with all rows.
 
-    plan: of policy planned, with this step first. Raises CheckpointError, and with a plan ScheduleError.
+    own: those that it has, as `of_run` gives them; plan: of policy planned, with this step first. With a plan, raises ScheduleError.
     """
-    usable = [one for one in of_run(folder, run) if not why_no_base(one, run, step, bits)]
+    usable = [one for one in own if not why_no_base(one, run, step, bits)]
     if policy == "full" or not usable:
         return None
     if policy == "consecutive":

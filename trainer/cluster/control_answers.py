@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import (
     Answer,
     AskCheckpoint,
@@ -31,6 +30,7 @@ from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.scaling import Scaling
 from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.cluster.wanted_checkpoints import WantedCheckpoints
 from foreload.trainer.run.job import under_scheduler
 from foreload.trainer.run.report import RunReport
 
@@ -50,9 +50,9 @@ class ControlAnswers:
         run_requests: RunRequests,
         scaling: Scaling,
         report: RunReport,
-        checkpointing: Checkpointing,
+        checkpoints: WantedCheckpoints,
     ) -> None:
-        self._checkpointing = checkpointing
+        self._checkpoints = checkpoints
         self._phase, self._members, self._trainers, self._shards, self._copies = phase, members, trainers, shards, copies
         self._run_requests, self._scaling, self._report = run_requests, scaling, report
         self.stop_wanted = False
@@ -80,7 +80,7 @@ class ControlAnswers:
             case AskCheckpoint():
                 return self._checkpoint(request)
             case AskCheckpointed():
-                return self._checkpointing.asked(request.number)
+                return self._checkpoints.progress(request.number)
 
     def _status(self) -> RunStatus:
         term = self._members.term
@@ -98,7 +98,7 @@ class ControlAnswers:
     def _checkpoint(self, request: AskCheckpoint) -> CheckpointBegun | Refused:
         if self._phase() == "ending" or self.stop_wanted:
             return Refused("it is about to end; save a checkpoint of it then")
-        return self._checkpointing.ask(request)
+        return self._checkpoints.ask(request)
 
     def _scale(self, trainers: int) -> ScaleBegun | Refused:
         if under_scheduler():

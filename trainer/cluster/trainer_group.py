@@ -166,12 +166,12 @@ class TrainerGroup:
         )  # fmt: skip
         self._answers = ControlAnswers(
             lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report,
-            self._checkpointing,
+            self._checkpointing.wanted,
         )  # fmt: skip
         control = ControlSocket(self._run.path, self._answers.respond)
         try:
             self._follow(board, report, members)
-            self._checkpointing.see(members.term.members, goes_on=False)
+            self._checkpointing.finish(members.term.members)
             left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
             save_over_hosts(board, self._run, spec, members.term.number, self._ended.values())

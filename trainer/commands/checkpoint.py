@@ -75,7 +75,7 @@ def saved(
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:
         width = _bits_of(opened, failures_a_day) if bits == "auto" else bits
         plan = None if every is None else _plan(opened, every)
-        increment = next_increment(folder, run.manifest, step, policy, width, plan)
+        increment = next_increment(of_run(folder, run.manifest), run.manifest, step, policy, width, plan)
         if base is not None:
             increment = _increment_of(folder / base, opened, width)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ MOVE_COLUMNS = (
     *("arrival_slot", "arrival_table", "arrival_ordinal", "arrival_id", "arrival_tag", "arrival_after"),
 )
 """The list columns of a moves file, in the order in which the oracle fills them (docs/schedule.md, Moves)."""
+
+
+_SLOT_SETTINGS = ("slots", "memory_bytes", "row_bytes", "segment_bytes")
 
 
 def mask_dtype(lanes: int) -> np.dtype:
@@ -100,6 +105,16 @@ class Header:
                 f"schedule format version: must be {FORMAT_VERSION}, is {value.get('version')}: prepare the schedule again with this version"
             )
         return cls(**{**value, "features": FeatureSpec.from_dict(value["features"]), "slots": tuple(value["slots"])})
+
+    @property
+    def program(self) -> str:
+        """SHA-256 of all that it says but how many slots there are: of one log, schedules that have it in common train the same samples in the same
+        steps and lanes, and give their rows the same ordinals.
+        """
+        told = self.to_dict()
+        del told["slots"]
+        told["settings"] = {name: value for name, value in self.settings.items() if name not in _SLOT_SETTINGS}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     @property
     def steps_per_epoch(self) -> int:

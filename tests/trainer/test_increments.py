@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from command_line import SMALL, Clicks, done, flip, refused, run_here, write_log
+from command_line import CLICKS_ROWS, SMALL, Clicks, done, flip, refused, run_here, write_log
+from growing import growing
 from small_job import summary
 from warm import Warm
 
@@ -60,9 +61,10 @@ class Case:
         """The one after stop `number`."""
         return self.saved / policy / f"step-{self.steps[number]}"
 
-    def restored(self, checkpoint: Path, run: Path) -> str:
-        """Make a run of a checkpoint and train it to the end; returns its digest."""
-        call = ["train", "--from", checkpoint, "--run", run, "--store", "local:3", "--parity", "2+1", "--trainers", 1, "--digest"]
+    def restored(self, checkpoint: Path, run: Path, *schedule: Path) -> str:
+        """Make a run of a checkpoint and train it to the end, on another schedule if one is given; returns its digest."""
+        where = ["--store", "local:3", "--parity", "2+1", "--trainers", 1]
+        call = ["train", *schedule, "--from", checkpoint, "--run", run, *where, "--digest"]
         status, err = self.warm.begin(call, run.with_suffix(".err")).end()
         assert status == 0, err
         return str(summary(run)["digest"])
@@ -168,6 +170,31 @@ def test_what_is_made_of_a_chain_trains_on_to_the_same_bits(case: Case, tmp_path
     assert case.restored(case.checkpoint(policy, 1), tmp_path / "run") == case.digests[case.steps[2]]
     assert Run.open(tmp_path / "run").manifest.inexact is None
     assert summary(tmp_path / "run")["inexact"] is None
+
+
+def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, tmp_path: Path) -> None:
+    def prepared(name: str, log: Path, **further: object) -> Path:
+        options = {"batch_size": 20, "slots": 600, "segment_bytes": 9000} | further
+        done("prepare", log, *case.clicks.options(tmp_path / name, **options))
+        return tmp_path / name
+
+    checkpoint, many = case.checkpoint("consecutive", 1), prepared("many", case.clicks.log)
+    assert case.restored(checkpoint, tmp_path / "run", many) == case.digests[case.steps[2]]
+    assert Run.open(tmp_path / "run").manifest.stages[0].path == str(many)
+    call = ("--from", checkpoint, "--store", "local:3", "--run", tmp_path / "new")
+    other = prepared("other", write_log(tmp_path / "other.csv", CLICKS_ROWS, {(7, "user"): "another"}))
+    assert f"its rows are not those that schedule {other} has trained after step" in refused("train", other, *call)
+    longer = prepared("longer", case.clicks.log, epochs=3)
+    assert f"schedule {longer}: does not continue {case.clicks.schedule}" in refused("train", longer, *call)
+    with growing(many, tmp_path / "growing", 3) as grows:
+        assert f"other --slots than schedule {grows} has, which is to be complete" in refused("train", grows, "--follow", *call)
+    # Of one that does not say by what schedules are compared.
+    older = shutil.copytree(case.checkpoint("full", 1), tmp_path / "older")
+    told = told_of(older)
+    del told["sha256"], told["run"]["stages"][0]["program"]
+    write_sealed(older / MANIFEST, told)
+    assert f"schedule {many}: does not continue" in refused("train", many, "--from", older, *call[2:])
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_increment_may_begin_in_the_schedule_before(case: Case, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.other_slots import on_other_slots
 from foreload.trainer.checkpoints.row_files import CheckpointRows
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import CheckpointError
@@ -61,11 +62,12 @@ def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, o
 def restored_manifest(checkpoint: Checkpoint, job: TrainJob, schedule: Schedule, made: Manifest) -> Manifest:
     """The manifest of a run that is made of a checkpoint, to go on with a schedule. made: that of a new run of the same job.
 
-    Raises RunError where a run that rested where the checkpoint is could not go on so.
+    Raises RunError where a run that rested where the checkpoint is could not go on so, CheckpointError, ScheduleError.
     """
     contents = checkpoint.contents
-    going_on, _ = continued(f"checkpoint {checkpoint.path}", contents.run, contents.state, contents.step, job, schedule)
-    stages = contents.run.stages
+    run = on_other_slots(checkpoint, schedule)
+    going_on, _ = continued(f"checkpoint {checkpoint.path}", run, contents.state, contents.step, job, schedule)
+    stages = run.stages
     if len(going_on.stages) == len(stages):
         stages = going_on.stages  # the last schedule, where it is now
     return Manifest(

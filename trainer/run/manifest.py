@@ -22,7 +22,7 @@ class Stage:
     """A schedule that the run trained or trains on.
 
     identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last. segments:
-    how many were begun; prefix: what these are told by (Schedule.prefix).
+    how many were begun; prefix: what these are told by (Schedule.prefix). program: as Header has it; "" where that was not noted.
     """
 
     path: str
@@ -32,13 +32,15 @@ class Stage:
     end_step: int
     segments: int = 0
     prefix: str = ""
+    program: str = ""
 
     @classmethod
     def of(cls, schedule: Schedule) -> Stage:
         """The stage of a schedule as it is now."""
         checksum = schedule.checksum if schedule.complete else None
         header = schedule.header
-        return cls(str(schedule.path.absolute()), schedule.identity, checksum, header.first_step, header.end_step)
+        path = str(schedule.path.absolute())
+        return cls(path, schedule.identity, checksum, header.first_step, header.end_step, program=header.program)
 
 
 @dataclass(frozen=True, slots=True)

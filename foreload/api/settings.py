@@ -72,7 +72,8 @@ class TrainSettings(TypedDict, total=False):
     checkpoint: Path
     checkpoint_every: int | str
     checkpoint_policy: Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
-    checkpoint_bits: int
+    checkpoint_bits: int | Literal["auto"]
+    failures_a_day: float
     keep_best: Literal["log_loss", "auc", "normalized_entropy"]
     keep: int
     follow: bool

@@ -89,7 +89,7 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
             "--checkpoint-every: must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got '0'",
         ),
         ({"checkpoint-every": "10d"}, "--checkpoint-every: must be a number of steps"),
-        ({"checkpoint-bits": 5}, "--checkpoint-bits: must be 32, 8, 4, 3 or 2; got 5"),
+        ({"checkpoint-bits": 5}, "--checkpoint-bits: must be auto, 32, 8, 4, 3 or 2; got 5"),
         ({"keep": 0}, "--keep: "),
         ({"keep-best": "loss"}, "--keep-best: "),
         ({"checkpoint-policy": "planned"}, "--checkpoint-policy: planned needs to know the steps of all checkpoints to come"),

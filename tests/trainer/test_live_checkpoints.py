@@ -124,7 +124,8 @@ def test_what_is_saved_while_it_trains_goes_on_anywhere(
     assert told["digest"] == case.digest
     there = saved(tmp_path / "saved")
     assert [one.contents.step % EVERY for one in there] == [EVERY - 1] * len(there)
-    assert told["checkpoints"] == {"saved": len(there), "failed": 0, "last_step": there[-1].contents.step, "best": None}
+    last = {"last_step": there[-1].contents.step, "last_bits": 32}
+    assert told["checkpoints"] == {"saved": len(there), "failed": 0, **last, "best": None}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "checkpoint"] == [one.contents.step for one in there]
     assert len(there) > 1
@@ -287,8 +288,13 @@ def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeyp
 
 def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:
     place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", EVERY, "--keep", 1)
-    case.train(tmp_path / "run", *place, "--checkpoint-policy", "one-shot", "--checkpoint-bits", 8)
+    # So many failures that auto, too, takes the most bits.
+    bits = ("--checkpoint-bits", "auto", "--failures-a-day", 1e9)
+    case.train(tmp_path / "run", *place, "--checkpoint-policy", "one-shot", *bits)
     first, newest = saved(tmp_path / "run" / CHECKPOINTS)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["bits"] for line in lines if line["kind"] == "checkpoint"} == {8}
+    assert summary(tmp_path / "run")["checkpoints"]["last_bits"] == first.bits == newest.bits == 8
     assert newest.base is not None
     assert newest.base.path == first.path
     # Rounded, so a run that goes on from it says so.

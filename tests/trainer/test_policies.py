@@ -15,6 +15,7 @@ from foreload.trainer.checkpoints.policies import (
     baseline_is_planned,
     bases,
     bits_for,
+    bits_for_job,
     deletable,
     dependents,
     expected_restores,
@@ -127,3 +128,8 @@ def test_bits_follow_from_the_restores_to_expect() -> None:
     assert expected_restores(3600, 1) == 1
     assert expected_restores(10 * 86_400, 2) == 20
     assert expected_restores(10 * 86_400 + 1, 2) == 21
+    # 100 of 1,000 steps in a day, so 10 days in all.
+    assert [bits_for_job(100, 86_400.0, 1000, rate, 0) for rate in (0.1, 0.3, 2.0, 2.1)] == [2, 3, 4, 8]
+    assert bits_for_job(100, 86_400.0, 1000, 0.3, 4) == 8
+    assert [bits_for_job(100, 86_400.0, 1000, rate, 0, least=4) for rate in (0.1, 2.1)] == [4, 8]
+    assert bits_for_job(0, 0.0, 1000, 1.0, 0) == 2

@@ -18,11 +18,16 @@ POLICIES: tuple[Policy, ...] = ("full", "one-shot", "consecutive", "intermittent
 BITS = (32, 8, 4, 3, 2)
 """What a weight can have, 32 being exact."""
 
+LEAST_BITS = BITS[-1]
+
 KEPT = 2
 """How many checkpoints are kept, those that they need besides."""
 
 _BITS_BY_RESTORES = ((1, 2), (3, 3), (20, 4))  # (restores at most, bits)
 _MANY_RESTORES_BITS = 8
+
+FAILURES_A_DAY = 1.0
+"""How often a job fails, where nothing is said."""
 
 _DAY_SECONDS = 86_400
 
@@ -188,3 +193,14 @@ def bits_for(expected: int, happened: int = 0) -> int:
     if happened > expected:
         return _MANY_RESTORES_BITS
     return next((bits for restores, bits in _BITS_BY_RESTORES if expected <= restores), _MANY_RESTORES_BITS)
+
+
+def bits_for_job(
+    steps: int, seconds: float, steps_in_all: int, failures_a_day: float, happened: int, least: int = LEAST_BITS
+) -> int:
+    """How many bits the restores to expect of a job allow, `least` at least.
+
+    steps, seconds: trained so far, and the time that took; happened: as `bits_for` has it.
+    """
+    job_seconds = seconds / max(steps, 1) * steps_in_all
+    return max(bits_for(expected_restores(job_seconds, failures_a_day), happened), least)

@@ -22,9 +22,10 @@ from foreload.trainer.run.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Where the files of a checkpoint are put, and what it is an increment of; None: it has all rows."""
+    """Where the files of a checkpoint are put, of how many bits its weights are, and what it is an increment of; None: it has all rows."""
 
     draft: Draft
+    bits: int
     increment: Increment | None
 
 
@@ -64,10 +65,12 @@ class CheckpointUnderWay:
 
     def told(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """What metrics.jsonl has of it, once it is there."""
+        assert self.opened is not None
         return {
             "step": checkpoint.contents.step,
             "checkpoint": str(checkpoint.path),
             "rows": sum(file.rows for file in checkpoint.contents.rows),
+            "bits": self.opened.bits,
             "bytes": checkpoint.own_bytes,
             "seconds": max(written.files.seconds for written in self.written.values()),
             "seconds_stalled": max(taken.seconds for taken in self.taken.values()),

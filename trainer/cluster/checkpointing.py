@@ -17,7 +17,8 @@ from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.draft import Draft, folder_of
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_increment, of_run, prune
-from foreload.trainer.checkpoints.policies import Policy
+from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, bits_for_job
+from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpoint_under_way import CheckpointUnderWay, Opened
 from foreload.trainer.cluster.facts import CheckpointReady
@@ -62,7 +63,9 @@ class Checkpointing:
         events: EventLog,
     ) -> None:
         self._every, self._keep, self._metric = job.checkpoint_every, job.keep, job.keep_best
-        self._policy, self._bits, self._schedule = cast(Policy, job.checkpoint_policy), job.checkpoint_bits, schedule
+        self._policy, self._schedule = cast(Policy, job.checkpoint_policy), schedule
+        self._bits, self._failures_a_day = job.checkpoint_bits, job.failures_a_day
+        self._most_bits = LEAST_BITS  # that --checkpoint-bits auto has chosen so far
         self._folder = Path(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS
         self.wanted = WantedCheckpoints(job, self._folder, schedule.header)
         self._events = events
@@ -76,6 +79,7 @@ class Checkpointing:
         self._count = 0
         self.saved = self.failed = 0
         self.last_step: int | None = None
+        self._last_bits: int | None = None
 
     def see(self, members: Sequence[int], goes_on: bool) -> None:
         """Go on with the one under way, or begin the next. goes_on: training does, so that one can be begun."""
@@ -166,7 +170,7 @@ class Checkpointing:
         """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
         folder, step, run, plan = saving.wanted.folder, saving.step, self._manifest(), self._plan(saving.step)
         field_name = "--checkpoint" if saving.wanted.asked is None else "--to"
-        policy, bits, first_step = self._policy, self._bits, self._schedule.header.first_step
+        policy, bits, first_step = self._policy, self._bits_of_next(), self._schedule.header.first_step
 
         def opened() -> Opened | None:
             draft = Draft(folder, field_name)  # from here on none is deleted there
@@ -181,9 +185,18 @@ class Checkpointing:
                 raise
             # Of what an earlier schedule changed, this one says nothing.
             known = increment is not None and increment.base.contents.step >= first_step - 1
-            return Opened(draft, increment if known else None)
+            return Opened(draft, bits, increment if known else None)
 
         saving.opening = self._folder_work.submit(opened)
+
+    def _bits_of_next(self) -> int:
+        """How many bits its weights are to have. With auto never fewer than before, since those with more bits could not be its increments."""
+        if self._bits != "auto":
+            return self._bits
+        run, totals = self._manifest(), self._report.totals
+        given = totals.steps, totals.seconds, run.steps, self._failures_a_day, run.rounded_restores
+        self._most_bits = bits_for_job(*given, self._most_bits)
+        return self._most_bits
 
     def _plan(self, step: int) -> Plan | None:
         """For policy planned: the checkpoints that are to come, this one first."""
@@ -201,7 +214,7 @@ class Checkpointing:
         base = None if opened.increment is None else opened.increment.base.contents
         since, known = (-1, ()) if base is None else (base.step, base.ordinals)
         self._at_point("begun")
-        self._tell_all(WriteCheckpoint(saving.number, str(opened.draft.path.absolute()), since, known, self._bits))
+        self._tell_all(WriteCheckpoint(saving.number, str(opened.draft.path.absolute()), since, known, opened.bits))
 
     def receive(self, trainer: int, event: CheckpointArmed | CheckpointTaken | CheckpointWritten | CheckpointFailed) -> None:
         """What a trainer tells of one; of one before the last it does not count."""
@@ -289,14 +302,15 @@ class Checkpointing:
         self._saving = None
         contents, wanted = checkpoint.contents, saving.wanted
         self.saved += 1
-        self.last_step = contents.step
+        self.last_step, self._last_bits = contents.step, checkpoint.bits
         if wanted.folder == self._folder and self._best is not None and self._best.step == contents.step:
             self._note_best()
         told = saving.told(checkpoint)
+        bits = "" if told["bits"] == EXACT_BITS else f", weights of {told['bits']} bits"
         self._report.checkpoint(told)
         self._events.note(CheckpointSaved(checkpoint=str(checkpoint.path)))
         self._tell(
-            f"checkpoint {checkpoint.path}: after step {contents.step}, {told['rows']:,} of {contents.row_count:,} rows, "
+            f"checkpoint {checkpoint.path}: after step {contents.step}, {told['rows']:,} of {contents.row_count:,} rows{bits}, "
             f"{told['bytes'] / 2**20:,.1f} MiB in "
             f"{told['seconds']:.1f} s, during which training stood still for {1000 * told['seconds_stalled']:.0f} ms"
         )
@@ -321,7 +335,13 @@ class Checkpointing:
     def summary(self) -> dict[str, Any]:
         """What summary.json has of all of them."""
         best = None if self._best is None else {"step": self._best.step, self._best.metric: self._best.value}
-        return {"saved": self.saved, "failed": self.failed, "last_step": self.last_step, "best": best}
+        return {
+            "saved": self.saved,
+            "failed": self.failed,
+            "last_step": self.last_step,
+            "last_bits": self._last_bits,
+            "best": best,
+        }
 
     @staticmethod
     def _tell(line: str) -> None:

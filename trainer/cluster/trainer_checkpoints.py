@@ -23,6 +23,7 @@ from foreload.trainer.checkpoints.changed_rows import changed_rows
 from foreload.trainer.checkpoints.format import DENSE
 from foreload.trainer.checkpoints.part import GRACE_SECONDS, Increment, PartWriter
 from foreload.trainer.checkpoints.part import rehearse as rehearse_part
+from foreload.trainer.checkpoints.policies import LEAST_BITS
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import CheckpointAt, CheckpointReady
@@ -70,7 +71,7 @@ class TrainerCheckpoints:
     def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
         """Before training: have ready what the checkpoints of a job need."""
         if job.saves_checkpoints:
-            rehearse_part(layouts, job.checkpoint_bits)
+            rehearse_part(layouts, LEAST_BITS if job.checkpoint_bits == "auto" else job.checkpoint_bits)
 
     def begin(self, wanted: TakeCheckpoint) -> None:
         """Look for the step of this checkpoint from now on."""

@@ -22,7 +22,7 @@ from foreload.trainer.checkpoints.lineage import (
     prune,
     why_no_base,
 )
-from foreload.trainer.checkpoints.policies import Policy, bits_for, expected_restores
+from foreload.trainer.checkpoints.policies import FAILURES_A_DAY, Policy, bits_for_job
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.control import training_status
@@ -32,9 +32,6 @@ from foreload.trainer.run.directory import CHECKPOINTS, MANIFEST, Run
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.saved_run import SavedRun, open_saved
-
-FAILURES_A_DAY = 1.0
-"""How often a job fails, where nothing is said."""
 
 
 def saved(
@@ -89,11 +86,9 @@ def saved(
 
 def _bits_of(saved: SavedRun, failures_a_day: float) -> int:
     """The bits that the restores to expect of a run allow, from its pace so far and the steps of its schedules."""
-    manifest, totals = saved.manifest, saved.status.totals
-    seconds = totals.get("seconds", 0.0) / max(totals.get("steps", 0), 1)
-    job_seconds = seconds * (manifest.stages[-1].end_step - manifest.stages[0].first_step)
-    happened = 0 if manifest.inexact is None else manifest.inexact.restores
-    return bits_for(expected_restores(job_seconds, failures_a_day), happened)
+    run, totals = saved.manifest, saved.status.totals
+    steps, seconds = int(totals.get("steps", 0)), totals.get("seconds", 0.0)
+    return bits_for_job(steps, seconds, run.steps, failures_a_day, run.rounded_restores)
 
 
 def _plan(saved: SavedRun, every: int) -> Plan:

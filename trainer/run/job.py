@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.base.settings import (
@@ -157,10 +157,14 @@ class TrainJob:
         "or as costs least up to the schedule's end",
         _CALL, metavar="POLICY", stated=False,
     )  # fmt: skip
-    checkpoint_bits: int = setting(
-        32, weight_bits, "bits of a weight in these; with fewer than 32, a run that goes on from one is not exact", _CALL,
-        metavar="{32,8,4,3,2}", stated=False,
+    checkpoint_bits: int | Literal["auto"] = setting(
+        32, weight_bits,
+        "bits of a weight in these, or auto, by the restores to expect; with fewer than 32, a run that goes on from one is not exact", _CALL,
+        metavar="{auto,32,8,4,3,2}", stated=False,
     )  # fmt: skip
+    failures_a_day: float = setting(
+        1.0, number(0), "how often the job fails, for --checkpoint-bits auto", _CALL, metavar="N", stated=False
+    )
     keep_best: str | None = setting(
         None, choice("log_loss", "auc", "normalized_entropy"),
         "save a checkpoint after an evaluation that is better in this than all before; the best one stays, for `foreload export --best`", _CALL,

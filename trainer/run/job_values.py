@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from foreload.cache.parity.erasure import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
@@ -164,11 +164,11 @@ class TableSettings:
         return {spelled(name): value for name, value in asdict(self).items() if value is not None}
 
 
-def weight_bits(flag: str, value: Any) -> int:
-    """How many bits a weight has in a checkpoint. Raises SettingError."""
-    if str(value) not in ("32", "8", "4", "3", "2"):
-        raise SettingError(f"{flag}: must be 32, 8, 4, 3 or 2; got {value!r}")
-    return int(value)
+def weight_bits(flag: str, value: Any) -> int | Literal["auto"]:
+    """How many bits a weight has in a checkpoint; auto: as many as the restores to expect need. Raises SettingError."""
+    if str(value) not in ("auto", "32", "8", "4", "3", "2"):
+        raise SettingError(f"{flag}: must be auto, 32, 8, 4, 3 or 2; got {value!r}")
+    return "auto" if value == "auto" else int(value)
 
 
 def tables(flag: str, value: Any) -> dict[str, TableSettings]:

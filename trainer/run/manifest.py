@@ -116,6 +116,16 @@ class Manifest:
         return {"mixed_numerics": list(self.mixed_numerics), "inexact": inexact}
 
     @property
+    def steps(self) -> int:
+        """Training steps of all its schedules."""
+        return self.stages[-1].end_step - self.stages[0].first_step
+
+    @property
+    def rounded_restores(self) -> int:
+        """How often it went on from a checkpoint with rounded weights."""
+        return 0 if self.inexact is None else self.inexact.restores
+
+    @property
     def training_job(self) -> TrainJob:
         """The job as it was started."""
         return TrainJob.of(self.job)

@@ -22,10 +22,13 @@ from foreload.cache.protocol.background import SHARE
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, PlannedFetch
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import Expected, StoredRows
-from foreload.cache.rows.staging import EndedRows, EventStaging
+from foreload.cache.rows.partition import FREE
+from foreload.cache.rows.slot_copy import SlotRows
+from foreload.cache.rows.staging import EventStaging
 from foreload.pipelines.schedule.format import Arrivals, RowColumns
 
 CHUNK_ROWS = 2048  # that are asked of the store in one round, besides what training needs
+HELD_ROWS = 1 << 14  # of what is at hand that are given at once
 QUEUE_BYTES = 1 << 26  # of rows taken that wait for who writes them: the store is asked for no more meanwhile
 MOST_BYTES = 1 << 29  # of rows that training's fetches bring meanwhile: the snapshot is given up beyond that
 
@@ -78,7 +81,7 @@ class _Staged:
 class _Lane:
     """Of one lane, what is taken. have: uint8, by table (from starts[table] on) and ordinal: taken, or not to be taken."""
 
-    def __init__(self, state: LaneTraffic, held: EndedRows, given: np.ndarray) -> None:
+    def __init__(self, state: LaneTraffic, held: SlotRows, given: np.ndarray) -> None:
         """With the monitor held. held: what sits in slots; given: int64 [tables], the ordinals given so far."""
         self.writes, self.held = state.writes, held
         self.starts = np.concatenate([[0], np.cumsum(given)]).astype(np.int64)
@@ -99,12 +102,14 @@ class Snapshot:
     def __init__(
         self,
         step: int,
-        lanes: Mapping[int, tuple[EndedRows, np.ndarray]],
+        lanes: Mapping[int, tuple[SlotRows, np.ndarray]],
         states: Lanes,
         stored: StoredRows,
         monitor: Monitor,
     ) -> None:
-        """lanes: lane -> what sits in its slots, in memory of its own, and int64 [tables], the ordinals given. With the monitor held."""
+        """lanes: lane -> what sits in its slots, in memory that is left alone until it was read, and int64 [tables], the ordinals given. With the
+        monitor held.
+        """
         self.step = step
         self._since = -1  # of what changed up to this step, nothing is wanted
         self._states, self._stored, self._monitor = states, stored, monitor
@@ -141,7 +146,10 @@ class Snapshot:
     def rows(self) -> Iterator[TakenRows]:
         """All rows that are to be taken, each once, in no order. Raises SnapshotAbandoned."""
         for lane, own in self._lanes.items():
-            yield from self._changed(TakenRows(*own.held.columns(), lane, own.held.weights, own.held.state))
+            held = own.held
+            for first in range(0, len(held), HELD_ROWS):
+                part = slice(first, first + HELD_ROWS)
+                yield from self._changed(TakenRows(*held.columns(part), lane, held.weights[part], held.state[part]))
         while True:
             with self._shared:
                 while not self._taken and not self._done and self._why is None:
@@ -159,8 +167,8 @@ class Snapshot:
             yield from self._changed(rows)
 
     def _changed(self, rows: TakenRows) -> Iterator[TakenRows]:
-        """Of rows, those that changed since; what was taken before `want` may be others."""
-        changed = rows.tag > self._since + 1
+        """Of rows, those that changed since; what was taken before `want` may be others, and slots may be free."""
+        changed = (rows.tag > self._since + 1) & (rows.table != FREE)
         if changed.all():
             yield rows
         elif changed.any():
@@ -226,7 +234,7 @@ class Snapshot:
         """Note what was there when the snapshot began."""
         self._begun = True
         for lane, own in self._lanes.items():
-            _mark(own.have, own.starts, own.held.table, own.held.ordinal, np.ones(len(own.held), bool))
+            _mark(own.have, own.starts, own.held.table, own.held.ordinal, own.held.table != FREE)
             for staged in own.staged:
                 self._take(lane, staged.event, staged.event.arrivals, staged.places)
             own.staged.clear()
@@ -295,7 +303,7 @@ class Snapshots:
         self._stored, self._lanes, self._monitor = stored, lanes, monitor
         self._current: Snapshot | None = None
 
-    def begin(self, step: int, lanes: Mapping[int, tuple[EndedRows, np.ndarray]]) -> Snapshot:
+    def begin(self, step: int, lanes: Mapping[int, tuple[SlotRows, np.ndarray]]) -> Snapshot:
         """Begin one, of the rows after a step, as `Snapshot` has it; one before is abandoned. The trainer's thread calls this, between two steps,
         when what that step wrote is handed over.
         """

@@ -27,6 +27,7 @@ from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.snapshot import Snapshot, TakenRows
 from foreload.cache.rows.partition import Partition
+from foreload.cache.rows.slot_copy import SlotCopy, SlotRows
 from foreload.cache.traffic import Traffic
 
 LANES = (0, 3)
@@ -79,7 +80,7 @@ class Training:
 
     def begin(self, step: int) -> Snapshot:
         """Begin a snapshot as a trainer does, behind a step."""
-        held = {lane: (one.rows_in(one.occupied()), self.given[lane].copy()) for lane, one in self.partitions.items()}
+        held = {lane: (SlotCopy(one).of(one), self.given[lane].copy()) for lane, one in self.partitions.items()}
         return self.traffic.snapshots.begin(step, held)
 
     def values(self) -> dict[int, dict[Row, np.ndarray]]:
@@ -291,7 +292,9 @@ def test_what_is_on_its_way_to_the_store_is_read_when_it_is_there(servers: Local
             traffic.write_back(0, 2, ending(5, 8, value=8.0, stored=4))
             given = np.zeros(len(LAYOUTS), np.int64)
             given[1] = 5
-            snapshot = traffic.snapshots.begin(7, {0: (ending(0, 1), given)})
+            nothing = ending(0, 1)
+            held = SlotRows(*nothing.columns(), nothing.weights, nothing.state)
+            snapshot = traffic.snapshots.begin(7, {0: (held, given)})
             snapshot.want()
             blocked.set()
             (rows,) = (rows for rows in snapshot.rows() if len(rows))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from foreload.cache.protocol.snapshot import Snapshot, rehearse
 from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.slot_copy import SlotCopy
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.changed_rows import changed_rows
 from foreload.trainer.checkpoints.format import DENSE
@@ -45,33 +47,55 @@ _PAUSE_SECONDS = 0.02  # between two looks whether a part is written
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a trainer has in memory of a checkpoint. dense: gives file name and contents of the dense part; began: time.monotonic() of the copy."""
+    """What a trainer has in memory of a checkpoint. dense: gives file name and contents of the dense part; began: time.monotonic() of the copy;
+    room: what it was made in, by lane.
+    """
 
     snapshot: Snapshot
     parts: TrainerParts
     dense: Callable[[], tuple[str, bytes]] | None
     began: float
+    room: dict[int, Future[SlotCopy]]
 
 
 class TrainerCheckpoints:
     """Of one trainer, the checkpoint under way; its main thread uses it.
 
-    come_to: told the points of one (`faults`). begun: how many segments of the schedule were begun, asked behind the step that a checkpoint is of.
+    come_to: told the points of one (`faults`).
     """
 
     def __init__(self, board: Board, events: EventSender, come_to: Callable[[str], None]) -> None:
         self._board, self._events, self._come_to = board, events, come_to
-        self.begun: Callable[[], int] = lambda: 0
+        self._begun: Callable[[], int] = lambda: 0
         self._wanted: TakeCheckpoint | None = None
         self._at: int | None = None
         self._taken: _Taken | None = None
         self._told: WriteCheckpoint | None = None  # of the checkpoint under way
         self._part: PartWriter | None = None
+        # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
+        self._room: dict[int, Future[SlotCopy]] = {}
+        self._room_stays = False
+        self._maker = ThreadPoolExecutor(1, "checkpoint memory")  # to be given memory takes long
 
     def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
         """Before training: have ready what the checkpoints of a job need."""
+        self._room_stays = job.saves_checkpoints
         if job.saves_checkpoints:
             rehearse_part(layouts, LEAST_BITS if job.checkpoint_bits == "auto" else job.checkpoint_bits)
+
+    def now_trains(self, trainer: Trainer, begun: Callable[[], int]) -> None:
+        """A term begins. begun: how many segments of the schedule were begun, asked behind the step that a checkpoint is of."""
+        self._begun = begun
+        if self._room_stays:
+            self._make_room(trainer)
+
+    def _make_room(self, trainer: Trainer) -> None:
+        """Have memory for copies of the lanes' slots made, where there is none."""
+        partitions = trainer.lanes.partitions
+        if self._room.keys() != partitions.keys():
+            self._room = {
+                lane: self._room.get(lane) or self._maker.submit(SlotCopy, partition) for lane, partition in partitions.items()
+            }
 
     def begin(self, wanted: TakeCheckpoint) -> None:
         """Look for the step of this checkpoint from now on."""
@@ -87,16 +111,23 @@ class TrainerCheckpoints:
             if self._taken is not None:
                 self._taken.snapshot.abandon(why)
             self._wanted = self._taken = self._told = self._part = None
+            if not self._room_stays:
+                self._room = {}
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Behind each training step, before anything of the next one leaves: make the copy, if the checkpoint is of this step."""
         wanted = self._wanted
         if wanted is None or self._taken is not None:
             return
+        self._make_room(trainer)
         if self._at is None:
             self._at = self._named(wanted, step, trainer.session.leads)
         if self._at == step:
-            self._take(wanted, trainer, step)
+            try:
+                self._take(wanted, trainer, step)
+            except MemoryError:
+                self.drop("there is not enough memory for it")
+                self._events.send(CheckpointFailed(wanted.number, "there is not enough memory for it"))
 
     def _named(self, wanted: TakeCheckpoint, step: int, leads: bool) -> int | None:
         """The step of the checkpoint, once it has one: whoever leads names one that is yet to come."""
@@ -117,19 +148,20 @@ class TrainerCheckpoints:
     def _take(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
         """Copy what changes with the next step."""
         began = time.monotonic()
-        parts, lanes = trainer.parts, trainer.lanes
+        parts, lanes, room = trainer.parts, trainer.lanes, self._room
+        self._room = {}
         held = {
-            lane: (partition.rows_in(partition.occupied()), lanes.given[lane].copy())
-            for lane, partition in lanes.partitions.items()
+            lane: (room[lane].result().of(partition), lanes.given[lane].copy()) for lane, partition in lanes.partitions.items()
         }
         snapshot = lanes.traffic.snapshots.begin(step, held)
         dense = None
         if trainer.session.leads:
             tensors = {name: value.clone() for name, value in dense_tensors(parts.module, parts.optimizer).items()}
             dense = partial(_dense_file, tensors, step)
-        self._taken = _Taken(snapshot, parts, dense, began)
-        segments = self.begun()
-        seconds, prefix = time.monotonic() - began, parts.schedule.prefix(segments)
+        self._taken = _Taken(snapshot, parts, dense, began, room)
+        segments = self._begun()
+        seconds = time.monotonic() - began
+        prefix = parts.schedule.prefix(segments)
         given = {lane: tuple(ordinals.tolist()) for lane, (_, ordinals) in held.items()}
         self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given))
         self._come_to("checkpoint taken")
@@ -160,7 +192,10 @@ class TrainerCheckpoints:
         part, wanted = self._part, self._wanted
         if part is None or wanted is None or part.is_alive():
             return
+        taken = self._taken
         self._wanted = self._taken = self._told = self._part = None
+        if taken is not None and self._room_stays:
+            self._room = taken.room
         if part.result is None:
             self._events.send(CheckpointFailed(wanted.number, part.failure or "the thread that writes it has ended; see above"))
             return

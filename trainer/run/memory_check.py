@@ -29,27 +29,22 @@ def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
 
 
 def check_fit(job: TrainJob, schedule: Schedule) -> str:
-    """What the slots of a lane really take, with staging, in words. Raises SettingError if --memory, or prepare's, is less, or copies too many."""
+    """What the slots of a lane really take, with staging, in words.
+
+    Raises SettingError if --memory, or prepare's, is less, or if this machine has no room for copies.
+    """
     header, slots = schedule.header, max(schedule.slots)
     columns, narrowest = columns_of(job, schedule)
     protected = job.code(job.store.count).r > 0
     taken = lane_bytes(slots, columns, with_base=protected)
     limit = job.memory.bytes if job.memory is not None else header.settings.get("memory_bytes")
     words = f"{header.lanes} lanes x {slots:,} slots, {readable(taken)} a lane with staging"
-    if job.copies_held > 1:
-        further = job.copies_held - 1
-        copy_bytes = slot_bytes(columns, with_base=False) * slots
-        lanes_here = -(-header.lanes * job.trainers_here // job.trainers)
-        in_all, available = lanes_here * (taken + further * copy_bytes), available_bytes()
-        if lanes_here * taken <= available < in_all:
-            raise SettingError(
-                f"--copies: {job.copies_held} trainers hold each lane, which takes {readable(in_all)} in the {job.trainers_here} of this machine, "
-                f"where {readable(available)} are available; give --copies 1, with which the loss of a trainer ends the call, or prepare with fewer "
-                "--slots"
-            )
+    copy_bytes, further = slot_bytes(columns, with_base=False) * slots, job.copies_held - 1
+    _check_copies(job, header.lanes, taken, copy_bytes)
+    if further:
         words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
     if job.saves_checkpoints:
-        words += f"; a copy of each while a checkpoint is saved, {readable(slot_bytes(columns, with_base=False) * slots)} apiece"
+        words += f"; a copy of each for checkpoints, {readable(copy_bytes)} apiece"
     if narrowest < columns:
         words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"
     if limit is not None and taken > limit:
@@ -62,3 +57,25 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
             f"give --memory {taken} if there is that much, or a smaller --dim{fewer}"
         )
     return words
+
+
+def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> None:
+    """Raise SettingError where the lanes of this machine fit its memory, but not with the copies that others hold, or that checkpoints need.
+
+    taken, copy_bytes: of one lane, and of one copy of it.
+    """
+    lanes_here, available = -(-lanes * job.trainers_here // job.trainers), available_bytes()
+    held = taken * lanes_here
+    held_by_others = held + copy_bytes * lanes_here * (job.copies_held - 1)
+    with_checkpoints = held_by_others + copy_bytes * lanes_here * job.saves_checkpoints
+    refused = f"in the {job.trainers_here} of this machine, where {readable(available)} are available"
+    if held <= available < held_by_others:
+        raise SettingError(
+            f"--copies: {job.copies_held} trainers hold each lane, which takes {readable(held_by_others)} {refused}; give --copies 1, with which the "
+            "loss of a trainer ends the call, or prepare with fewer --slots"
+        )
+    if held_by_others <= available < with_checkpoints:
+        raise SettingError(
+            f"--checkpoint-every: checkpoints need a copy of the slots, with which lanes take {readable(with_checkpoints)} {refused}; leave them "
+            "out, and save one when it rests, or prepare with fewer --slots"
+        )

@@ -1,10 +1,11 @@
 """What restores from checkpoints of few bits do to log loss and AUC, against trainings without any, paired by seed.
 
-    python benchmarks/restores_accuracy.py [--seeds N] [--steps N] [--out FILE.jsonl] [--check-only | --report-only]
+    python benchmarks/restores_accuracy.py [--seeds N] [--restores N ...] [--last 0.95] [--out FILE.jsonl] [--check-only | --report-only]
 
 Trained is the reference workload's small model on synthetic Criteo-shaped samples, in memory (memory_training.py), each seed on samples and with
-initial values of its own; all are evaluated on the same samples, which none has trained on. R restores come at even distances. First it is shown
-that a restore in memory gives the digest of a real one: servers, `--checkpoint-bits`, `train --from`.
+initial values of its own; all are evaluated on the same samples, which none has trained on. R restores come at even distances, up to R / (R + 1) of
+the training or where --last says. First it is shown that a restore in memory gives the digest of a real one: servers, `--checkpoint-bits`,
+`train --from`.
 
 A line of FILE is a training; those that are there are not done again, so a call that was ended goes on where it was. A seed's trainings share what
 they have in common: each branches off the one without restores where its first one comes.
@@ -51,8 +52,27 @@ BAR = 0.01  # per cent of the log loss, that `--bits auto` is to stay below
 CHECK_BATCH, CHECK_STEPS, CHECK_RESTORES = 256, 60, (19, 39)
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)  # by seeds - 2
 
-Key = tuple[int, int, int]
+
+@dataclass(frozen=True, slots=True)
+class Restores:
+    """How often, and at which part of the training for the last time; None: R / (R + 1)."""
+
+    count: int
+    last: float | None = None
+
+    def __str__(self) -> str:
+        return str(self.count) if self.last is None else f"{self.count}, the last at {self.last:.0%}"
+
+    def steps(self, of: int) -> list[int]:
+        """After which steps, numbered from 0, of a training of so many."""
+        last = self.count / (self.count + 1) if self.last is None else self.last
+        return [int(of * last * number / self.count + 1e-6) - 1 for number in range(1, self.count + 1)]
+
+
+Key = tuple[int, int, Restores]
 """Seed, bits (32 without restores), restores."""
+
+NONE = Restores(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +89,12 @@ class Trained:
     auc: float
     digest: str
     seconds: float
+    last: float | None = None
 
     @property
     def key(self) -> Key:
         """Which one it is."""
-        return self.seed, self.bits, self.restores
+        return self.seed, self.bits, Restores(self.restores, self.last)
 
 
 def write_features(path: Path) -> list[int]:
@@ -92,11 +113,6 @@ def prepared(folder: Path) -> tuple[Schedule, Generator]:
     given = f"--format synthetic --rows {CHECK_STEPS * CHECK_BATCH} --seed {SEED} --batch-size {CHECK_BATCH} --slots 20000"
     prepare.run([*given.split(), "--features", str(folder / "features.toml"), "--out", str(folder / "schedule")])
     return Schedule(folder / "schedule"), Generator(SEED, tuple(sizes))
-
-
-def restore_steps(restores: int, steps: int) -> list[int]:
-    """After which steps, numbered from 0, a training of so many is restored."""
-    return [steps * number // (restores + 1) - 1 for number in range(1, restores + 1)]
 
 
 def digest_in_memory(schedule: Schedule, generator: Generator, bits: int, row_optimizer: str) -> str:
@@ -157,30 +173,30 @@ class Seed:
         for batch in batches(self._generator, self._training.bases, first, end, BATCH):
             self._training.train(batch)
 
-    def _evaluated(self, bits: int, restores: int, begun: float) -> Trained:
+    def _evaluated(self, bits: int, restores: Restores, begun: float) -> Trained:
         samples = batches(self._generator, self._training.bases, 0, EVALUATION_SAMPLES, BATCH)
         metrics = self._training.evaluate(samples)
         return Trained(
-            self._seed, bits, restores, self._steps, BATCH, self._row_optimizer, metrics.log_loss, metrics.auc,
-            self._training.digest(), time.monotonic() - begun,
+            self._seed, bits, restores.count, self._steps, BATCH, self._row_optimizer, metrics.log_loss, metrics.auc,
+            self._training.digest(), time.monotonic() - begun, restores.last,
         )  # fmt: skip
 
-    def trainings(self, done: Collection[Key]) -> Iterator[Trained]:
-        """All but those that are done."""
+    def trainings(self, wanted: Collection[Key]) -> Iterator[Trained]:
+        """Those that are wanted, the one without restores first."""
         last, begun = self._steps - 1, time.monotonic()
-        wanted = [(bits, restores) for restores in RESTORES for bits in WIDTHS if (self._seed, bits, restores) not in done]
-        plain = (self._seed, EXACT_BITS, 0)
-        kept: dict[int, Kept] = {}
-        for restores in sorted({restores for _, restores in wanted}, reverse=True):  # the more, the sooner is the first
-            self._train(restore_steps(restores, self._steps)[0])
+        kept: dict[Restores, Kept] = {}
+        for restores in sorted({one for *_, one in wanted if one != NONE}, key=lambda one: one.steps(self._steps)[0]):
+            self._train(restores.steps(self._steps)[0])
             kept[restores] = self._training.keep()
-        if plain not in done:
+        if any(one == NONE for *_, one in wanted):
             self._train(last)
-            yield self._evaluated(EXACT_BITS, 0, begun)
-        for bits, restores in wanted:
+            yield self._evaluated(EXACT_BITS, NONE, begun)
+        for _, bits, restores in wanted:
+            if restores == NONE:
+                continue
             begun = time.monotonic()
             self._training.go_back(kept[restores])
-            for step in restore_steps(restores, self._steps):
+            for step in restores.steps(self._steps):
                 self._train(step)
                 self._training.restore(bits)
             self._train(last)
@@ -204,13 +220,15 @@ def measure(given: argparse.Namespace, schedule: Schedule, generator: Generator)
     """Do what is not done yet, seed by seed."""
     for seed in range(given.seeds):
         done = read(given.out, given.steps, given.row_optimizer)
-        if all((seed, bits, restores) in done for bits in WIDTHS for restores in RESTORES) and (seed, EXACT_BITS, 0) in done:
+        keys = [(seed, bits, Restores(count, given.last)) for count in given.restores for bits in given.bits]
+        wanted = [key for key in [(seed, EXACT_BITS, NONE), *keys] if key not in done]
+        if not wanted:
             continue
-        for one in Seed(seed, given.steps, given.row_optimizer, schedule, generator).trainings(done):
+        for one in Seed(seed, given.steps, given.row_optimizer, schedule, generator).trainings(wanted):
             with given.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(one)) + "\n")
             tell(
-                f"seed {seed}, {one.bits} bits, {one.restores} restores: log loss {one.log_loss:.6f}, AUC {one.auc:.6f} ({one.seconds:.0f} s)"
+                f"seed {seed}, {one.bits} bits, restores {one.key[2]}: log loss {one.log_loss:.6f}, AUC {one.auc:.6f} ({one.seconds:.0f} s)"
             )
 
 
@@ -225,11 +243,11 @@ class Change:
         return f"{self.mean:+.4f} ± {self.half:.4f}"
 
     @classmethod
-    def of(cls, trained: Mapping[Key, Trained], metric: str, bits: int, restores: int) -> Change | None:
+    def of(cls, trained: Mapping[Key, Trained], metric: str, bits: int, restores: Restores) -> Change | None:
         """Over all seeds that have both; None where these are fewer than two."""
-        seeds = [seed for seed, *rest in trained if rest == [bits, restores] and (seed, EXACT_BITS, 0) in trained]
+        seeds = [seed for seed, *rest in trained if rest == [bits, restores] and (seed, EXACT_BITS, NONE) in trained]
         pairs = [
-            (getattr(trained[seed, bits, restores], metric), getattr(trained[seed, EXACT_BITS, 0], metric)) for seed in seeds
+            (getattr(trained[seed, bits, restores], metric), getattr(trained[seed, EXACT_BITS, NONE], metric)) for seed in seeds
         ]
         changes = [100 * (restored / plain - 1) for restored, plain in pairs]
         if len(changes) < 2:
@@ -245,11 +263,12 @@ def report(trained: Mapping[Key, Trained], plot: Path | None) -> None:
     print(
         f"{len(plain)} seeds without restores: log loss {min(losses):.4f} to {max(losses):.4f}, AUC {min(areas):.4f} to {max(areas):.4f}\n"
     )
+    families = sorted({restores for *_, restores in trained if restores != NONE}, key=lambda one: (one.last or 0, one.count))
     print("| restores | " + " | ".join(f"{bits} bits" for bits in WIDTHS) + " |\n" + "| --- " * (len(WIDTHS) + 1) + "|")
     for metric, name in (("log_loss", "log loss"), ("auc", "AUC")):
-        for restores in RESTORES:
+        for restores in families:
             changes = [Change.of(trained, metric, bits, restores) for bits in WIDTHS]
-            marks = ["**" if bits == bits_for(restores) else "" for bits in WIDTHS]
+            marks = ["**" if bits == bits_for(restores.count) else "" for bits in WIDTHS]
             cells = [f"{mark}{change or '-'}{mark}" for change, mark in zip(changes, marks, strict=True)]
             print(f"| {name}, {restores} | " + " | ".join(cells) + " |")
     if plot is not None:
@@ -265,7 +284,7 @@ def draw(trained: Mapping[Key, Trained], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     for place, bits in enumerate(WIDTHS):
-        changes = [Change.of(trained, "log_loss", bits, restores) for restores in RESTORES]
+        changes = [Change.of(trained, "log_loss", bits, Restores(count)) for count in RESTORES]
         points = [(number, one) for number, one in enumerate(changes) if one is not None]
         axes.errorbar(
             [number + 0.06 * (place - 1.5) for number, _ in points], [one.mean for _, one in points],
@@ -273,7 +292,7 @@ def draw(trained: Mapping[Key, Trained], path: Path) -> None:
         )  # fmt: skip
     axes.axhline(BAR, color="grey", linestyle="--", label=f"{BAR} %")
     axes.set_yscale("symlog", linthresh=BAR)
-    axes.set_xticks(range(len(RESTORES)), [str(restores) for restores in RESTORES])
+    axes.set_xticks(range(len(RESTORES)), [str(count) for count in RESTORES])
     axes.set_xlabel("restores")
     axes.set_ylabel("change of the log loss, %")
     axes.set_title("Log loss after restores, against none")
@@ -291,7 +310,10 @@ def main() -> None:
     parser.add_argument("--row-optimizer", choices=("rowwise_adagrad", "adagrad"), default="rowwise_adagrad")
     parser.add_argument("--out", type=Path, default=Path("build/restores.jsonl"), metavar="FILE.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
-    parser.add_argument("--bits", type=int, nargs="+", default=list(WIDTHS), help="widths that are checked")
+    parser.add_argument("--bits", type=int, nargs="+", choices=WIDTHS, default=list(WIDTHS), help="widths")
+    parser.add_argument("--restores", type=int, nargs="+", default=list(RESTORES), metavar="N")
+    parser.add_argument("--last", type=float, metavar="PART", help="at which part of the training the last restore comes")
+    parser.add_argument("--no-check", action="store_true", help="where it was checked before")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--report-only", action="store_true", help="of what is in FILE")
     given = parser.parse_args()
@@ -300,7 +322,8 @@ def main() -> None:
         numerics.set_up(1)
         with tempfile.TemporaryDirectory(prefix="restores-") as name:
             schedule, generator = prepared(Path(name))
-            check(schedule, generator, Path(name), given.bits, given.row_optimizer)
+            if not given.no_check:
+                check(schedule, generator, Path(name), given.bits, given.row_optimizer)
             if given.check_only:
                 return
             measure(given, schedule, generator)

@@ -11,13 +11,14 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from command_line import DEADLINE_SECONDS, ROOT, Remains
 
@@ -25,10 +26,32 @@ from foreload.pipelines.base.forking import fork
 from foreload.trainer.cluster.faults import Fault, RunObserver, TrainerFault
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, TrainerStart
 from foreload.trainer.compute import numerics
+from foreload.trainer.run.directory import STORES
+
+if TYPE_CHECKING:
+    from foreload.trainer.cluster.messages import TrainerEvent
 
 THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
 """Variables without which libraries start threads as they are imported, and a process with threads cannot be forked."""
 _IMPORTED = ("launcher", "worker", "keeper", "preforked", "run_requests")
+
+
+CAN_JOIN = "test: trainer {} can join"
+"""Told on stderr."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFault:
+    """What befalls the launcher as it comes to a point of a checkpoint (`RunObserver.at_checkpoint`) for the time given, 1 being the first: it is
+    killed or, where a shard is named, kills the server of that local store shard.
+    """
+
+    point: str
+    time: int
+    shard: int | None = None
+
+
+AnyFault = Fault | TrainerFault | CheckpointFault
 
 
 class Warm:
@@ -49,9 +72,7 @@ class Warm:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.communicate()
 
-    def begin(
-        self, arguments: Sequence[object], err: Path, faults: Sequence[Fault | TrainerFault] = (), may_kill: bool = True
-    ) -> Training:
+    def begin(self, arguments: Sequence[object], err: Path, faults: Sequence[AnyFault] = (), may_kill: bool = True) -> Training:
         """Start a command `train`, with these faults. err: the file that gets its stderr; may_kill: as RunObserver has it."""
         remains = Remains()
         request = {
@@ -87,7 +108,9 @@ class Training:
             time.sleep(0.01)
 
     def end(self) -> tuple[int, str]:
-        """Exit status and stderr; asserts that neither a process nor a temporary file is left."""
+        """Exit status and stderr; asserts that neither a process nor a temporary file is left. Where a signal ended it, that is told as a negative
+        number, and nothing of the trainers.
+        """
         assert self._process.stdout is not None
         status, trainers = json.loads(self._process.stdout.readline())
         self.statuses = {int(trainer): ended for trainer, ended in trainers.items()}
@@ -98,11 +121,30 @@ class Training:
 def _train(request: dict[str, Any]) -> tuple[int, dict[int, int | None]]:
     """Exit status of the command, and that of each trainer."""
     from foreload.trainer.cli import main
+    from foreload.trainer.cluster.messages import CanJoin
     from foreload.trainer.cluster.preforked import Preforked
     from foreload.trainer.commands.train import train
 
+    arguments = request["arguments"]
+    kinds = {kind.__name__: kind for kind in (Fault, TrainerFault, CheckpointFault)}
+    injected = [kinds[kind](**fields) for kind, fields in request["faults"]]
+    come_to: list[str] = []
+
     class Observer(RunObserver):
-        faults = tuple({"Fault": Fault, "TrainerFault": TrainerFault}[kind](**fields) for kind, fields in request["faults"])
+        faults = tuple(fault for fault in injected if not isinstance(fault, CheckpointFault))
+
+        def see(self, trainer: int, event: TrainerEvent) -> None:
+            if isinstance(event, CanJoin):
+                sys.stderr.write(f"{CAN_JOIN.format(trainer)}\n")
+
+        def at_checkpoint(self, point: str) -> None:
+            come_to.append(point)
+            for fault in injected:
+                if isinstance(fault, CheckpointFault) and (fault.point, fault.time) == (point, come_to.count(point)):
+                    if fault.shard is None:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    else:
+                        Fault(0, fault.shard, signal.SIGKILL).inject(Path(arguments[arguments.index("--run") + 1]) / STORES)
 
         def may_kill(self, trainer: int) -> bool:
             return bool(request["may_kill"])
@@ -111,7 +153,6 @@ def _train(request: dict[str, Any]) -> tuple[int, dict[int, int | None]]:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
     os.environ.update(request["environment"])
-    arguments = request["arguments"]
     trainers = int(arguments[arguments.index("--trainers") + 1])
     started: dict[int, StartedProcess] = {}
     with contextlib.closing(Preforked(trainers + 1, lambda: None)) as processes:
@@ -142,7 +183,9 @@ def _serve() -> None:
             print(json.dumps([status, trainers]), file=answers, flush=True)
             return status
 
-        os.waitpid(fork(answer), 0)
+        _, status = os.waitpid(fork(answer), 0)
+        if os.WIFSIGNALED(status):
+            print(json.dumps([-os.WTERMSIG(status), {}]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

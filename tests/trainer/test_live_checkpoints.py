@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -14,16 +12,14 @@ from unittest import mock
 import psutil
 import pytest
 from command_line import done, fill, flip, refused
-from small_job import summary, synthetic_schedule
-from warm import Warm
+from live_runs import EVERY, Case, arguments, live_case, saved
+from small_job import summary
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import claim
-from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.draft import Draft
-from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
-from foreload.trainer.checkpoints.lineage import LOCK
+from foreload.trainer.checkpoints.format import MANIFEST
 from foreload.trainer.cluster import trainer_checkpoints
 from foreload.trainer.cluster.control import (
     AskCheckpoint,
@@ -37,58 +33,11 @@ from foreload.trainer.cluster.messages import CheckpointArmed, CheckpointTaken, 
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, Run
 
-EVERY = 10
-MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=512-512-4", "top=512-512-1")
-"""Its dense part is large, so that steps take a while, and several checkpoints are saved in a run."""
-
-
-def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
-    """The command line, without the program's name, that trains the model."""
-    return ["train", str(schedule), "--run", str(run), *MODEL, *further]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A schedule of two epochs in four lanes, with evaluation after each, and few slots; and the digest of a run that nothing happened to."""
-
-    schedule: Path
-    digest: str
-    warm: Warm
-
-    def train(self, run: Path, *further: object, faults: tuple[TrainerFault, ...] = (), status: int = 0) -> str:
-        """Train in other processes; returns what was told on stderr."""
-        train = arguments(self.schedule, run, *map(str, further), "--digest")
-        ended, err = self.warm.begin(train, run.with_suffix(".err"), faults).end()
-        assert ended == status, err
-        assert "Traceback" not in err
-        return err
-
-    def check_goes_on(self, checkpoint: Path, run: Path, *further: object) -> None:
-        """Assert that a run made of a checkpoint ends with the bits of the undisturbed one."""
-        train = ["train", str(self.schedule), "--from", str(checkpoint), "--run", str(run), "--digest", *map(str, further)]
-        ended, err = self.warm.begin(train, run.with_suffix(".err")).end()
-        assert ended == 0, err
-        assert summary(run)["digest"] == self.digest
-
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    folder = tmp_path_factory.mktemp("live")
-    schedule = synthetic_schedule(folder, 5700, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2")
-    with Warm() as warm:
-        undisturbed = Case(schedule, "", warm)
-        undisturbed.train(folder / "run", "--store", "local:1", "--trainers", 1)
-        yield Case(schedule, str(summary(folder / "run")["digest"]), warm)
-
-
-def saved(folder: Path) -> list[Checkpoint]:
-    """The checkpoints in a folder, by step; asserts that nothing else is there, and that each is as it was saved."""
-    names = {path.name for path in folder.iterdir()} - {LOCK, BEST}
-    assert all(re.fullmatch(r"step-\d+", name) for name in names), names
-    there = sorted((Checkpoint.open(path) for path in folder.glob("step-*")), key=lambda one: one.contents.step)
-    for one in there:
-        one.verify()
-    return there
+    with live_case(tmp_path_factory.mktemp("live")) as made:
+        yield made
 
 
 DEATHS = ((0, "checkpoint taken"), (1, "checkpoint file written"))

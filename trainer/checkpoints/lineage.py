@@ -27,6 +27,17 @@ class Increment:
     base: Checkpoint
     sizes: tuple[float, ...]
 
+    def check_base(self) -> None:
+        """Raise CheckpointError where the base, or what that needs, is not there any more."""
+        try:
+            there = Checkpoint.open(self.base.path).sha256 == self.base.sha256
+        except CheckpointError:
+            there = False
+        if not there:
+            raise CheckpointError(
+                f"checkpoint {self.base.path}: was taken away while an increment of it was being saved; the next one will do without it"
+            )
+
 
 def of_run(folder: Path, run: Manifest) -> list[Checkpoint]:
     """The checkpoints of a run in a folder that can be opened, by step. Raises CheckpointError where it cannot be read."""

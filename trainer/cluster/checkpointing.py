@@ -292,6 +292,8 @@ class Checkpointing:
         contents = saving.contents(self._manifest(), totals, self._schedule.header, self._layouts)
 
         def published() -> Checkpoint:
+            if opened.increment is not None:
+                opened.increment.check_base()
             checkpoint = opened.draft.publish(contents, lambda: self._at_point("manifest written"))
             self._at_point("published")
             return checkpoint

@@ -275,6 +275,7 @@ class TrainerGroup:
     def _receive(self, trainer: int, event: TrainerEvent, board: Board, report: RunReport) -> None:
         assert self._membership is not None
         if self._scaling.is_starting(trainer):
+            self._observer.see(trainer, event)
             match event:
                 case CanJoin():
                     self._scaling.can_join(trainer)

@@ -1,0 +1,197 @@
+"""What dies, joins, leaves or is taken away amid a checkpoint that is saved while a run trains: it is as if nothing had been, or not there at all."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from command_line import done, refused, run_here
+from live_runs import EPOCH, EVERY, Case, live_case, saved
+from small_job import summary
+from warm import CAN_JOIN, AnyFault, CheckpointFault, Training
+
+from foreload.cache.client.local import LocalStores
+from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.cluster.control import training_status
+from foreload.trainer.cluster.faults import Fault, TrainerFault
+from foreload.trainer.run.directory import CHECKPOINTS
+
+pytestmark = pytest.mark.full
+
+LAUNCHER_POINTS = {"begun": 1, "manifest written": 1, "published": 2, "old ones deleted": 1}
+"""How many checkpoints there are when a launcher dies there for the second time, where one is to stay."""
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    with live_case(tmp_path_factory.mktemp("faults")) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("point", "left"),
+    LAUNCHER_POINTS.items(),
+)
+def test_a_launcher_that_is_killed_amid_a_checkpoint_leaves_the_one_before(
+    case: Case, tmp_path: Path, servers: LocalStores, point: str, left: int
+) -> None:
+    run = tmp_path / "run"
+    place = ("--store", ",".join(servers.urls), "--trainers", 2, "--namespace", f"killed-{point.replace(' ', '-')}")
+    save = ("--checkpoint-every", EVERY, "--keep", 1, "--checkpoint-policy", "full")
+    begun = case.begin(run, *place, *save, faults=[CheckpointFault(point, 2)])
+    status, err = begun.end()
+    assert status == -signal.SIGKILL, err
+    # The others come to rest by themselves.
+    begun.until(lambda: run_here("digest", run)[0] == 0)
+    assert "its launcher was killed; stopped after step" in begun.told
+    there = sorted((Checkpoint.open(path) for path in (run / CHECKPOINTS).glob("step-*")), key=lambda one: one.contents.step)
+    assert len(there) == left
+    newest = there[-1]
+    newest.verify()
+    case.check_goes_on(newest.path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+    case.train(run, "--resume", *place, *save)
+    assert summary(run)["digest"] == case.digest
+    (last,) = saved(run / CHECKPOINTS)
+    assert last.contents.step > newest.contents.step
+
+
+LOST: dict[str, tuple[list[AnyFault], tuple[str, ...]]] = {
+    "before it": ([Fault(20, 1, signal.SIGKILL)], ("--no-restart",)),
+    "amid it": ([CheckpointFault("begun", 1, 1)], ("--no-restart",)),
+    "amid it, and rebuilt": ([CheckpointFault("begun", 1, 2)], ()),
+    "and being rebuilt": ([Fault(EPOCH - 6, 0, signal.SIGKILL)], ()),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_of_a_store_shard_that_is_lost_it_is_the_same_byte_for_byte(case: Case, tmp_path: Path, lost: str) -> None:
+    faults, further = LOST[lost]
+    save = ("--checkpoint-every", EPOCH, "--checkpoint-policy", "full")
+    err = case.train(tmp_path / "run", "--store", "local:3", "--parity", "2+1", "--trainers", 2, *save, *further, faults=faults)
+    told = summary(tmp_path / "run")
+    assert told["digest"] == case.digest
+    assert told["checkpoints"]["failed"] == 0
+    assert f"store shard {faults[0].shard}: " in err  # type: ignore[union-attr]
+    there = saved(tmp_path / "run" / CHECKPOINTS)
+    assert {path.name for path in there[0].path.iterdir()} == {path.name for path in case.checkpoint.iterdir()}
+    for path in case.checkpoint.iterdir():
+        if path.name != MANIFEST:
+            assert (there[0].path / path.name).read_bytes() == path.read_bytes()
+
+
+def stopped(run: Path, trainer: int) -> psutil.Process | None:
+    """The process of a trainer, once it stands still."""
+    status = training_status(run) if run.exists() else None
+    if status is None or trainer not in status.trainers:
+        return None
+    process = psutil.Process(status.trainers[trainer])
+    return process if process.status() == psutil.STATUS_STOPPED else None
+
+
+def stands(begun: Training, run: Path, trainer: int) -> psutil.Process:
+    """Wait until a trainer stands still amid a checkpoint; its process."""
+    begun.until(lambda: stopped(run, trainer) is not None)
+    process = stopped(run, trainer)
+    assert process is not None
+    return process
+
+
+AMID = TrainerFault(1, "checkpoint file written", 12, signal.SIGSTOP)
+SAVE = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 60)
+
+
+def finish(case: Case, begun: Training, run: Path) -> str:
+    """Wait for the end; assert that nothing happened to the model, and that every checkpoint is whole. Returns stderr."""
+    status, err = begun.end()
+    assert status == 0, err
+    assert "Traceback" not in err
+    told = summary(run)
+    assert told["digest"] == case.digest
+    assert told["checkpoints"]["failed"] == 0
+    there = saved(run / CHECKPOINTS)
+    assert len(there) == told["checkpoints"]["saved"] > 1
+    return err
+
+
+@pytest.mark.parametrize(("begin", "scale"), [(2, 4), (3, 1)])
+def test_trainers_join_or_leave_amid_one(case: Case, tmp_path: Path, begin: int, scale: int) -> None:
+    run = tmp_path / "run"
+    begun = case.begin(run, "--store", "local:3", "--trainers", begin, *SAVE, faults=[AMID])
+    process = stands(begun, run, 1)
+    done("scale", run, scale, "--no-wait")
+    begun.until(lambda: all(CAN_JOIN.format(trainer) in begun.told for trainer in range(begin, scale)))
+    process.resume()
+    finish(case, begun, run)
+    assert summary(run)["trainers"] == scale
+    case.check_goes_on(saved(run / CHECKPOINTS)[-1].path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+
+
+def test_a_server_is_replaced_amid_one(case: Case, tmp_path: Path, servers: LocalStores) -> None:
+    run = tmp_path / "run"
+    with LocalStores(1, tmp_path / "spare") as spare:
+        begun = case.begin(
+            run, "--store", ",".join(servers.urls), "--trainers", 2, *SAVE, "--namespace", "replaced", faults=[AMID]
+        )
+        process = stands(begun, run, 1)
+        done("stores", "replace", run, 1, spare.urls[0])
+        process.resume()
+        err = finish(case, begun, run)
+        assert "store shard 1: is whole again" in err
+        case.check_goes_on(saved(run / CHECKPOINTS)[-1].path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+
+
+def test_none_is_deleted_amid_an_increment_and_one_whose_base_has_gone_is_told(case: Case, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 60, "--checkpoint-policy", "consecutive")
+    amid = TrainerFault(1, "checkpoint file written", 2 * EVERY + 5, signal.SIGSTOP)
+    begun = case.begin(run, "--store", "local:1", "--trainers", 2, *save, faults=[amid])
+    process = stands(begun, run, 1)
+    there = sorted((run / CHECKPOINTS).glob("step-*"), key=lambda path: int(path.name[5:]))
+    for path in there:
+        assert "another checkpoint is being saved in" in refused("checkpoint", "delete", path, "--with-increments")
+    # By whoever asks nobody.
+    shutil.rmtree(there[-1])
+    process.resume()
+    status, err = begun.end()
+    assert status == 0, err
+    told = summary(run)
+    assert told["digest"] == case.digest
+    assert (told["checkpoints"]["failed"], err.count("a checkpoint was not saved: ")) == (1, 1)
+    assert f"checkpoint {there[-1]}: was taken away while an increment of it was being saved" in err
+    saved(run / CHECKPOINTS)
+    done("checkpoint", "save", run)
+    assert done("digest", run / CHECKPOINTS / f"step-{2 * EPOCH - 1}").strip() == case.digest
+
+
+@pytest.mark.parametrize("command", ["train", "export", "digest", "compact"])
+def test_one_that_goes_while_it_is_read_is_told_in_a_line(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    checkpoint, read = tmp_path / "saved" / case.checkpoint.name, Checkpoint._why_damaged
+    call = {
+        "train": ("train", case.schedule, "--from", checkpoint, "--run", tmp_path / "new", "--store", "local:1"),
+        "export": ("export", checkpoint, "--out", tmp_path / "out"),
+        "digest": ("digest", checkpoint),
+        "compact": ("checkpoint", "compact", checkpoint, "--to", tmp_path / "compacted"),
+    }[command]
+    files = len(Checkpoint.open(case.checkpoint).files)
+    left = [0]
+
+    def last(*arguments: Any) -> str:
+        left[0] -= 1
+        why = read(*arguments)
+        if not left[0]:
+            shutil.rmtree(checkpoint)
+        return why
+
+    monkeypatch.setattr(Checkpoint, "_why_damaged", last)
+    # While it is compared with its manifest, and as soon as that is done.
+    for left[0] in (files - 3, files):
+        shutil.copytree(case.checkpoint, checkpoint)
+        assert "No such file" in refused(*call)
+    assert not (tmp_path / "out").exists()

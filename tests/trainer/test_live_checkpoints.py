@@ -122,14 +122,12 @@ def test_a_trainer_that_dies_amid_a_checkpoint_costs_that_one_alone(case: Case, 
 
 
 def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(case: Case, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     faults = [TrainerFault(trainer, "rows applied", 55, signal.SIGKILL) for trainer in (0, 1)]
-    train = arguments(
-        case.schedule, run, "--store", "local:3", "--trainers", "2", "--checkpoint-every", str(EVERY), "--no-restart"
-    )
-    status, err = case.warm.begin(train, tmp_path / "err", faults).end()
+    save = ("--checkpoint-every", EVERY, "--checkpoint", elsewhere)
+    status, err = case.begin(run, "--store", "local:3", "--trainers", 2, *save, "--no-restart", faults=faults).end()
     assert status not in (0, 2)
-    newest = saved(run / CHECKPOINTS)[-1]
+    newest = saved(elsewhere)[-1]
     goes_on = f"--resume goes on from checkpoint {newest.path}"
     assert goes_on in err
     assert goes_on in refused("digest", run)
@@ -140,11 +138,14 @@ def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(cas
     flip(newest.path / MANIFEST, 100)
     assert f"with `foreload checkpoint delete {newest.path}`" in case.train(run, "--resume", "--trainers", 2, status=2)
     flip(newest.path / MANIFEST, 100)
+    # The run knows where they are.
     err = case.train(run, "--resume", "--trainers", 2, "--checkpoint-every", EVERY)
     assert f"run {run}: was broken off, and goes on from its newest checkpoint; steps {newest.contents.step + 1} to " in err
     assert f"resumed from checkpoint {newest.path}, after step {newest.contents.step}, " in err
     assert summary(run)["digest"] == case.digest
-    assert saved(run / CHECKPOINTS)[-1].contents.step > newest.contents.step
+    assert saved(elsewhere)[-1].contents.step > newest.contents.step
+    assert not (run / CHECKPOINTS).exists()
+    assert f"{elsewhere}/step-" in done("checkpoint", "list", run)
 
 
 def test_where_servers_have_no_rows_of_the_last_clean_stop_the_newest_checkpoint_counts_though_it_is_older(

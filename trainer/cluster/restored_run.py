@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -21,7 +21,7 @@ from foreload.trainer.checkpoints.restoring import check_restorable, restore_den
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import CHECKPOINTS, DENSE, LOG, STORES, Run
+from foreload.trainer.run.directory import DENSE, LOG, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
@@ -37,12 +37,15 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     """
     check_place(run, job)
     manifest, count = run.manifest, run.manifest.local_stores
-    folder = run.path / CHECKPOINTS if job.checkpoint is None else Path(job.checkpoint)
-    checkpoint = newest_of_run(folder, manifest, before.step)
+    checkpoint = _newest(run, job, before.step)
     # What local stores have saved is of that stop in any case.
     if checkpoint is None and not count and not _has_rows_of(run, job, before):
-        checkpoint = newest_of_run(folder, manifest)
+        checkpoint = _newest(run, job)
     if checkpoint is None:
+        if job.checkpoint is not None and "://" not in job.checkpoint and not os.path.isdir(job.checkpoint):
+            sys.stderr.write(
+                f"foreload: warning: run {run.path}: was broken off, and {job.checkpoint}, where its checkpoints were to be, is not there\n"
+            )
         return job
     contents = checkpoint.contents
     try:
@@ -74,6 +77,16 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     sys.stderr.write(f"run {run.path}: was broken off, and goes on from its newest checkpoint{again}\n")
     job = replace(job, resume=False, from_checkpoint=str(checkpoint.path), overwrite=True, namespace=manifest.namespace)
     return restore(job, run, checkpoint, start, LocalStores(count, run.path / STORES) if count else None)
+
+
+def _newest(run: Run, job: TrainJob, after: int = -1) -> Checkpoint | None:
+    """The newest checkpoint of a run, wherever it is. Raises CheckpointError where it cannot be used."""
+    manifest, found = run.manifest, list[Checkpoint]()
+    for folder in run.checkpoint_folders(job.checkpoint):
+        if (checkpoint := newest_of_run(folder, manifest, after)) is not None:
+            found.append(checkpoint)
+            after = checkpoint.contents.step
+    return found[-1] if found else None
 
 
 def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:

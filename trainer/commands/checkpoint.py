@@ -28,7 +28,7 @@ from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.control import training_status
 from foreload.trainer.commands.live_checkpoint import save_while_training
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.directory import CHECKPOINTS, MANIFEST, Run
+from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.saved_run import SavedRun, open_saved
@@ -54,7 +54,7 @@ def saved(
     if (policy == "planned") != (every is not None):
         raise SettingError("--every: goes with --policy planned, and that with it: give both, or neither")
     run = Run.open(path)
-    folder = run.path / CHECKPOINTS if to is None else Path(to)
+    folder = run.checkpoint_folders()[0] if to is None else Path(to)
     if training_status(run.path) is not None:
         given = {
             "--policy": policy != "intermittent",
@@ -114,13 +114,11 @@ def listed(path: str) -> dict[str, Any]:
 
     Raises CheckpointError where there is no such folder.
     """
-    folder = Path(path)
-    if (folder / MANIFEST).exists():
-        folder = folder / CHECKPOINTS
-        if not folder.exists():
-            return {"checkpoints": []}
+    folders = [Path(path)]
+    if (folders[0] / MANIFEST).exists():
+        folders = [folder for folder in Run.open(path).checkpoint_folders() if folder.exists()]
     try:
-        paths = list(checkpoints_in(folder))
+        paths = [checkpoint for folder in folders for checkpoint in checkpoints_in(folder)]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; give a run, or a folder of checkpoints") from error
     opened: dict[str, Checkpoint] = {}

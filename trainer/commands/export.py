@@ -17,12 +17,12 @@ from safetensors.torch import save
 from foreload.pipelines.base.files import is_full, replacing, write_json
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.trainer.checkpoints.best import best_checkpoint
+from foreload.trainer.checkpoints.best import best_checkpoint, best_in
 from foreload.trainer.checkpoints.format import MANIFEST as CHECKPOINT
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.errors import ExportError
-from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.directory import MANIFEST as RUN
+from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.resume import FREE_SETTINGS, NUMERICS_SETTINGS
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
@@ -57,7 +57,12 @@ class Predecessor:
 def best_of(path: str) -> str:
     """The checkpoint of a run, or in a folder of checkpoints, that had the best evaluation. Raises CheckpointError where none is noted."""
     folder = Path(path)
-    return str(best_checkpoint(folder / CHECKPOINTS if (folder / RUN).exists() else folder))
+    if not (folder / RUN).exists():
+        return str(best_checkpoint(folder))
+    run = Run.open(folder)
+    folders = run.checkpoint_folders()
+    noted = [one for one in folders if best_in(one, run.manifest.run_id) is not None]
+    return str(best_checkpoint((noted or folders)[0]))
 
 
 def run(path: str, store: str | None, out: str, since: str | None = None, schedule: str | None = None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -258,12 +259,26 @@ class Run:
         then = "begins again" if anew else f"goes on from step {status.step}, of which the rows are saved"
         return told + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"
 
+    def checkpoint_folders(self, named: str | None = None) -> list[Path]:
+        """Where checkpoints of the run may be: in a folder that a call names, where the last one saved them, in its own folder. Raises RunError."""
+        folders = [Path(told) for told in (named, self.manifest.job.get("checkpoint")) if told is not None]
+        return list({os.path.abspath(path): path for path in [*folders, self.path / CHECKPOINTS]}.values())  # each once
+
     def newest_checkpoint(self, folder: str | None = None, after: int = -1) -> Path | None:
-        """The latest step's in a folder of checkpoints, that of the run by default, whatever it holds; None if there is none after that step."""
-        checkpoints = self.path / CHECKPOINTS if folder is None else Path(folder)
-        steps = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in checkpoints.glob("step-*/checkpoint.json"))
-        step = max((int(match[1]) for match in steps if match is not None), default=None)
-        return None if step is None or step <= after else checkpoints / f"step-{step}"
+        """The run's of the latest step in its folders of checkpoints, whatever it holds; None if none is later than `after`. folder: `named`."""
+        there = [path for checkpoints in self.checkpoint_folders(folder) for path in checkpoints.glob("step-*")]
+        steps = [(int(match[1]), path) for path in there if (match := re.fullmatch(r"step-(\d+)", path.name)) and self._has(path)]
+        step, newest = max(steps, key=itemgetter(0), default=(-1, None))
+        return newest if step > after else None
+
+    def _has(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint, where others may have some, too, is of this run, or is damaged, and so may be."""
+        manifest = checkpoint / "checkpoint.json"
+        try:
+            told = json.loads(manifest.read_bytes())["run"]["run_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return manifest.exists()
+        return bool(told == self.manifest.run_id)
 
     def reported_step(self) -> int | None:
         """The last training step that metrics.jsonl tells of; None if there is none."""

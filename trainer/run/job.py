@@ -145,7 +145,7 @@ class TrainJob:
     )  # fmt: skip
     checkpoint: str | None = setting(
         None, text, "folder for checkpoints that are saved while it trains, which all hosts reach; by default checkpoints in RUN",
-        _CALL, metavar="DIR", stated=False,
+        _CALL, metavar="DIR",
     )  # fmt: skip
     checkpoint_every: Interval | None = setting(
         None, Interval.parse, "save a checkpoint while it trains: behind every so many steps, or every so often, such as 10m", _CALL,

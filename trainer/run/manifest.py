@@ -167,4 +167,12 @@ def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None)
     if ":" in job.model:
         # Commands that read the run may be called elsewhere.
         saved["model_folder"] = os.path.abspath(job.model_folder)
-    return saved | {"store": f"local:{local_stores}" if local_stores else ",".join(store_urls)}
+    store = f"local:{local_stores}" if local_stores else ",".join(store_urls)
+    return saved | {"store": store, "checkpoint": remembered_folder(job)}
+
+
+def remembered_folder(job: TrainJob) -> str | None:
+    """Where a call saves checkpoints, for those that may be made elsewhere; None: in the run's folder."""
+    if job.checkpoint is None or "://" in job.checkpoint:
+        return job.checkpoint
+    return os.path.abspath(job.checkpoint)

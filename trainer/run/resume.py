@@ -10,7 +10,7 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import masked
-from foreload.trainer.run.manifest import Manifest, Stage, State
+from foreload.trainer.run.manifest import Manifest, Stage, State, remembered_folder
 
 # Settings that the trained model does not depend on: a run may go on with other ones.
 FREE_SETTINGS = (
@@ -25,6 +25,7 @@ FREE_SETTINGS = (
     "store_timeout",
     "copies",
     "peer_timeout",
+    "checkpoint",
 )
 
 # Settings of the numerics fingerprint: a run may go on with other ones where that is accepted.
@@ -61,7 +62,8 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
     """
     check_place(run, job)
     status = run.saved_status()
-    return continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule)
+    manifest, step = continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule)
+    return replace(manifest, job=manifest.job | {"checkpoint": remembered_folder(job)}), step
 
 
 def check_place(run: Run, job: TrainJob) -> None:

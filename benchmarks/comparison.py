@@ -45,6 +45,7 @@ MINUTES = {
     "memory": (3.0, 0.4),
     "checkpoint_bytes": (10.0, 2.5),
     "checkpoint_stall": (12.0, 2.5),
+    "checkpoint_restore": (15.0, 2.5),
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
 

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -124,11 +124,11 @@ def to_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 # -- The command line and the job file -----------------------------------------------------------------------------------------
 
 
-def add_arguments(command: argparse.ArgumentParser, kind: type) -> None:
-    """Declare the settings of a class on a command; values are left as text, None where not given."""
+def add_arguments(command: argparse.ArgumentParser, kind: type, only: Collection[str] | None = None) -> None:
+    """Declare the settings of a class on a command, or only those of these names; values are left as text, None where not given."""
     groups: dict[str, Any] = {"": command}
-    for known in settings_of(kind).values():
-        if known.form == "file":
+    for name, known in settings_of(kind).items():
+        if known.form == "file" or (only is not None and name not in only):
             continue
         if known.group not in groups:
             groups[known.group] = command.add_argument_group(known.group)

@@ -112,6 +112,21 @@ def test_a_checkpoint_has_all_of_the_run_and_is_listed_verified_and_deleted(case
     assert f"has no {MANIFEST}" in refused("checkpoint", "delete", again.parent)
 
 
+def test_a_run_can_be_made_of_a_checkpoint_without_being_trained(case: Case, tmp_path: Path) -> None:
+    run, further = tmp_path / "new", ("--store", "local:3", "--parity", "2+1")
+    said = done("checkpoint", "restore", case.checkpoint, "--run", run, *further)
+    assert said.startswith(f"run {run}: stopped after step {Run.open(case.run).saved_status().step}, ")
+    assert done("digest", run) == case.digest
+    assert "holds a run already" in refused("checkpoint", "restore", case.checkpoint, "--run", run, *further)
+    assert case.train(run, case.clicks.schedule, "--resume", "--trainers", 2) == case.whole
+    # One that is at its end, without data to go on with.
+    done("checkpoint", "save", run, "--to", tmp_path)
+    (ended,) = (path for path in tmp_path.glob("step-*"))
+    done("checkpoint", "restore", ended, "--run", tmp_path / "ended", "--store", "local:1")
+    assert done("digest", tmp_path / "ended").strip() == case.whole
+    assert "is at the end" in refused("train", "--from", ended, "--run", tmp_path / "further", "--store", "local:1")
+
+
 @pytest.mark.parametrize(
     ("store", "trainers"),
     [

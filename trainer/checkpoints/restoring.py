@@ -59,14 +59,18 @@ def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, o
         numerics.check(numerics.fingerprint(), contents.run.fingerprint, goes_on="--from")
 
 
-def restored_manifest(checkpoint: Checkpoint, job: TrainJob, schedule: Schedule, made: Manifest) -> Manifest:
-    """The manifest of a run that is made of a checkpoint, to go on with a schedule. made: that of a new run of the same job.
+def restored_manifest(
+    checkpoint: Checkpoint, job: TrainJob, schedule: Schedule, made: Manifest, goes_on: bool = True
+) -> Manifest:
+    """The manifest of a run that is made of a checkpoint, with a schedule that it goes on with, or, goes_on=False, may rest at the end of.
+
+    made: that of a new run of the same job.
 
     Raises RunError where a run that rested where the checkpoint is could not go on so, CheckpointError, ScheduleError.
     """
     contents = checkpoint.contents
     run = on_other_slots(checkpoint, schedule)
-    going_on, _ = continued(f"checkpoint {checkpoint.path}", run, contents.state, contents.step, job, schedule)
+    going_on, _ = continued(f"checkpoint {checkpoint.path}", run, contents.state, contents.step, job, schedule, goes_on)
     stages = run.stages
     if len(going_on.stages) == len(stages):
         stages = going_on.stages  # the last schedule, where it is now

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,16 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
         return None
 
 
+def restored(job: TrainJob) -> Status:
+    """Make a run of the checkpoint that a job names, in the environment that `foreload train` sets, and leave it at rest; returns how far it is.
+
+    Raises ForeloadError; KeyboardInterrupt if a signal came.
+    """
+    numerics.check_processor()
+    with Interrupts() as interrupts:
+        return Launcher(job, interrupts, None, RunObserver(), ChildProcess).restore()
+
+
 def _scheduled_store() -> tuple[Any, int, int]:
     """The store at which a scheduler's trainers meet, this one's number, and how many they are. While others are waited for, that is said.
 
@@ -128,6 +138,19 @@ def _scheduled_store() -> tuple[Any, int, int]:
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _NewRun:
+    """A run that was made a moment ago. start: how it begins; local: its stores, if they are local; lock: the descriptor of its lock, held;
+    rests: it was made of a checkpoint, and is to be resumed.
+    """
+
+    run: Run
+    start: Status
+    local: LocalStores | None
+    lock: int | None
+    rests: bool
+
+
 class Launcher:
     """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job; None: a keeper is started for one."""
 
@@ -146,18 +169,7 @@ class Launcher:
 
     def run(self) -> Ending:
         """Train; see `train`."""
-        schedule = open_schedule(self._job)
-        check_trainable(schedule, self._job)
-        lanes = schedule.header.lanes
-        if self._job.trainers > lanes:
-            raise SettingError(
-                f"--trainers: must be at most the schedule's lanes, {lanes}; got {self._job.trainers}; prepare with more --lanes"
-            )
-        if self._job.keep_best is not None and not schedule.header.evaluation_samples:
-            raise SettingError(
-                f"--keep-best: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
-            )
-        model = self._check_model(schedule)
+        schedule, model = self._look_at_job()
         self._layouts = model.layouts
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
@@ -169,9 +181,43 @@ class Launcher:
                     if before is not None and before.state == "training":
                         self._job = restore_broken_off(self._job, Run.open(path, lock), before, schedule, model)
                     return self._resume(schedule, lock)
+        with self._new_run(schedule, model) as made:
+            if made.rests:
+                return self._resume(schedule, made.lock)
+            return self._with_stores(made.run, made.run.manifest, made.start, schedule, made.local)
+
+    def restore(self) -> Status:
+        """Make a run of a checkpoint, and leave it at rest; see `restored`."""
+        schedule, model = self._look_at_job()
+        with self._new_run(schedule, model, goes_on=False) as made:
+            status = made.run.saved_status()
+            keep_schedule(made.run, schedule, status.step)
+            return status
+
+    def _look_at_job(self) -> tuple[Schedule, DenseModel]:
+        """The schedule and the model of the job. Raises what is wrong with these, or the job, that can be seen before anything is done."""
+        schedule, job = open_schedule(self._job), self._job
+        check_trainable(schedule, job)
+        lanes = schedule.header.lanes
+        if job.trainers > lanes:
+            raise SettingError(
+                f"--trainers: must be at most the schedule's lanes, {lanes}; got {job.trainers}; prepare with more --lanes"
+            )
+        if job.keep_best is not None and not schedule.header.evaluation_samples:
+            raise SettingError(
+                f"--keep-best: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
+            )
+        return schedule, self._check_model(schedule)
+
+    @contextlib.contextmanager
+    def _new_run(self, schedule: Schedule, model: DenseModel, goes_on: bool = True) -> Iterator[_NewRun]:
+        """Make the job's run, held while entered; of a checkpoint, where it names one: the job then is one that resumes it.
+
+        goes_on: it is to be trained. Errors are noted in its events.
+        """
+        path, count, lanes = Path(self._job.run), self._job.store.local, schedule.header.lanes
         checkpoint = None if self._job.from_checkpoint is None else Checkpoint.open(self._job.from_checkpoint)
         check_free(path, self._job.overwrite)
-        count = self._job.store.local
         urls = () if count else parse_urls(str(self._job.store))
         placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
         manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
@@ -181,7 +227,7 @@ class Launcher:
                     f"--from: {checkpoint.path} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint; "
                     "a run that was broken off goes on from it with --resume"
                 )
-            manifest = restored_manifest(checkpoint, self._job, schedule, manifest)
+            manifest = restored_manifest(checkpoint, self._job, schedule, manifest, goes_on)
             with progress_bar(checkpoint.total_bytes, "B") as bar:
                 check_restorable(checkpoint, self._job, model, bar.update)
         if not count:
@@ -194,10 +240,9 @@ class Launcher:
             self._events = EventLog(run.path, start.step, start.term)
             local = LocalStores(count, path / STORES) if count else None
             with self._events.failures():
-                if checkpoint is None:
-                    return self._with_stores(run, run.manifest, start, schedule, local)
-                self._job = restore(self._job, run, checkpoint, start, local)
-                return self._resume(schedule, lock)
+                if checkpoint is not None:
+                    self._job = restore(self._job, run, checkpoint, start, local)
+                yield _NewRun(run, start, local, lock, checkpoint is not None)
 
     def _check_model(self, schedule: Schedule) -> DenseModel:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""

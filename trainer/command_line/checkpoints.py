@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from foreload.pipelines.base.settings import add_arguments, given
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.checkpoints.policies import BITS, POLICIES
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
+from foreload.trainer.run.job import TrainJob
 
 
 def add_to(commands: Any) -> None:
@@ -38,6 +40,14 @@ def add_to(commands: Any) -> None:
         "have written.",
     )  # fmt: skip
     compacted.add_argument("--to", metavar="DIR", required=True, help="folder of checkpoints for it")
+    restored = add_plain(
+        checkpoint, "restore", _restore, "make a run of a checkpoint, which rests",
+        "Makes a run of a checkpoint, on any store, as if it had stopped cleanly there: `foreload evaluate`, `export` and the like know it, and "
+        "`foreload train --resume` goes on with it. `foreload train --from` does both at once.",
+    )  # fmt: skip
+    restored.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote")
+    add_arguments(restored, TrainJob, RESTORED_SETTINGS)
+    add_json(restored, "result")
     deleted = add_plain(
         checkpoint, "delete", _delete, "delete a checkpoint", "Deletes a checkpoint; asks nothing. Refuses where others need it."
     )
@@ -45,6 +55,11 @@ def add_to(commands: Any) -> None:
     for one in (verified, compacted, deleted):
         one.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote")
         add_json(one, "result")
+
+
+RESTORED_SETTINGS = (
+    "schedule", "run", "model_folder", "store", "parity", "namespace", "store_timeout", "accept_numerics", "overwrite",
+)  # fmt: skip
 
 
 def _add_kind(saved: argparse.ArgumentParser) -> None:
@@ -119,6 +134,17 @@ def _compact(parsed: argparse.Namespace) -> int:
 
     told = checkpoint.compacted(parsed.checkpoint, parsed.to)
     return tell(parsed, told, checkpoint.told_text(told))
+
+
+def _restore(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands.train import restored
+
+    told = restored(parsed.checkpoint, given(parsed, TrainJob))
+    text = (
+        f"run {told['run']}: {told['state']} after step {told['step']}, {told['rows']:,} rows; go on with: "
+        f"foreload train SCHEDULE --run {told['run']} --resume"
+    )
+    return tell(parsed, told, text)
 
 
 def _list(parsed: argparse.Namespace) -> int:

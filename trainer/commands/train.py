@@ -29,6 +29,21 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
     return launcher.train(job, observer, start_process)
 
 
+def restored(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a run of a checkpoint, which rests. given: settings of `train`, by their names. Returns what the run is.
+
+    Raises SettingError, RunError, CheckpointError, CacheError.
+    """
+    values, _ = call_values({**given, "from_checkpoint": path}, None)
+    job = TrainJob.of(values)
+    numerics.set_environment(job.cpu_capability, job.threads)
+    from foreload.trainer.cluster import launcher
+
+    status = launcher.restored(job)
+    rows = Checkpoint.open(path).row_count
+    return {"run": job.run, "checkpoint": path, "state": status.state, "step": status.step, "rows": rows}
+
+
 def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:
     """The settings of a call of `foreload train`, by their names, for TrainJob.of: what its caller gives, else what the table [train] of the job
     file says, if there is one, else, with `resume` or `from_checkpoint`, what the run was started with.

@@ -78,8 +78,10 @@ def check_place(run: Run, job: TrainJob) -> None:
         raise RunError(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
 
 
-def continued(what: str, manifest: Manifest, state: State, step: int, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:
-    """`resumed`, of what a run is (manifest) and how far it came (state, step). what: its name in messages."""
+def continued(
+    what: str, manifest: Manifest, state: State, step: int, job: TrainJob, schedule: Schedule, goes_on: bool = True
+) -> tuple[Manifest, int]:
+    """`resumed`, of what a run is (manifest) and how far it came (state, step). what: its name in messages; goes_on: it must have steps left."""
     before = manifest.training_job
     for name, setting in settings_of(TrainJob).items():
         of_numerics = name in NUMERICS_SETTINGS
@@ -97,7 +99,7 @@ def continued(what: str, manifest: Manifest, state: State, step: int, job: Train
         )
     last, stage = manifest.stages[-1], Stage.of(schedule)
     if stage.identity == last.identity:
-        if state == "ended":
+        if state == "ended" and goes_on:
             raise RunError(
                 f"{what}: is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, "
                 "and give that schedule"

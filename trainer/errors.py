@@ -46,6 +46,12 @@ class CheckpointError(TrainerError):
     code = "checkpoint"
 
 
+class CheckpointUnreachable(CheckpointError):
+    """An object store that has checkpoints, or is to have them, and does not do what it was asked, however often."""
+
+    code = "checkpoint-unreachable"
+
+
 class ExportError(TrainerError):
     """An export that is missing, damaged, of another model or not the next one, or that cannot be written or applied where it is to be."""
 

@@ -109,7 +109,8 @@ class StoreUrl:
         return redis.SSLConnection(**settings)
 
 
-def _hidden(text: str) -> str:
+def hidden(text: str) -> str:
+    """A URL for a message: what may be a password of it is masked."""
     # Up to the last @, so that no part of a password with a stray @ or / is shown.
     hidden = re.sub(r"(?s)^(.*?//)?.*@", r"\1***@", text)
     # A password with a stray comma ends the URL before its @.
@@ -118,7 +119,7 @@ def _hidden(text: str) -> str:
 
 
 def _refusal(text: str, why: str) -> StoreError:
-    return StoreError(f"store URL {_hidden(text)}: {why}")
+    return StoreError(f"store URL {hidden(text)}: {why}")
 
 
 def _options(text: str, query: str, scheme: str) -> tuple[dict[str, str], str | None]:

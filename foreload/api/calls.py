@@ -67,12 +67,14 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.cluster.preforked import Preforked
     from foreload.trainer.cluster.processes import ChildProcess
     from foreload.trainer.commands.train import call_values, train
+    from foreload.trainer.run import storage
     from foreload.trainer.run.job import TrainJob, under_scheduler
 
     job_file = values.pop("job", None)
     # The second is where the file wants the summary, which is written for the command line only.
     job = TrainJob.of(call_values(values, job_file)[0])
-    if under_scheduler():
+    # A process that has asked an object store has threads, and cannot be forked.
+    if under_scheduler() or storage.is_asking():
         ending = train(job, start_process=ChildProcess)
     else:
         with contextlib.closing(Preforked(job.trainers + 1, leave)) as processes:

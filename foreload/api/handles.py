@@ -47,6 +47,7 @@ class Run(Model):
     """
 
     _manifest = "manifest.json"
+    path: Path
 
     def __init__(self, path: AnyPath, store: str | None = None) -> None:
         super().__init__(path)
@@ -98,7 +99,7 @@ class Run(Model):
 
 
 class Checkpoint(Model):
-    """A checkpoint on disk, taken wherever a path to one is; it is asked without a store. Every call verifies its files.
+    """A checkpoint in a folder, or under a URL, taken wherever a path to one is; it is asked without a store. Every call verifies its files.
 
     schedule: where the schedule is now that it was trained on, needed only for raw values, and where there are vocabularies, if it was moved.
     """
@@ -107,6 +108,10 @@ class Checkpoint(Model):
 
     def __init__(self, path: AnyPath, schedule: AnyPath | None = None) -> None:
         super().__init__(path)
+        if "://" in os.fspath(path):
+            from foreload.trainer.run.storage import place
+
+            self.path = place(os.fspath(path))
         self._schedule = None if schedule is None else os.fspath(schedule)
 
     @property
@@ -125,7 +130,7 @@ class Checkpoint(Model):
 
 
 def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None) -> Checkpoint:
-    """The checkpoint in a folder. schedule: as Checkpoint has it. Raises CheckpointError where there is none."""
+    """The checkpoint in a folder, or under a URL. schedule: as Checkpoint has it. Raises CheckpointError where there is none."""
     opened = Checkpoint(checkpoint, schedule)
     opened._numerics()
     return opened

@@ -18,6 +18,8 @@ from foreload.trainer.errors import RunError
 if TYPE_CHECKING:
     import numpy as np
 
+    from foreload.trainer.run.storage import AnyFolder
+
 AnyPath = str | os.PathLike[str]
 
 
@@ -27,7 +29,7 @@ class Model:
     _manifest: str
 
     def __init__(self, path: AnyPath) -> None:
-        self.path = Path(path)
+        self.path: AnyFolder = Path(path)
         self._store: str | None = None
         self._schedule: str | None = None
 

@@ -130,28 +130,40 @@ def persist(path: Path, write: Callable[[], object]) -> None:
             time.sleep(_FULL_PAUSE_SECONDS)
 
 
-def _canonical(value: object) -> bytes:
+def canonical(value: object) -> bytes:
+    """JSON, the same for the same value."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def write_json(path: Path, value: object, durable: bool = False) -> str:
     """Write canonical JSON atomically; returns its SHA-256. durable: as `replacing` has it."""
-    data = _canonical(value)
+    data = canonical(value)
     write_atomically(path, data, durable)
     return hashlib.sha256(data).hexdigest()
 
 
 def write_sealed(path: Path, value: dict[str, Any], durable: bool = False) -> str:
-    """Write a JSON object with a seal: the SHA-256 of the object without it. Returns the file's SHA-256. durable: as `replacing` has it."""
-    return write_json(path, value | {SEAL: hashlib.sha256(_canonical(value)).hexdigest()}, durable)
+    """Write what `sealed` gives. Returns the file's SHA-256. durable: as `replacing` has it."""
+    data = sealed(value)
+    write_atomically(path, data, durable)
+    return hashlib.sha256(data).hexdigest()
+
+
+def sealed(value: dict[str, Any]) -> bytes:
+    """A JSON object with a seal: the SHA-256 of the object without it."""
+    return canonical(value | {SEAL: hashlib.sha256(canonical(value)).hexdigest()})
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], str]:
     """The object of a file that write_sealed wrote, and the file's SHA-256. Raises OSError, and ValueError if a byte is another one."""
-    data = path.read_bytes()
+    return unsealed(path.read_bytes())
+
+
+def unsealed(data: bytes) -> tuple[dict[str, Any], str]:
+    """The object of what `sealed` gave, and the SHA-256 of that. Raises ValueError if a byte is another one."""
     value = json.loads(data)
-    if not isinstance(value, dict) or _canonical(value) != data:
+    if not isinstance(value, dict) or canonical(value) != data:
         raise ValueError("not as it was written")
-    if value.pop(SEAL, None) != hashlib.sha256(_canonical(value)).hexdigest():
+    if value.pop(SEAL, None) != hashlib.sha256(canonical(value)).hexdigest():
         raise ValueError("the seal is not that of the contents")
     return value, hashlib.sha256(data).hexdigest()

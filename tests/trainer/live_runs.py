@@ -13,7 +13,7 @@ from warm import AnyFault, Training, Warm
 
 from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.lineage import LOCK
+from foreload.trainer.checkpoints.writable import LOCK
 
 EVERY, EPOCH = 10, 41  # steps between checkpoints, and of an epoch
 MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=512-512-4", "top=512-512-1")

@@ -28,9 +28,9 @@ from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import row_files
 from foreload.trainer.checkpoints.format import DENSE, MANIFEST, Checkpoint
-from foreload.trainer.checkpoints.lineage import LOCK
 from foreload.trainer.checkpoints.reader import dense_of
 from foreload.trainer.checkpoints.restoring import restore_rows
+from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.assembly import Start, stored_rows_at
 from foreload.trainer.run.digest import Digest

@@ -29,9 +29,10 @@ from foreload.trainer.checkpoints import row_files
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.changed_rows import changed_rows, increment_sizes
 from foreload.trainer.checkpoints.format import DENSE, MANIFEST, Checkpoint, Contents
-from foreload.trainer.checkpoints.lineage import LOCK, Increment
+from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.reader import digest_of
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_file, write_rows
+from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import Run

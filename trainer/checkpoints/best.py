@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from foreload.pipelines.base.files import write_json
-from foreload.trainer.checkpoints.draft import folder_of
+from foreload.pipelines.base.files import canonical
+from foreload.trainer.checkpoints.format import MANIFEST
+from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run.storage import AnyFolder, write_whole
 
 BEST = "best.json"  # in the folder of checkpoints
 METRICS = ("log_loss", "auc", "normalized_entropy")
@@ -25,10 +26,10 @@ class Best:
     value: float
     step: int
 
-    def write(self, folder: Path) -> None:
-        """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError."""
+    def write(self, folder: AnyFolder) -> None:
+        """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError and CheckpointUnreachable."""
         told = {"run": self.run_id, "metric": self.metric, "value": self.value, "step": self.step}
-        write_json(folder / BEST, told, durable=True)
+        write_whole(folder / BEST, canonical(told))
 
 
 def is_better(metric: str, value: float, before: float | None) -> bool:
@@ -38,17 +39,17 @@ def is_better(metric: str, value: float, before: float | None) -> bool:
     return before is None or (value > before if metric in _HIGHER_IS_BETTER else value < before)
 
 
-def best_in(folder: Path, run_id: str | None = None) -> Best | None:
+def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
     """What is noted in a folder of checkpoints, of a run if one is named; None where nothing is, or what it names is not there."""
     try:
         told = json.loads((folder / BEST).read_text(encoding="utf-8"))
         best = Best(str(told["run"]), str(told["metric"]), float(told["value"]), int(told["step"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return best if run_id in (None, best.run_id) and (folder / folder_of(best.step)).is_dir() else None
+    return best if run_id in (None, best.run_id) and (folder / folder_of(best.step) / MANIFEST).is_file() else None
 
 
-def best_checkpoint(folder: Path) -> Path:
+def best_checkpoint(folder: AnyFolder) -> AnyFolder:
     """The folder of the best checkpoint in a folder of checkpoints. Raises CheckpointError where none is noted."""
     best = best_in(folder)
     if best is None:

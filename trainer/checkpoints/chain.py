@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from foreload.trainer.checkpoints.draft import published
-from foreload.trainer.checkpoints.format import Checkpoint, Contents
-from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowFile, rows_of_a_file, write_rows
+from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
+from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run.storage import AnyFolder
 
 _ROWS = 1 << 16  # that are given at once
 
@@ -64,28 +64,27 @@ def newest_rows(checkpoint: Checkpoint, lane: int, table: int, most: int = _ROWS
         missing = int(np.count_nonzero((rows.tag == 0) | (rows.id == -1)))
         if missing:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: its files must have all rows; {missing} of lane {lane}, table {table} are in none; use another "
+                f"checkpoint {checkpoint.place}: its files must have all rows; {missing} of lane {lane}, table {table} are in none; use another "
                 "checkpoint"
             )
         yield first, rows
 
 
-def compact(checkpoint: Checkpoint, folder: Path, on_rows: Callable[[int], object] = lambda count: None) -> Checkpoint:
+def compact(checkpoint: Checkpoint, folder: AnyFolder, on_rows: Callable[[int], object] = lambda count: None) -> Checkpoint:
     """Write a checkpoint that needs no other, of the same step with the same rows, into a folder of checkpoints, as `published` does.
 
     Of an exact one it is, byte for byte, what saving all rows would have written. on_rows: called with how many more were written.
     """
 
-    def write(temporary: Path) -> Contents:
+    def write(temporary: AnyFolder) -> Contents:
         return _write(checkpoint, temporary, on_rows)
 
     return published(folder, "--to", checkpoint.contents.step, write)
 
 
-def _write(checkpoint: Checkpoint, folder: Path, on_rows: Callable[[int], object]) -> Contents:
+def _write(checkpoint: Checkpoint, folder: AnyFolder, on_rows: Callable[[int], object]) -> Contents:
     contents = checkpoint.contents
-    shutil.copyfile(checkpoint.path / contents.dense.name, folder / contents.dense.name)
-    files = []
+    dense, files = write_file(folder, DENSE, checkpoint.read(contents.dense)), []
     for table, layout in enumerate(contents.tables):
         for lane in range(len(contents.ordinals)):
             for first, rows in newest_rows(checkpoint, lane, table, rows_of_a_file(layout)):
@@ -93,7 +92,7 @@ def _write(checkpoint: Checkpoint, folder: Path, on_rows: Callable[[int], object
                 files.append(write_rows(folder, lane, layout, np.arange(first, first + count), rows))
                 on_rows(count)
     files.sort(key=lambda file: (file.table, file.first, file.lane))
-    return replace(contents, rows=tuple(files), base=None, sizes=())
+    return replace(contents, rows=tuple(files), dense=dense, base=None, sizes=())
 
 
 def whole_copy(checkpoint: Checkpoint, folder: Path) -> Checkpoint:

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from foreload.pipelines.base.files import is_full, put_in_place, remove_path, remove_unfinished
-from foreload.trainer.checkpoints.format import Checkpoint, Contents
-from foreload.trainer.checkpoints.lineage import holding
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, Contents
+from foreload.trainer.checkpoints.writable import clear_left_overs, draft_name, folder_of, holding, removed
+from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
+from foreload.trainer.run.storage import AnyFolder, ObjectPath, holds
+
+DISCARD_SECONDS = 5.0
+"""How long is waited for an object store to delete what is given up; the next checkpoint of the run deletes it, too."""
 
 
-def folder_of(step: int | Literal["*"]) -> str:
-    """What the folder of a checkpoint is called, or the pattern of these names. step: the last one trained."""
-    return f"step-{step}"
-
-
-def check_absent(folder: Path, step: int) -> None:
+def check_absent(folder: AnyFolder, step: int) -> None:
     """Raise CheckpointError where a checkpoint of this step cannot be saved in a folder of checkpoints, since there is one."""
-    if os.path.exists(folder / folder_of(step)):
+    path = folder / folder_of(step)
+    # A folder without a manifest cannot be replaced, but what lies so in an object store is left over.
+    if (path / MANIFEST).is_file() if isinstance(path, ObjectPath) else os.path.exists(path):
         raise CheckpointError(
-            f"checkpoint {folder / folder_of(step)}: exists already; delete it with `foreload checkpoint delete`, or choose another folder"
+            f"checkpoint {path}: exists already; delete it with `foreload checkpoint delete`, or choose another folder"
         )
 
 
+def _failure(field: str, folder: AnyFolder, error: OSError) -> CheckpointError:
+    """What to tell of an error met while a draft was written."""
+    if is_full(error):
+        why = "the disk is full, and nothing of the checkpoint is left there; free space, or choose another folder"
+    else:
+        why = f"{error.strerror or error}; make it writable, or choose another folder"
+    return CheckpointError(f"{field}: cannot write to {folder}: {why}")
+
+
 class Draft:
-    """Beside the checkpoints in a folder, which is made if it is not there. One is written there at a time: a lock is held until it is over.
+    """Beside the checkpoints in a local folder, which is made if it is not there. One is written there at a time: a lock is held until it is over.
 
     field: what named the folder, in messages. path: of the folder in which its files are put, by several processes if need be. Raises
     CheckpointError where it cannot be written.
@@ -49,11 +60,7 @@ class Draft:
 
     def failure(self, error: OSError) -> CheckpointError:
         """What to tell of an error met while it was written."""
-        if is_full(error):
-            why = "the disk is full, and nothing of the checkpoint is left there; free space, or choose another folder"
-        else:
-            why = f"{error.strerror or error}; make it writable, or choose another folder"
-        return CheckpointError(f"{self._field}: cannot write to {self.folder}: {why}")
+        return _failure(self._field, self.folder, error)
 
     def publish(self, contents: Contents, on_manifest: Callable[[], object] = lambda: None) -> Checkpoint:
         """Put the manifest beside the other files, which are all there, and give it its name, on the disk. on_manifest: called between the two.
@@ -73,22 +80,109 @@ class Draft:
         return Checkpoint.open(place)
 
     def discard(self) -> None:
-        """Leave nothing of what is not published. Whoever still writes there fails."""
+        """Leave nothing of what is not published; called again, nothing of what was written since."""
         remove_path(self.path)
         self._held.close()
 
 
-def published(folder: Path, field: str, step: int, write: Callable[[Path], Contents]) -> Checkpoint:
+class ObjectDraft:
+    """In an object store, as a `Draft`: its files lie where they stay, under a name of their own, and are a checkpoint's once its manifest comes.
+
+    owner: who saves no other one meanwhile, whatever of whose has no manifest being left over. Nobody else is held off: a checkpoint of the same step
+    that another one publishes meanwhile is replaced.
+    """
+
+    def __init__(self, folder: ObjectPath, field: str, step: int, owner: str) -> None:
+        self.folder, self._field = folder, field
+        self._place, self._name = folder / folder_of(step), draft_name(owner)
+        self.path = self._place / self._name
+        self._may_be_published = False
+        clear_left_overs(folder, owner)
+
+    def failure(self, error: OSError) -> CheckpointError:
+        """What to tell of an error met while it was written."""
+        return _failure(self._field, self.folder, error)
+
+    def publish(self, contents: Contents, on_manifest: Callable[[], object] = lambda: None) -> Checkpoint:
+        """Put the manifest there, by whose arrival it is a checkpoint. on_manifest: called before. Raises CheckpointError: there is none then."""
+        try:
+            check_absent(self.folder, contents.step)
+            self._check_there(holds(self.path, {file.name: file.bytes for file in (*contents.rows, contents.dense)}))
+            on_manifest()
+        except BaseException:
+            self.discard()
+            raise
+        # From here on nobody deletes its files but with the manifest: that may arrive although it is said not to have.
+        self._may_be_published = True
+        rows = tuple(replace(file, name=f"{self._name}/{file.name}") for file in contents.rows)
+        dense = replace(contents.dense, name=f"{self._name}/{contents.dense.name}")
+        self._put(replace(contents, rows=rows, dense=dense))
+        # Whoever deleted something of it meanwhile has seen no manifest then; who does so from now on, sees it.
+        try:
+            checkpoint = Checkpoint.open(self._place)
+        except CheckpointUnreachable:
+            raise
+        except CheckpointError:
+            removed(self._place)
+            raise
+        if checkpoint.contents.dense.name == dense.name and not checkpoint.files_there:
+            removed(self._place)
+            self._check_there(False)
+        return checkpoint
+
+    def _put(self, contents: Contents) -> None:
+        try:
+            contents.write(self._place)
+        except CheckpointUnreachable as error:
+            # It may have arrived, and only the answer not.
+            try:
+                if Checkpoint.open(self._place).contents.dense.name == contents.dense.name:
+                    return
+            except CheckpointError:
+                pass
+            raise error
+
+    def _check_there(self, there: bool) -> None:
+        if not there:
+            raise CheckpointError(
+                f"{self._field}: {self._place}: something of it, or of its base, was deleted while it was saved; save one at a time there"
+            )
+
+    def discard(self) -> None:
+        """As a Draft does, as far as the object store does that soon."""
+        if self._may_be_published:
+            return
+
+        def remove() -> None:
+            with contextlib.suppress(CheckpointError):
+                self.path.remove()
+
+        removing = threading.Thread(target=remove, name="discard", daemon=True)
+        removing.start()
+        removing.join(DISCARD_SECONDS)
+
+
+AnyDraft = Draft | ObjectDraft
+
+
+def draft(folder: AnyFolder, field: str, step: int, owner: str) -> AnyDraft:
+    """The draft of a checkpoint of a step, in a folder of checkpoints. owner: as for an ObjectDraft. Raises CheckpointError."""
+    return ObjectDraft(folder, field, step, owner) if isinstance(folder, ObjectPath) else Draft(folder, field)
+
+
+def published(
+    folder: AnyFolder, field: str, step: int, write: Callable[[AnyFolder], Contents], owner: str | None = None
+) -> Checkpoint:
     """A checkpoint of a step in a folder of checkpoints, which is made if it is not there: whole, on the disk, or not at all.
 
-    field: as for a Draft. write: puts all files but the manifest into the folder that it is given, and returns what the manifest is to say. Raises
-    CheckpointError, and what `write` raises but OSError.
+    field, owner: as for a Draft; None: this call alone. write: puts all files but the manifest into the folder that it is given, and returns what the
+    manifest is to say. Raises CheckpointError, and what `write` raises but OSError.
     """
-    draft = Draft(folder, field)
+    begun = draft(folder, field, step, owner or os.urandom(8).hex())
     try:
         check_absent(folder, step)
-        return draft.publish(write(draft.path))
+        return begun.publish(write(begun.path))
     except OSError as error:
-        raise draft.failure(error) from error
+        raise begun.failure(error) from error
     finally:
-        draft.discard()
+        begun.discard()

@@ -5,8 +5,9 @@ Knows no torch, for the settings of a call of `train` are read from it before to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,18 +17,17 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.files import read_sealed, write_sealed
+from foreload.pipelines.base.files import sealed, unsealed
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, FileEntry, OpenRows, RowFile
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.manifest import Inexact, Manifest
+from foreload.trainer.run.storage import AnyFolder, chunks, holds, place, write_whole
 
 FORMAT = 1
 MANIFEST, DENSE = "checkpoint.json", "dense.safetensors"
 
 _ELSEWHERE = ("store_urls", "local_stores")
 """What a run's manifest says of where its rows are, which a checkpoint does not keep."""
-
-_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,13 @@ class Contents:
         """How many rows the model has, of all tables, those in bases included."""
         return sum(map(sum, self.ordinals))
 
-    def write(self, folder: Path) -> None:
-        """Put the manifest into the folder of a checkpoint, last of all, durably. Raises OSError."""
+    def write(self, folder: AnyFolder) -> bytes:
+        """Put the manifest into the folder of a checkpoint, last of all, durably; returns it. Raises OSError and CheckpointUnreachable."""
         run = {name: value for name, value in asdict(self.run).items() if name not in _ELSEWHERE}
         told = asdict(self) | {"format": FORMAT, "run": run, "tables": [asdict(table) for table in self.tables]}
-        write_sealed(folder / MANIFEST, told, durable=True)
+        data = sealed(told)
+        write_whole(folder / MANIFEST, data)
+        return data
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Contents:
@@ -130,7 +132,7 @@ class Contents:
             dense=dense,
             features=features,
             encoding=encoding,
-            base=None if base is None else Base(base.path.name, base.sha256),
+            base=None if base is None else Base(base.place.name, base.sha256),
             sizes=() if base is None else (*sizes, size),
             inexact=inexact,
         )
@@ -140,24 +142,24 @@ class Contents:
 class Checkpoint:
     """A checkpoint that is whole as far as its manifest tells: its folder, what that says, its SHA-256; base: that of which it is an increment."""
 
-    path: Path
+    place: AnyFolder
     contents: Contents
     sha256: str
     base: Checkpoint | None
 
     @classmethod
-    def open(cls, path: Path | str, known: Mapping[str, Checkpoint] | None = None) -> Checkpoint:
+    def open(cls, path: AnyFolder | str, known: Mapping[str, Checkpoint] | None = None) -> Checkpoint:
         """The checkpoint in a folder, with those that it needs.
 
         known: some that were opened a moment ago, by the SHA-256 of their manifests, which are not read again. Raises CheckpointError.
         """
-        path, opened = Path(path), None
-        read = [(path, *_contents(path))]
+        folder, opened = place(path), None
+        read = [(folder, *_contents(folder))]
         while (base := read[-1][1].base) is not None:
             # Beside this one, whatever name that was given by.
             folder = read[-1][0].resolve().parent / base.name
             opened = (known or {}).get(base.sha256)
-            if opened is not None and opened.path.resolve() == folder:
+            if opened is not None and opened.place.resolve() == folder:
                 break
             opened = None
             needed = f"checkpoint {read[-1][0]}: needs {folder}, of which it is an increment"
@@ -174,6 +176,12 @@ class Checkpoint:
             checkpoint = cls(*one, checkpoint)
         assert checkpoint is not None
         return checkpoint
+
+    @property
+    def path(self) -> Path:
+        """Its folder, of one that is local."""
+        assert isinstance(self.place, Path), self.place
+        return self.place
 
     @property
     def chain(self) -> tuple[Checkpoint, ...]:
@@ -222,40 +230,36 @@ class Checkpoint:
         wrong = [(one, file.name, why) for one in self.chain for file in one.files if (why := one._why_damaged(file, on_bytes))]
         if wrong:
             first, name, why = wrong[0]
-            more = ", ".join(name if one is first else f"{one.path.name}/{name}" for one, name, _ in wrong[1:6])
-            raise _damaged(first.path, name, f"{why}, and {len(wrong) - 1} more: {more}" if more else why)
+            more = ", ".join(name if one is first else f"{one.place.name}/{name}" for one, name, _ in wrong[1:6])
+            raise _damaged(first.place, name, f"{why}, and {len(wrong) - 1} more: {more}" if more else why)
 
     def _why_damaged(self, file: FileEntry, on_bytes: Callable[[int], object]) -> str:
         """What is wrong with a file; "" where it is as it was written."""
-        checksum = hashlib.sha256()
+        checksum, size = hashlib.sha256(), 0
         try:
-            with open(self.path / file.name, "rb") as source:
-                size = os.fstat(source.fileno()).st_size
-                if size != file.bytes:
-                    return f"has {size} bytes instead of {file.bytes}"
-                while chunk := source.read(_CHUNK_BYTES):
-                    checksum.update(chunk)
-                    on_bytes(len(chunk))
+            for chunk in chunks(self.place / file.name):
+                checksum.update(chunk)
+                size += len(chunk)
+                on_bytes(len(chunk))
         except OSError as error:
             return error.strerror or str(error)
+        if size != file.bytes:
+            return f"has {size} bytes instead of {file.bytes}"
         return "" if checksum.hexdigest() == file.sha256 else "its checksum is not the manifest's"
 
     @property
     def files_there(self) -> bool:
         """Whether every file that it needs is there, with its size; nothing is read."""
-        try:
-            return all((one.path / file.name).stat().st_size == file.bytes for one in self.chain for file in one.files)
-        except OSError:
-            return False
+        return all(holds(one.place, {file.name: file.bytes for file in one.files}) for one in self.chain)
 
     def read(self, file: FileEntry) -> bytes:
         """The contents of a file of its own, compared with the manifest. Raises CheckpointError."""
         try:
-            data = (self.path / file.name).read_bytes()
+            data = (self.place / file.name).read_bytes()
         except OSError as error:
-            raise _damaged(self.path, file.name, error.strerror or str(error)) from error
+            raise _damaged(self.place, file.name, error.strerror or str(error)) from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise _damaged(self.path, file.name, "its checksum is not the manifest's")
+            raise _damaged(self.place, file.name, "its checksum is not the manifest's")
         return data
 
     def rows(self, file: RowFile) -> OpenRows:
@@ -264,34 +268,57 @@ class Checkpoint:
         try:
             return OpenRows(pa.py_buffer(data), file, self.contents.tables[file.table])
         except (pa.ArrowException, KeyError, ValueError) as error:
-            raise _damaged(self.path, file.name, str(error)) from error
+            raise _damaged(self.place, file.name, str(error)) from error
 
     def part(self, file: RowFile, rows: OpenRows, first: int, end: int) -> CheckpointRows:
         """`rows.part`, of what `rows` gave for a file. Raises CheckpointError."""
         try:
             return rows.part(first, end)
         except (pa.ArrowException, KeyError, ValueError) as error:
-            raise _damaged(self.path, file.name, str(error)) from error
+            raise _damaged(self.place, file.name, str(error)) from error
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its files are in a local folder, so that they need not be fetched to be read."""
+        return isinstance(self.place, Path)
+
+    @contextlib.contextmanager
+    def local_dense(self) -> Iterator[Path]:
+        """The file of its dense part, while the context lasts; of a checkpoint in an object store, a copy that was compared with the manifest.
+
+        Raises CheckpointError.
+        """
+        if isinstance(self.place, Path):
+            yield self.place / self.contents.dense.name
+            return
+        with tempfile.NamedTemporaryFile(prefix="foreload-") as copy:
+            copy.write(self.read(self.contents.dense))
+            copy.flush()
+            yield Path(copy.name)
 
     @property
     def is_mappable(self) -> bool:
-        """Whether its files can be mapped: it has all rows, none of them rounded."""
-        return all(file.name.endswith(".arrow") for one in self.chain for file in one.contents.rows) and self.base is None
+        """Whether its files can be mapped: they are local, and it has all rows, none of them rounded."""
+        return (
+            self.is_local
+            and all(file.name.endswith(".arrow") for one in self.chain for file in one.contents.rows)
+            and self.base is None
+        )
 
     def mapped_rows(self, table: int) -> list[CheckpointRows]:
         """The rows of a table's files, mapped, of a checkpoint that `is_mappable`; whoever asks has verified them."""
         of_table = (file for file in self.contents.rows if file.table == table)
         layout = self.contents.tables[table]
         return [
-            OpenRows(pa.memory_map(str(self.path / file.name)).read_buffer(), file, layout).part(0, file.rows)
+            OpenRows(pa.memory_map(str(self.place / file.name)).read_buffer(), file, layout).part(0, file.rows)
             for file in of_table
         ]
 
 
-def _manifest(path: Path) -> tuple[dict[str, Any], str]:
+def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
     """What a checkpoint's manifest says, and its SHA-256. Raises CheckpointError."""
     try:
-        stored, sha256 = read_sealed(path / MANIFEST)
+        stored, sha256 = unsealed((path / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"checkpoint {path}: has no {MANIFEST}, so it is none, or was never finished; give a folder that `foreload checkpoint save` wrote"
@@ -307,7 +334,7 @@ def _manifest(path: Path) -> tuple[dict[str, Any], str]:
     return stored, sha256
 
 
-def _contents(path: Path) -> tuple[Contents, str]:
+def _contents(path: AnyFolder) -> tuple[Contents, str]:
     stored, sha256 = _manifest(path)
     try:
         return Contents.of(stored), sha256
@@ -315,31 +342,35 @@ def _contents(path: Path) -> tuple[Contents, str]:
         raise _damaged(path, MANIFEST, str(error)) from error
 
 
-def bases_in(folder: Path) -> dict[str, str | None]:
+def bases_in(folder: AnyFolder) -> dict[str, str | None]:
     """Name -> name of the base, of the checkpoints in a folder, by step; those whose manifests cannot be read are left out. Raises OSError."""
     bases: dict[str, str | None] = {}
     for path in checkpoints_in(folder):
         try:
             base = _manifest(path)[0]["base"]
             bases[path.name] = None if base is None else str(base["name"])
+        except CheckpointUnreachable:
+            raise
         except (CheckpointError, KeyError, TypeError):
             continue
     return bases
 
 
-def run_of(path: Path) -> str | None:
-    """The id of the run that a checkpoint is of; None where its manifest cannot be read."""
+def run_of(path: AnyFolder) -> str | None:
+    """The id of the run that a checkpoint is of; None where its manifest is damaged. Raises CheckpointUnreachable."""
     try:
         return _contents(path)[0].run.run_id
+    except CheckpointUnreachable:
+        raise
     except CheckpointError:
         return None
 
 
-def checkpoints_in(folder: Path) -> Iterator[Path]:
+def checkpoints_in(folder: AnyFolder) -> Iterator[AnyFolder]:
     """The folders in a folder that have a checkpoint's manifest, by the number of the step, then by name. Raises OSError."""
     paths = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
     yield from sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
-def _damaged(path: Path, name: str, why: str) -> CheckpointError:
+def _damaged(path: AnyFolder, name: str, why: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path}: {name} is damaged: {why}; use another checkpoint, or a copy of this one")

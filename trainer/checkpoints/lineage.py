@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from foreload.pipelines.base.at_work import at_work
 from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, bases_in, checkpoints_in, run_of
 from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, deletable, dependents
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.checkpoints.writable import holding, removed
+from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.manifest import Manifest
-
-LOCK = ".saving"  # in a folder of checkpoints, held while one is saved or deleted there
+from foreload.trainer.run.storage import AnyFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +26,33 @@ class Increment:
     def check_base(self) -> None:
         """Raise CheckpointError where the base, or what that needs, is not there any more."""
         try:
-            there = Checkpoint.open(self.base.path).sha256 == self.base.sha256
+            there = Checkpoint.open(self.base.place).sha256 == self.base.sha256
+        except CheckpointUnreachable:
+            raise
         except CheckpointError:
             there = False
         if not there:
             raise CheckpointError(
-                f"checkpoint {self.base.path}: was taken away while an increment of it was being saved; the next one will do without it"
+                f"checkpoint {self.base.place}: was taken away while an increment of it was being saved; the next one will do without it"
             )
 
 
-def of_run(folder: Path, run: Manifest) -> list[Checkpoint]:
+def of_run(folder: AnyFolder, run: Manifest) -> list[Checkpoint]:
     """The checkpoints of a run in a folder that can be opened, by step. Raises CheckpointError where it cannot be read."""
     opened: dict[str, Checkpoint] = {}
     for path in _there(folder):
-        with suppress(CheckpointError):
+        try:
             checkpoint = Checkpoint.open(path, opened)
-            opened[checkpoint.sha256] = checkpoint
+        except CheckpointUnreachable:
+            raise  # what is there is not known
+        except CheckpointError:
+            continue
+        opened[checkpoint.sha256] = checkpoint
     own = (checkpoint for checkpoint in opened.values() if checkpoint.contents.run.run_id == run.run_id)
     return sorted(own, key=lambda checkpoint: checkpoint.contents.step)
 
 
-def newest_of_run(folder: Path, run: Manifest, after: int = -1) -> Checkpoint | None:
+def newest_of_run(folder: AnyFolder, run: Manifest, after: int = -1) -> Checkpoint | None:
     """The checkpoint of a run in a folder that is of its latest step; None if there is none after that step.
 
     Raises CheckpointError where it cannot be used, so that whoever can put that right does not lose the steps since an older one.
@@ -67,23 +69,25 @@ def newest_of_run(folder: Path, run: Manifest, after: int = -1) -> Checkpoint | 
     return None
 
 
-def unusable(path: Path, why: CheckpointError) -> CheckpointError:
+def unusable(path: AnyFolder, why: CheckpointError) -> CheckpointError:
     """What to tell of a checkpoint from which a run that was broken off would go on."""
     return CheckpointError(
         f"{why}; or have --resume go on from what there is before it, with `foreload checkpoint delete {path}`"
     )
 
 
-def _step_of(path: Path) -> float:
+def _step_of(path: AnyFolder) -> float:
     """The step that the name of a checkpoint's folder tells; beyond all others where it tells none."""
     number = path.name.rpartition("-")[2]
     return int(number) if number.isascii() and number.isdigit() else math.inf
 
 
-def _there(folder: Path) -> list[Path]:
+def _there(folder: AnyFolder) -> list[AnyFolder]:
     """The checkpoints in a folder, by step. Raises CheckpointError where it cannot be read."""
     try:
-        return list(checkpoints_in(folder)) if os.path.isdir(folder) else []
+        return list(checkpoints_in(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     except OSError as error:
         raise CheckpointError(
             f"checkpoints in {folder}: cannot be read: {error.strerror}; make that readable, or choose another folder"
@@ -135,21 +139,7 @@ def increment_of(base: Checkpoint, usable: list[Checkpoint]) -> Increment:
     return Increment(base, newest[-1].contents.sizes if newest else base.contents.sizes)
 
 
-@contextmanager
-def holding(folder: Path, what: str) -> Iterator[None]:
-    """Hold a folder of checkpoints, so that none goes of which an increment is being saved. what: the field or checkpoint, in messages.
-
-    Raises CheckpointError where another process holds it, OSError where it cannot be written to.
-    """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(at_work(folder / LOCK))
-        except BlockingIOError as error:
-            raise CheckpointError(f"{what}: another checkpoint is being saved in {folder} right now; wait for it") from error
-        yield
-
-
-def prune(folder: Path, run: Manifest, keep: int, further: Sequence[str] = ()) -> list[str]:
+def prune(folder: AnyFolder, run: Manifest, keep: int, further: Sequence[str] = ()) -> list[str]:
     """Delete the checkpoints of a run in a folder that are neither among its `keep` newest, or the further ones, nor needed by one of these; returns
     their names.
 
@@ -157,14 +147,14 @@ def prune(folder: Path, run: Manifest, keep: int, further: Sequence[str] = ()) -
     """
     with _deleting(folder, "--keep"):
         own = of_run(folder, run)
-        gone = deletable({one.path.name: None if one.base is None else one.base.path.name for one in own}, keep, further)
+        gone = deletable({one.place.name: None if one.base is None else one.base.place.name for one in own}, keep, further)
         # Those that need others first: whoever is killed in between leaves none that is not whole.
         for name in reversed(gone):
-            _remove(folder / name)
+            removed(folder / name)
     return gone
 
 
-def delete(path: Path, with_increments: bool) -> list[Path]:
+def delete(path: AnyFolder, with_increments: bool) -> list[AnyFolder]:
     """Delete a checkpoint, also a damaged one; and those that need it, or refuse to where there are any. Returns what was deleted, itself last.
 
     Raises CheckpointError.
@@ -179,12 +169,12 @@ def delete(path: Path, with_increments: bool) -> list[Path]:
             )
         gone = [*(folder.parent / name for name in reversed(needing)), path]
         for one in gone:
-            _remove(one)
+            removed(one)
     return gone
 
 
 @contextmanager
-def _deleting(folder: Path, what: str) -> Iterator[None]:
+def _deleting(folder: AnyFolder, what: str) -> Iterator[None]:
     try:
         with holding(folder, what):
             yield
@@ -192,16 +182,7 @@ def _deleting(folder: Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: cannot be deleted: {error.strerror}; make its folder writable") from error
 
 
-def _remove(path: Path) -> None:
-    """Delete a folder. Raises OSError."""
-    # Out of sight at once: whoever is killed leaves none half deleted, but what the next one that is saved there clears away.
-    folder = path.resolve()
-    going = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
-    folder.rename(going)
-    shutil.rmtree(going)
-
-
-def check_there(path: Path) -> None:
+def check_there(path: AnyFolder) -> None:
     """Raise CheckpointError where a folder is no checkpoint; a damaged one is one."""
     if not (path / MANIFEST).is_file():
         Checkpoint.open(path)  # says that it is none

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from foreload.trainer.checkpoints.row_files import (
     write_file,
     write_rows,
 )
+from foreload.trainer.run.storage import AnyFolder
 
 BUFFER_BYTES = 1 << 26
 """Of rows that were taken and are in no file yet: beyond that the largest of them are written."""
@@ -75,7 +75,7 @@ class PartWriter(threading.Thread):
         self,
         taken: Snapshot,
         layouts: Sequence[RowLayout],
-        folder: Path,
+        folder: AnyFolder,
         bits: int,
         increment: Increment,
         dense: Callable[[], tuple[str, bytes]] | None,

@@ -22,7 +22,8 @@ _ROWS = 1 << 16  # that are given at once
 
 def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters by name, and optimizer state by "<parameter>/<key>". Raises RunError."""
-    return read_dense(checkpoint.path / checkpoint.contents.dense.name, checkpoint.contents.step)
+    with checkpoint.local_dense() as path:
+        return read_dense(path, checkpoint.contents.step)
 
 
 def rows_by_id(checkpoint: Checkpoint, tables: Collection[int] | None = None) -> Iterator[ModelRows]:
@@ -39,7 +40,7 @@ def rows_by_id(checkpoint: Checkpoint, tables: Collection[int] | None = None) ->
         except OSError as error:
             why = "is full" if is_full(error) else f"cannot be written to: {error.strerror}"
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: its rows are put together in {folder}, which {why}; give TMPDIR a folder with room for a checkpoint"
+                f"checkpoint {checkpoint.place}: its rows are put together in {folder}, which {why}; give TMPDIR a folder with room for a checkpoint"
             ) from error
         yield from _mapped_by_id(copy, tables)
 

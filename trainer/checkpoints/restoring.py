@@ -49,10 +49,11 @@ def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, o
     contents = checkpoint.contents
     if contents.tables != tuple(model.layouts):
         raise CheckpointError(
-            f"checkpoint {checkpoint.path}: its rows must be as the model of this call has them; is {job.model} another one now? Use that of the run"
+            f"checkpoint {checkpoint.place}: its rows must be as the model of this call has them; is {job.model} another one now? Use that of the run"
         )
     checkpoint.verify(on_bytes)
-    load_dense(checkpoint.path / contents.dense.name, model.module, model.optimizer, contents.step)
+    with checkpoint.local_dense() as path:
+        load_dense(path, model.module, model.optimizer, contents.step)
     # Trainers that have a GPU each, and those of other hosts, find out as they join.
     if contents.run.fingerprint is not None and job.device == "cpu" and not job.accept_numerics:
         numerics.set_up(job.threads, cpu_capability=job.cpu_capability)
@@ -70,7 +71,7 @@ def restored_manifest(
     """
     contents = checkpoint.contents
     run = on_other_slots(checkpoint, schedule)
-    going_on, _ = continued(f"checkpoint {checkpoint.path}", run, contents.state, contents.step, job, schedule, goes_on)
+    going_on, _ = continued(f"checkpoint {checkpoint.place}", run, contents.state, contents.step, job, schedule, goes_on)
     stages = run.stages
     if len(going_on.stages) == len(stages):
         stages = going_on.stages  # the last schedule, where it is now

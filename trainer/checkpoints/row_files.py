@@ -6,9 +6,7 @@ Knows no torch, as `format` does not.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +14,7 @@ import pyarrow.parquet as pq
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.trainer.checkpoints.quantisation import QuantisedRows, decode, encode, packed_bytes
+from foreload.trainer.run.storage import AnyFolder, write_new
 
 EXACT_BITS = 32
 
@@ -90,7 +89,13 @@ def rows_of_a_file(layout: RowLayout) -> int:
 
 
 def write_rows(
-    folder: Path, lane: int, layout: RowLayout, ordinals: np.ndarray, rows: CheckpointRows, bits: int = EXACT_BITS, known: int = 0
+    folder: AnyFolder,
+    lane: int,
+    layout: RowLayout,
+    ordinals: np.ndarray,
+    rows: CheckpointRows,
+    bits: int = EXACT_BITS,
+    known: int = 0,
 ) -> RowFile:
     """Write rows of a table in a lane as a file of a checkpoint, forced to the disk; returns the file's entry for the manifest.
 
@@ -109,12 +114,9 @@ def write_rows(
     return RowFile(name, written.bytes, written.sha256, lane, layout.table, first, last, count, bits)
 
 
-def write_file(folder: Path, name: str, data: bytes | pa.Buffer) -> FileEntry:
-    """Write a file of a checkpoint, and force it to the disk. Raises OSError."""
-    with open(folder / name, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def write_file(folder: AnyFolder, name: str, data: bytes | pa.Buffer) -> FileEntry:
+    """Write a file of a checkpoint, and force it to the disk. Raises OSError and CheckpointUnreachable."""
+    write_new(folder / name, data)
     return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
 
 

@@ -26,11 +26,12 @@ from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.model_rows import ModelRows
 from foreload.trainer.run.saved_model import SavedModel, check_fitting, initial_rows
 from foreload.trainer.run.saved_run import open_saved
+from foreload.trainer.run.storage import place
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint whose files were verified: a SavedModel. schedule_path: where its schedule is now; None: where it was."""
+    """A checkpoint, its files, where they are local, verified: a SavedModel. schedule_path: where its schedule is now; None: where it was."""
 
     checkpoint: Checkpoint
     schedule_path: str | None = None
@@ -38,7 +39,7 @@ class SavedCheckpoint:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"checkpoint {self.checkpoint.path}"
+        return f"checkpoint {self.checkpoint.place}"
 
     @property
     def step(self) -> int:
@@ -77,8 +78,8 @@ class SavedCheckpoint:
         if self.schedule_path is not None:
             return check_fitting(self, Schedule(self.schedule_path))
         stage = self.manifest.stages[-1]
-        places, folder = [Path(stage.path)], self.checkpoint.path.absolute().parent
-        if folder.name == CHECKPOINTS:
+        places, folder = [Path(stage.path)], self.checkpoint.place.absolute().parent
+        if isinstance(folder, Path) and folder.name == CHECKPOINTS:
             places.append(folder.parent / KEPT / stage.identity[:16])
         why = f"{stage.path} is another one now"
         for path in places:
@@ -157,6 +158,12 @@ class _SortedRows:
             self._tables[table] = known, weights
 
 
+def names_checkpoint(path: str) -> bool:
+    """Whether a path is that of a checkpoint, and of nothing else; a URL is no other's. Raises CheckpointError where it is no good one."""
+    folder = place(path)
+    return not isinstance(folder, Path) or (folder / MANIFEST).exists()
+
+
 @contextlib.contextmanager
 def open_model(path: str, store: str | None, schedule: str | None = None) -> Iterator[SavedModel]:
     """The model of the run, or the checkpoint, in a folder.
@@ -164,12 +171,13 @@ def open_model(path: str, store: str | None, schedule: str | None = None) -> Ite
     store: as for `open_saved`, for a run; schedule: where the schedule of a checkpoint is now. Raises CheckpointError where a file of a checkpoint is
     damaged, and what `open_saved` raises.
     """
-    if (Path(path) / MANIFEST).exists():
+    if names_checkpoint(path):
         if store is not None:
             raise RunError(f"--store: is for runs; checkpoint {path} is read without a store; leave it out")
         torch.set_num_threads(1)
         checkpoint = Checkpoint.open(path)
-        checkpoint.verify()
+        if checkpoint.is_local:
+            checkpoint.verify()  # others are compared as they are fetched
         yield SavedCheckpoint(checkpoint, schedule)
         return
     with open_saved(path, store) as saved:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from foreload.trainer.run.directory import DENSE as RUN_DENSE
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.model_rows import lane_rows
 from foreload.trainer.run.saved_run import SavedRun
+from foreload.trainer.run.storage import AnyFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _NewRows:
 
 def save(
     saved: SavedRun,
-    folder: Path,
+    folder: AnyFolder,
     on_rows: Callable[[int, int], object],
     bits: int = EXACT_BITS,
     increment: Increment | None = None,
@@ -48,10 +48,10 @@ def save(
     base, sizes = (None, ()) if increment is None else (increment.base, increment.sizes)
     manifest, step = saved.manifest, saved.status.step
 
-    def write(temporary: Path) -> Contents:
+    def write(temporary: AnyFolder) -> Contents:
         if base is not None and not base.files_there:
             raise CheckpointError(
-                f"checkpoint {base.path}: was deleted while an increment of it was to be saved; save that again"
+                f"checkpoint {base.place}: was deleted while an increment of it was to be saved; save that again"
             )
         saved.dense()  # raises where it is damaged, or of another step
         dense = write_file(temporary, DENSE, (saved.run.path / RUN_DENSE).read_bytes())
@@ -61,10 +61,12 @@ def save(
         encoded = saved.features.to_dict(), saved.encoding
         return Contents.made(manifest, *encoded, step, saved.status.totals, saved.layouts, ordinals, files, dense, base, sizes)
 
-    return published(folder, "--to", step, write)
+    return published(folder, "--to", step, write, manifest.run_id)
 
 
-def _write_all(folder: Path, saved: SavedRun, pieces: Iterator[_NewRows], bits: int, base: Checkpoint | None) -> list[RowFile]:
+def _write_all(
+    folder: AnyFolder, saved: SavedRun, pieces: Iterator[_NewRows], bits: int, base: Checkpoint | None
+) -> list[RowFile]:
     """Write rows, those of each lane and table together, in files that depend on these rows alone, not on how they came in pieces."""
     files: list[RowFile] = []
     waiting: list[_NewRows] = []

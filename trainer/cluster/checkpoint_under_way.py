@@ -12,7 +12,7 @@ import numpy as np
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.format import Header
-from foreload.trainer.checkpoints.draft import Draft
+from foreload.trainer.checkpoints.draft import AnyDraft
 from foreload.trainer.checkpoints.format import Checkpoint, Contents
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.cluster.messages import CheckpointTaken, CheckpointWritten
@@ -24,7 +24,7 @@ from foreload.trainer.run.manifest import Manifest
 class Opened:
     """Where the files of a checkpoint are put, of how many bits its weights are, and what it is an increment of; None: it has all rows."""
 
-    draft: Draft
+    draft: AnyDraft
     bits: int
     increment: Increment | None
 
@@ -68,7 +68,7 @@ class CheckpointUnderWay:
         assert self.opened is not None
         return {
             "step": checkpoint.contents.step,
-            "checkpoint": str(checkpoint.path),
+            "checkpoint": str(checkpoint.place),
             "rows": sum(file.rows for file in checkpoint.contents.rows),
             "bits": self.opened.bits,
             "bytes": checkpoint.own_bytes,

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, cast
 
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.files import remove_path
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.best import Best, best_in, is_better
 from foreload.trainer.checkpoints.changed_rows import Plan
-from foreload.trainer.checkpoints.draft import Draft, folder_of
+from foreload.trainer.checkpoints.draft import AnyDraft, draft
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_increment, of_run, prune
+from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, bits_for_job
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
+from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpoint_under_way import CheckpointUnderWay, Opened
 from foreload.trainer.cluster.facts import CheckpointReady
+from foreload.trainer.cluster.folder_work import FolderWork
 from foreload.trainer.cluster.messages import (
     CheckpointArmed,
     CheckpointFailed,
@@ -40,6 +42,7 @@ from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, 
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.report import RunReport
+from foreload.trainer.run.storage import place
 
 
 class Checkpointing:
@@ -66,7 +69,7 @@ class Checkpointing:
         self._policy, self._schedule = cast(Policy, job.checkpoint_policy), schedule
         self._bits, self._failures_a_day = job.checkpoint_bits, job.failures_a_day
         self._most_bits = LEAST_BITS  # that --checkpoint-bits auto has chosen so far
-        self._folder = Path(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS
+        self._folder = place(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS
         self.wanted = WantedCheckpoints(job, self._folder, schedule.header)
         self._events = events
         self._layouts, self._manifest = layouts, manifest
@@ -74,8 +77,8 @@ class Checkpointing:
         noted = best_in(self._folder, manifest().run_id)
         self._best = self._noted = noted if noted is not None and noted.metric == self._metric else None
         self._saving: CheckpointUnderWay | None = None
-        self._folder_work = ThreadPoolExecutor(1, "checkpoints")
-        self._discarded: list[Path] = []
+        self._folder_work = FolderWork()
+        self._discarded: list[AnyDraft] = []
         self._count = 0
         self.saved = self.failed = 0
         self.last_step: int | None = None
@@ -109,7 +112,7 @@ class Checkpointing:
         """Training is over: publish what all have written."""
         self.see(members, goes_on=False)
         if self._saving is not None and self._saving.publishing is not None:
-            wait([self._saving.publishing])
+            wait([self._saving.publishing], GRACE_SECONDS)
             self.see(members, goes_on=False)
 
     def _make_room(self) -> None:
@@ -161,8 +164,8 @@ class Checkpointing:
         def note() -> None:
             try:
                 best.write(self._folder)
-            except OSError as error:
-                self._tell(f"foreload: warning: {self._folder}: the best checkpoint cannot be noted: {error.strerror or error}")
+            except (OSError, CheckpointError) as error:
+                self._tell(f"foreload: warning: {self._folder}: the best checkpoint cannot be noted: {error}")
 
         self._folder_work.submit(note)
 
@@ -173,19 +176,19 @@ class Checkpointing:
         policy, bits, first_step = self._policy, self._bits_of_next(), self._schedule.header.first_step
 
         def opened() -> Opened | None:
-            draft = Draft(folder, field_name)  # from here on none is deleted there
+            begun = draft(folder, field_name, step, run.run_id)  # from here on none is deleted there
             try:
                 own = of_run(folder, run)
                 if any(one.contents.step == step for one in own):
-                    draft.discard()
+                    begun.discard()
                     return None
                 increment = next_increment(own, run, step, policy, bits, plan)
             except BaseException:
-                draft.discard()
+                begun.discard()
                 raise
             # Of what an earlier schedule changed, this one says nothing.
             known = increment is not None and increment.base.contents.step >= first_step - 1
-            return Opened(draft, bits, increment if known else None)
+            return Opened(begun, bits, increment if known else None)
 
         saving.opening = self._folder_work.submit(opened)
 
@@ -248,9 +251,9 @@ class Checkpointing:
             self._discard(saving)
             if saving.taken or saving.wanted.asked is not None:
                 self._failed(saving.wanted, _OVER)
-        self._folder_work.shutdown()
-        for path in self._discarded:
-            remove_path(path)  # again: a trainer may have been writing there
+        for given_up in self._discarded:
+            self._folder_work.submit(given_up.discard)  # again: a trainer may have been writing there
+        self._folder_work.close()
         self.wanted.refuse(_OVER)
 
     def _give_up(self, why: str, again: bool = False) -> None:
@@ -272,7 +275,7 @@ class Checkpointing:
             if opening is None or opening.exception() is not None or (opened := opening.result()) is None:
                 return
             opened.draft.discard()
-            self._discarded.append(opened.draft.path)
+            self._discarded.append(opened.draft)
 
         self._folder_work.submit(discard)
 
@@ -310,13 +313,13 @@ class Checkpointing:
         told = saving.told(checkpoint)
         bits = "" if told["bits"] == EXACT_BITS else f", weights of {told['bits']} bits"
         self._report.checkpoint(told)
-        self._events.note(CheckpointSaved(checkpoint=str(checkpoint.path)))
+        self._events.note(CheckpointSaved(checkpoint=str(checkpoint.place)))
         self._tell(
-            f"checkpoint {checkpoint.path}: after step {contents.step}, {told['rows']:,} of {contents.row_count:,} rows{bits}, "
+            f"checkpoint {checkpoint.place}: after step {contents.step}, {told['rows']:,} of {contents.row_count:,} rows{bits}, "
             f"{told['bytes'] / 2**20:,.1f} MiB in "
             f"{told['seconds']:.1f} s, during which training stood still for {1000 * told['seconds_stalled']:.0f} ms"
         )
-        self.wanted.now_saved(wanted, str(checkpoint.path), saving.since, self._report.last_step - contents.step)
+        self.wanted.now_saved(wanted, str(checkpoint.place), saving.since, self._report.last_step - contents.step)
         if wanted.asked is None:
             self._prune()
 

@@ -222,9 +222,9 @@ class Launcher:
         placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
         manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
         if checkpoint is not None:
-            if checkpoint.path.resolve().is_relative_to(path.resolve()):
+            if checkpoint.place.resolve().is_relative_to(path.resolve()):
                 raise CheckpointError(
-                    f"--from: {checkpoint.path} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint; "
+                    f"--from: {checkpoint.place} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint; "
                     "a run that was broken off goes on from it with --resume"
                 )
             manifest = restored_manifest(checkpoint, self._job, schedule, manifest, goes_on)

@@ -52,7 +52,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
         with progress_bar(checkpoint.total_bytes, "B") as bar:
             check_restorable(checkpoint, job, model, bar.update)
     except CheckpointError as error:
-        raise unusable(checkpoint.path, error) from error
+        raise unusable(checkpoint.place, error) from error
     if not count:
         urls = parse_urls(str(job.store))
         reach(urls, job.store_silence)
@@ -75,7 +75,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
         f"; steps {contents.step + 1} to {reported} are done again" if reported is not None and reported > contents.step else ""
     )
     sys.stderr.write(f"run {run.path}: was broken off, and goes on from its newest checkpoint{again}\n")
-    job = replace(job, resume=False, from_checkpoint=str(checkpoint.path), overwrite=True, namespace=manifest.namespace)
+    job = replace(job, resume=False, from_checkpoint=str(checkpoint.place), overwrite=True, namespace=manifest.namespace)
     return restore(job, run, checkpoint, start, LocalStores(count, run.path / STORES) if count else None)
 
 
@@ -142,6 +142,6 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
         if local is not None:
             local.discard()
     sys.stderr.write(
-        f"resumed from checkpoint {checkpoint.path}, after step {contents.step}, with {checkpoint.row_count:,} rows\n"
+        f"resumed from checkpoint {checkpoint.place}, after step {contents.step}, with {checkpoint.row_count:,} rows\n"
     )
     return replace(job, from_checkpoint=None, resume=True, overwrite=False)

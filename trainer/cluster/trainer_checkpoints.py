@@ -41,6 +41,7 @@ from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.run.dense_file import dense_tensors, encode_dense
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.storage import place
 
 _PAUSE_SECONDS = 0.02  # between two looks whether a part is written
 
@@ -183,7 +184,7 @@ class TrainerCheckpoints:
         rows = Increment(told.since, told.known, changed)
         layouts = taken.parts.layouts
         self._part = PartWriter(
-            taken.snapshot, layouts, Path(told.folder), told.bits, rows, taken.dense, self._come_to, taken.began
+            taken.snapshot, layouts, place(told.folder), told.bits, rows, taken.dense, self._come_to, taken.began
         )
         self._part.start()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from foreload.pipelines.schedule.format import Header
 from foreload.trainer.cluster.control import AskCheckpoint, CheckpointBegun, CheckpointProgress, Refused
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.storage import AnyFolder, place
 
 _AFTER_FAILURE_SECONDS = 10.0  # before another one is begun
 _NOTICE_STEPS = (
@@ -21,7 +21,7 @@ _NOTICE_STEPS = (
 class Asked:
     """What a user asked for: where it is to be, and what became of it. gave_way: to the checkpoint of an evaluation, once."""
 
-    folder: Path
+    folder: AnyFolder
     told: CheckpointProgress = field(default_factory=lambda: CheckpointProgress(False))
     gave_way: bool = False
 
@@ -30,7 +30,7 @@ class Asked:
 class Wanted:
     """A checkpoint that is to be. asked: by whom, None: it is due; every, steps: as in TakeCheckpoint."""
 
-    folder: Path
+    folder: AnyFolder
     asked: Asked | None
     every: int | None
     steps: tuple[int, ...]
@@ -39,7 +39,7 @@ class Wanted:
 class WantedCheckpoints:
     """Which one of a call is next. Its main thread uses it, but for `ask` and `progress`, which threads of the control socket call."""
 
-    def __init__(self, job: TrainJob, folder: Path, header: Header) -> None:
+    def __init__(self, job: TrainJob, folder: AnyFolder, header: Header) -> None:
         """folder: where they are to be, unless who asks for one says otherwise."""
         self._every, self._folder = job.checkpoint_every, folder
         # An evaluation comes after each epoch.
@@ -58,7 +58,7 @@ class WantedCheckpoints:
     def ask(self, request: AskCheckpoint) -> CheckpointBegun | Refused:
         """Have one begun as soon as none is under way."""
         with self._lock:
-            asked = Asked(Path(request.to) if request.to is not None else self._folder)
+            asked = Asked(place(request.to) if request.to is not None else self._folder)
             self._asked.append(asked)
             self._to_begin.append(asked)
             return CheckpointBegun(len(self._asked) - 1)

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from foreload.cache.errors import RowsLost
+from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
@@ -121,4 +122,4 @@ def _lost_rows(error: RowsLost) -> LostRows:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status.note(main()))

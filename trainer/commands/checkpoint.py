@@ -32,6 +32,7 @@ from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.saved_run import SavedRun, open_saved
+from foreload.trainer.run.storage import AnyFolder, place
 
 
 def saved(
@@ -54,7 +55,7 @@ def saved(
     if (policy == "planned") != (every is not None):
         raise SettingError("--every: goes with --policy planned, and that with it: give both, or neither")
     run = Run.open(path)
-    folder = run.checkpoint_folders()[0] if to is None else Path(to)
+    folder = run.checkpoint_folders()[0] if to is None else place(to)
     if training_status(run.path) is not None:
         given = {
             "--policy": policy != "intermittent",
@@ -102,7 +103,7 @@ def _plan(saved: SavedRun, every: int) -> Plan:
     return Plan(schedule, sorted({step, *range(step, end, every), end}), [layout.row_bytes for layout in saved.layouts])
 
 
-def _increment_of(path: Path, saved: SavedRun, bits: int) -> Increment:
+def _increment_of(path: AnyFolder, saved: SavedRun, bits: int) -> Increment:
     base = Checkpoint.open(path)
     if why := why_no_base(base, saved.manifest, saved.status.step, bits):
         raise CheckpointError(f"--base: checkpoint {path} {why}; give another one, or leave it out")
@@ -114,9 +115,10 @@ def listed(path: str) -> dict[str, Any]:
 
     Raises CheckpointError where there is no such folder.
     """
-    folders = [Path(path)]
-    if (folders[0] / MANIFEST).exists():
-        folders = [folder for folder in Run.open(path).checkpoint_folders() if folder.exists()]
+    named = place(path)
+    folders = [named]
+    if isinstance(named, Path) and (named / MANIFEST).exists():
+        folders = [folder for folder in Run.open(path).checkpoint_folders() if not isinstance(folder, Path) or folder.exists()]
     try:
         paths = [checkpoint for folder in folders for checkpoint in checkpoints_in(folder)]
     except OSError as error:
@@ -125,7 +127,7 @@ def listed(path: str) -> dict[str, Any]:
     return {"checkpoints": [_told_or_why(one, opened) for one in paths]}
 
 
-def _told_or_why(path: Path, opened: dict[str, Checkpoint]) -> dict[str, Any]:
+def _told_or_why(path: AnyFolder, opened: dict[str, Checkpoint]) -> dict[str, Any]:
     try:
         checkpoint = Checkpoint.open(path, opened)
         opened[checkpoint.sha256] = checkpoint
@@ -138,7 +140,7 @@ def _told(checkpoint: Checkpoint) -> dict[str, Any]:
     """rows: of the model; rows_here, files, bytes: its own; total_bytes: with what it needs; base: its name; bits: the fewest of a weight."""
     contents = checkpoint.contents
     return {
-        "checkpoint": str(checkpoint.path),
+        "checkpoint": str(checkpoint.place),
         "step": contents.step,
         "state": contents.state,
         "run": contents.run.run_id,
@@ -168,11 +170,11 @@ def verified(path: str) -> dict[str, Any]:
 def compacted(path: str, to: str) -> dict[str, Any]:
     """Make a checkpoint that needs no other, in a folder of checkpoints; returns what `_told` tells of it. Raises CheckpointError."""
     checkpoint = Checkpoint.open(path)
-    check_absent(Path(to), checkpoint.contents.step)
+    check_absent(place(to), checkpoint.contents.step)
     with progress_bar(checkpoint.total_bytes, "B") as bar:
         checkpoint.verify(bar.update)
     with progress_bar(checkpoint.row_count, "row") as bar:
-        return _told(compact(checkpoint, Path(to), bar.update))
+        return _told(compact(checkpoint, place(to), bar.update))
 
 
 def deleted(path: str, with_increments: bool = False) -> dict[str, Any]:
@@ -180,8 +182,9 @@ def deleted(path: str, with_increments: bool = False) -> dict[str, Any]:
 
     Raises CheckpointError where there is none, it cannot be deleted, or others need it.
     """
-    check_there(Path(path))
-    return {"checkpoint": path, "deleted": [str(one) for one in delete(Path(path), with_increments)]}
+    checkpoint = place(path)
+    check_there(checkpoint)
+    return {"checkpoint": path, "deleted": [str(one) for one in delete(checkpoint, with_increments)]}
 
 
 def told_text(told: dict[str, Any]) -> str:

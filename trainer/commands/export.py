@@ -18,14 +18,14 @@ from foreload.pipelines.base.files import is_full, replacing, write_json
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.checkpoints.best import best_checkpoint, best_in
-from foreload.trainer.checkpoints.format import MANIFEST as CHECKPOINT
-from foreload.trainer.checkpoints.saved_checkpoint import open_model
+from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.resume import FREE_SETTINGS, NUMERICS_SETTINGS
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
+from foreload.trainer.run.storage import place
 from foreload.trainer.serving.format import (
     ABOUT,
     DENSE_STATE,
@@ -56,8 +56,8 @@ class Predecessor:
 
 def best_of(path: str) -> str:
     """The checkpoint of a run, or in a folder of checkpoints, that had the best evaluation. Raises CheckpointError where none is noted."""
-    folder = Path(path)
-    if not (folder / RUN).exists():
+    folder = place(path)
+    if not isinstance(folder, Path) or not (folder / RUN).exists():
         return str(best_checkpoint(folder))
     run = Run.open(folder)
     folders = run.checkpoint_folders()
@@ -99,7 +99,7 @@ def predecessor(since: str) -> Predecessor:
     """What --since names: the number of a step, or the folder of a checkpoint or of an export. Raises ExportError and CheckpointError."""
     if since.isdecimal():
         return Predecessor(int(since))
-    if (Path(since) / CHECKPOINT).exists():
+    if names_checkpoint(since):
         with open_model(since, None) as model:
             told = _told(model)
             sums = {name: hashlib.sha256(data).hexdigest() for name, data in _dense_files(model).items()}

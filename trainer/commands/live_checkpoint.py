@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.cluster.control import AskCheckpoint, AskCheckpointed, CheckpointProgress, Refused, ask
 from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run.storage import place
 
 _PAUSE_SECONDS = 0.2  # between two looks how far it is
 
 
 def save_while_training(run: Path, to: str | None) -> Checkpoint:
     """Have a checkpoint saved, in a folder of checkpoints or that of the run, and return it when it is there. Raises CheckpointError, RunError."""
-    begun = ask(run, AskCheckpoint(None if to is None else os.path.abspath(to)))
+    begun = ask(run, AskCheckpoint(None if to is None else str(place(to).absolute())))
     if isinstance(begun, Refused):
         raise CheckpointError(f"run {run}: {begun.error}")
     told: CheckpointProgress | Refused | None = None

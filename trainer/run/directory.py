@@ -33,8 +33,9 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.files import persist, remove_unfinished, write_json
-from foreload.trainer.errors import RunError
+from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Status
+from foreload.trainer.run.storage import AnyFolder, place
 
 MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
@@ -259,25 +260,31 @@ class Run:
         then = "begins again" if anew else f"goes on from step {status.step}, of which the rows are saved"
         return told + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"
 
-    def checkpoint_folders(self, named: str | None = None) -> list[Path]:
+    def checkpoint_folders(self, named: str | None = None) -> list[AnyFolder]:
         """Where checkpoints of the run may be: in a folder that a call names, where the last one saved them, in its own folder. Raises RunError."""
-        folders = [Path(told) for told in (named, self.manifest.job.get("checkpoint")) if told is not None]
-        return list({os.path.abspath(path): path for path in [*folders, self.path / CHECKPOINTS]}.values())  # each once
+        folders = [place(told) for told in (named, self.manifest.job.get("checkpoint")) if told is not None]
+        return list({str(path.absolute()): path for path in [*folders, self.path / CHECKPOINTS]}.values())  # each once
 
-    def newest_checkpoint(self, folder: str | None = None, after: int = -1) -> Path | None:
+    def newest_checkpoint(self, folder: str | None = None, after: int = -1) -> AnyFolder | None:
         """The run's of the latest step in its folders of checkpoints, whatever it holds; None if none is later than `after`. folder: `named`."""
-        there = [path for checkpoints in self.checkpoint_folders(folder) for path in checkpoints.glob("step-*")]
+        there: list[AnyFolder] = []
+        for checkpoints in self.checkpoint_folders(folder):
+            # What else is to be told must not fail for this.
+            with contextlib.suppress(OSError, CheckpointError):
+                there += checkpoints.iterdir()
         steps = [(int(match[1]), path) for path in there if (match := re.fullmatch(r"step-(\d+)", path.name)) and self._has(path)]
         step, newest = max(steps, key=itemgetter(0), default=(-1, None))
         return newest if step > after else None
 
-    def _has(self, checkpoint: Path) -> bool:
+    def _has(self, checkpoint: AnyFolder) -> bool:
         """Whether a checkpoint, where others may have some, too, is of this run, or is damaged, and so may be."""
         manifest = checkpoint / "checkpoint.json"
         try:
             told = json.loads(manifest.read_bytes())["run"]["run_id"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return manifest.exists()
+        except FileNotFoundError:
+            return False
+        except (OSError, CheckpointError, ValueError, KeyError, TypeError):
+            return True
         return bool(told == self.manifest.run_id)
 
     def reported_step(self) -> int | None:

@@ -27,7 +27,17 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.run.job_values import Interval, Parity, Place, Servers, Size, TableSettings, tables, weight_bits
+from foreload.trainer.run.job_values import (
+    Interval,
+    Parity,
+    Place,
+    Servers,
+    Size,
+    TableSettings,
+    storage_place,
+    tables,
+    weight_bits,
+)
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
 _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
@@ -144,8 +154,8 @@ class TrainJob:
         _WHERE, metavar="FILE", stated=False,
     )  # fmt: skip
     checkpoint: str | None = setting(
-        None, text, "folder for checkpoints that are saved while it trains, which all hosts reach; by default checkpoints in RUN",
-        _CALL, metavar="DIR",
+        None, storage_place, "folder, or URL, for checkpoints that are saved while it trains, which all hosts reach; by default checkpoints in RUN",
+        _CALL, metavar="DIR|URL",
     )  # fmt: skip
     checkpoint_every: Interval | None = setting(
         None, Interval.parse, "save a checkpoint while it trains: behind every so many steps, or every so often, such as 10m", _CALL,
@@ -183,7 +193,7 @@ class TrainJob:
         stated=False,
     )
     from_checkpoint: str | None = setting(
-        None, text, "make a new run as it was when this checkpoint was saved, on any store, and go on with it", _CALL,
+        None, storage_place, "make a new run as it was when this checkpoint was saved, on any store, and go on with it", _CALL,
         metavar="CHECKPOINT", flag="--from", stated=False,
     )  # fmt: skip
     accept_numerics: bool = setting(

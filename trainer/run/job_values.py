@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 from foreload.cache.parity.erasure import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.pipelines.base.settings import choice, number, size_bytes, spelled
+from foreload.pipelines.base.settings import choice, number, size_bytes, spelled, text
 from foreload.pipelines.errors import SettingError
+from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run import storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,16 @@ def tables(flag: str, value: Any) -> dict[str, TableSettings]:
     if not isinstance(value, Mapping):
         raise SettingError(f"{flag}: must be a table of tables; got {value!r}")
     return {str(name): TableSettings.parse(name, own) for name, own in value.items()}
+
+
+def storage_place(flag: str, value: Any) -> str:
+    """A folder, or the URL of one, in which there are no keys. Raises SettingError."""
+    named = text(flag, value)
+    try:
+        storage.place(named)
+    except CheckpointError as error:
+        raise SettingError(f"{flag}: {error}") from error
+    return named
 
 
 def masked(text: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,17 +23,13 @@ from foreload.trainer.checkpoints.changed_rows import increment_sizes
 from foreload.trainer.checkpoints.format import Checkpoint, Contents
 from foreload.trainer.checkpoints.policies import BITS, KEPT, POLICIES, bases, kept, planned_to_keep_least, written
 from foreload.trainer.checkpoints.row_files import CheckpointRows, write_rows
-from foreload.trainer.cluster.faults import RunObserver, TrainerFault
-from foreload.trainer.commands.train import train
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.saved_run import open_saved
-from workload import BATCH, DIM, job, prepare_first_steps
+from resting import stopped_after
+from workload import BATCH, DIM, prepare_first_steps
 
 CHECKPOINTS = 8
 FIRST_INCREMENT = 0.25  # of the model
 STEPS = (400, 60)  # trained in all, in full and with --quick
-STOP_LAG = 2  # steps that a training goes on once it was asked to stop
 
 Pair = tuple[int | None, int]
 """A checkpoint's base, by its place in the order of all, None for all rows; and its own."""
@@ -60,13 +55,8 @@ def choose_steps(schedule: Schedule) -> list[int]:
 def train_and_save(schedule: Schedule, steps: Sequence[int], optimizer: str, folder: Path) -> list[Checkpoint]:
     """One training, stopped and resumed at each of the steps, with a checkpoint of all rows there."""
     made: list[Checkpoint] = []
-    for step in steps:
-        observer = RunObserver()
-        observer.faults = [TrainerFault(0, "rows applied", step - STOP_LAG, signal.SIGTERM)]
-        given = job(schedule.path, "small", run=str(folder / "run"), row_optimizer=optimizer, resume=bool(made))
-        train(TrainJob.of(given), observer)
-        with open_saved(given["run"], None) as saved:
-            made.append(writer.save(saved, folder / "saved", lambda rows, total: None))
+    for saved in stopped_after(schedule.path, steps, folder / "run", row_optimizer=optimizer):
+        made.append(writer.save(saved, folder / "saved", lambda rows, total: None))
         tell(
             f"{optimizer}: saved after step {made[-1].contents.step}, {made[-1].row_count:,} rows, {made[-1].own_bytes / 2**20:,.0f} MiB"
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import tempfile
 import time
 from datetime import timedelta
@@ -29,16 +28,13 @@ from foreload.trainer.checkpoints.changed_rows import increment_sizes
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_increment, of_run
 from foreload.trainer.checkpoints.restoring import restore_rows
-from foreload.trainer.cluster.faults import RunObserver, TrainerFault
-from foreload.trainer.commands.train import train
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.saved_run import open_saved
-from workload import BATCH, DIM, job, prepare_first_steps
+from foreload.trainer.checkpoints.row_files import EXACT_BITS
+from resting import stopped_after
+from workload import BATCH, DIM, prepare_first_steps
 
 STEPS = (4800, 240)  # trained, in full and with --quick
 INCREMENTS = 10
 INCREMENT = 0.25  # of the model, the last one
-STOP_LAG = 2  # steps that a training goes on once it was asked to stop
 SHARDS, PARITY = 3, 1
 NAMESPACE = "restored"
 ALL, CHAIN, COMPACTED = "all rows", f"chain of {INCREMENTS} increments", "compacted"
@@ -62,22 +58,17 @@ def choose_steps(schedule: Schedule) -> list[int]:
 
 def train_and_save(schedule: Schedule, folder: Path) -> tuple[Checkpoint, Checkpoint]:
     """One training, stopped and resumed; returns its end as the last of a chain, and with all rows."""
-    for number, step in enumerate(choose_steps(schedule)):
-        observer = RunObserver()
-        observer.faults = [TrainerFault(0, "rows applied", step - STOP_LAG, signal.SIGTERM)]
-        given = job(schedule.path, "small", run=str(folder / "run"), resume=number > 0)
-        train(TrainJob.of(given), observer)
-        with open_saved(given["run"], None) as saved:
-            own = of_run(folder / "chain", saved.manifest)
-            increment = next_increment(own, saved.manifest, saved.status.step, "consecutive", 32)
-            made = writer.save(saved, folder / "chain", lambda rows, total: None, increment=increment)
-            part = sum(file.rows for file in made.contents.rows) / made.row_count
-            tell(
-                f"saved after step {made.contents.step}: {made.row_count:,} rows, {part:.3f} of them, {made.own_bytes / 2**20:,.0f} MiB"
-            )
-            if number == INCREMENTS:
-                return made, writer.save(saved, folder / "full", lambda rows, total: None)
-    raise AssertionError
+    for saved in stopped_after(schedule.path, choose_steps(schedule), folder / "run"):
+        own = of_run(folder / "chain", saved.manifest)
+        increment = next_increment(own, saved.manifest, saved.status.step, "consecutive", EXACT_BITS)
+        made = writer.save(saved, folder / "chain", lambda rows, total: None, increment=increment)
+        part = sum(file.rows for file in made.contents.rows) / made.row_count
+        tell(
+            f"saved after step {made.contents.step}: {made.row_count:,} rows, {part:.3f} of them, {made.own_bytes / 2**20:,.0f} MiB"
+        )
+        if len(made.chain) > INCREMENTS:
+            full = writer.save(saved, folder / "full", lambda rows, total: None)
+    return made, full
 
 
 def restore(checkpoint: Checkpoint, stores: LocalStores, log: Path) -> dict[str, float]:

@@ -52,6 +52,12 @@ class CheckpointUnreachable(CheckpointError):
     code = "checkpoint-unreachable"
 
 
+class FolderBusy(CheckpointError):
+    """A folder of checkpoints in which another checkpoint is being saved, or deleted, right now."""
+
+    code = "checkpoint-folder-busy"
+
+
 class ExportError(TrainerError):
     """An export that is missing, damaged, of another model or not the next one, or that cannot be written or applied where it is to be."""
 

@@ -16,7 +16,9 @@ from small_job import summary
 from warm import CAN_JOIN, AnyFault, CheckpointFault, Training
 
 from foreload.cache.client.local import LocalStores
+from foreload.pipelines.base.at_work import at_work
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.cluster.control import training_status
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS
@@ -195,3 +197,32 @@ def test_one_that_goes_while_it_is_read_is_told_in_a_line(
         shutil.copytree(case.checkpoint, checkpoint)
         assert "No such file" in refused(*call)
     assert not (tmp_path / "out").exists()
+
+
+def test_where_another_saves_one_it_is_waited_for(case: Case, tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "saved"
+    folder.mkdir()
+    stand = TrainerFault(1, "rows applied", 2 * EVERY, signal.SIGSTOP)
+    save = ("--checkpoint-every", "0.1s", "--checkpoint", folder, "--peer-timeout", 60)
+    with at_work(folder / LOCK):
+        begun = case.begin(run, "--store", "local:1", "--trainers", 2, *save, faults=[stand])
+        process = stands(begun, run, 1)
+        assert saved(folder) == []
+    process.resume()
+    status, err = begun.end()
+    assert status == 0, err
+    told = summary(run)
+    assert told["digest"] == case.digest
+    assert told["checkpoints"]["failed"] == 0
+    assert saved(folder)[-1].contents.step == told["checkpoints"]["last_step"]
+    # What another run has there of the same step is left alone, and nothing is written for it.
+    case.train(
+        tmp_path / "other",
+        "--store",
+        "local:1",
+        "--trainers",
+        1,
+        *("--checkpoint-every", EPOCH, "--checkpoint", case.checkpoint.parent),
+    )
+    assert summary(tmp_path / "other")["checkpoints"]["failed"] >= 1
+    Checkpoint.open(case.checkpoint).verify()

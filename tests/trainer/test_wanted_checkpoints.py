@@ -96,3 +96,21 @@ def test_who_asks_too_late_is_told() -> None:
     checkpoints.refuse("its training is over")
     assert checkpoints.progress(0) == CheckpointProgress(True, failed="its training is over")
     assert checkpoints.next(3) is None
+
+
+def test_a_folder_in_which_another_process_saves_one_is_waited_for_up_to_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("foreload.trainer.cluster.wanted_checkpoints.time.monotonic", lambda: now[0])
+    checkpoints = wanted(checkpoint_every=7)
+    checkpoints.ask(AskCheckpoint(str(ELSEWHERE)))
+    for now[0] in (100.0, 130.0, 159.0):
+        asked = checkpoints.next(3)
+        assert asked is not None
+        assert asked.folder == ELSEWHERE
+        assert checkpoints.waits()
+        checkpoints.again(asked)
+        assert checkpoints.next(4) is None
+        assert not checkpoints.is_sooner(asked, 4)
+        now[0] += 1
+    now[0] = 161.0
+    assert not checkpoints.waits()

@@ -13,7 +13,7 @@ from typing import Literal
 
 from foreload.pipelines.base.at_work import at_work
 from foreload.trainer.checkpoints.format import MANIFEST
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.errors import FolderBusy
 from foreload.trainer.run.storage import AnyFolder, ObjectPath
 
 LOCK = ".saving"
@@ -33,14 +33,14 @@ def holding(folder: AnyFolder, what: str) -> Iterator[None]:
     """Hold a folder of checkpoints, so that none goes of which an increment is being saved; in an object store nobody can. what: the field or
     checkpoint, in messages.
 
-    Raises CheckpointError where another process holds it, OSError where it cannot be written to.
+    Raises FolderBusy where another process holds it, OSError where it cannot be written to.
     """
     with ExitStack() as stack:
         if not isinstance(folder, ObjectPath):
             try:
                 stack.enter_context(at_work(folder / LOCK))
             except BlockingIOError as error:
-                raise CheckpointError(f"{what}: another checkpoint is being saved in {folder} right now; wait for it") from error
+                raise FolderBusy(f"{what}: another checkpoint is being saved in {folder} right now; wait for it") from error
         yield
 
 

@@ -13,7 +13,7 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.best import Best, best_in, is_better
 from foreload.trainer.checkpoints.changed_rows import Plan
-from foreload.trainer.checkpoints.draft import AnyDraft, draft
+from foreload.trainer.checkpoints.draft import AnyDraft, check_absent, draft
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_increment, of_run, prune
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
@@ -36,7 +36,7 @@ from foreload.trainer.cluster.messages import (
 )
 from foreload.trainer.cluster.wanted_checkpoints import Wanted, WantedCheckpoints
 from foreload.trainer.compute.reports import EvaluationReport
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.errors import CheckpointError, FolderBusy
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
 from foreload.trainer.run.job import TrainJob
@@ -106,7 +106,8 @@ class Checkpointing:
             elif saving.publishing.done():
                 self._now_published(saving, saving.publishing.result())
         except (CheckpointError, ScheduleError) as error:
-            self._give_up(str(error))
+            again = isinstance(error, FolderBusy) and self.wanted.waits()
+            self._give_up(str(error), again)
 
     def finish(self, members: Sequence[int]) -> None:
         """Training is over: publish what all have written."""
@@ -182,6 +183,7 @@ class Checkpointing:
                 if any(one.contents.step == step for one in own):
                     begun.discard()
                     return None
+                check_absent(folder, step)  # of another run
                 increment = next_increment(own, run, step, policy, bits, plan)
             except BaseException:
                 begun.discard()
@@ -331,6 +333,8 @@ class Checkpointing:
             try:
                 best = best_in(self._folder)
                 prune(self._folder, run, self._keep, () if best is None else (folder_of(best.step),))
+            except FolderBusy:
+                pass  # the next one sees to it
             except CheckpointError as error:
                 self._tell(f"foreload: warning: {error}")
             self._at_point("old ones deleted")

@@ -12,6 +12,8 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.storage import AnyFolder, place
 
 _AFTER_FAILURE_SECONDS = 10.0  # before another one is begun
+_BUSY_PAUSE_SECONDS = 1.0  # before it is tried again in a folder where another process is saving one
+_BUSY_SECONDS = 60.0  # after which that is a failure
 _NOTICE_STEPS = (
     32  # before the step of an evaluation, and at most a quarter of an epoch, nothing but the checkpoint of that is begun
 )
@@ -49,6 +51,8 @@ class WantedCheckpoints:
         self._took_steps = 0  # how many steps were trained while a checkpoint was being saved, at most
         interval = None if self._every is None else self._every.seconds
         self._due_at = time.monotonic() + (interval or 0.0)  # the next one is not begun before
+        self._busy_since: float | None = None  # for how long others have saved where one was to be
+        self._busy_until = 0.0
         self._lock = threading.Lock()
         self._asked: list[Asked] = []
         self._to_begin: list[Asked] = []
@@ -78,7 +82,7 @@ class WantedCheckpoints:
         if self._is_near(steps, last):
             return Wanted(self._folder, None, None, steps)
         with self._lock:
-            asked = self._to_begin.pop(0) if self._to_begin else None
+            asked = self._to_begin.pop(0) if self._to_begin and self._may_begin() else None
         if asked is not None:
             return Wanted(asked.folder, asked, 1, ())
         every = self._due(steps, last)
@@ -86,11 +90,25 @@ class WantedCheckpoints:
 
     def _due(self, steps: tuple[int, ...], last: int) -> int | None:
         """Of how many steps a multiple is due; None: no one is, or it might not be over when the next evaluation comes."""
-        if self._every is None or time.monotonic() < self._due_at:
+        if self._every is None or time.monotonic() < self._due_at or not self._may_begin():
             return None
         every = self._every.steps or 1
         step = -(-(last + 2) // every) * every - 1
         return None if steps and steps[0] - 2 * self._took_steps <= step < steps[0] else every
+
+    def _may_begin(self) -> bool:
+        return self._busy_since is None or time.monotonic() >= self._busy_until
+
+    def waits(self) -> bool:
+        """Another process saves one in its folder: whether that is waited for. If not, it has failed."""
+        now = time.monotonic()
+        if self._busy_since is None:
+            self._busy_since = now
+        if now - self._busy_since > _BUSY_SECONDS:
+            self._busy_since = None
+            return False
+        self._busy_until = now + _BUSY_PAUSE_SECONDS
+        return True
 
     def _evaluations_after(self, step: int) -> tuple[int, ...]:
         return tuple(one for one in self._evaluated_steps if one > step)
@@ -104,7 +122,7 @@ class WantedCheckpoints:
         if wanted.asked is not None or self._is_near(steps, last):
             return False
         # It is for an evaluation to come, while one is due by the clock.
-        return bool(self._to_begin) or (wanted.every is None and self._due(steps, last) is not None)
+        return (bool(self._to_begin) and self._may_begin()) or (wanted.every is None and self._due(steps, last) is not None)
 
     def gives_way(self, wanted: Wanted, step: int, last: int) -> bool:
         """Whether one of a step, which is being written, is to make room for that of an evaluation which is near. last: the last step trained."""
@@ -124,7 +142,7 @@ class WantedCheckpoints:
 
     def now_saved(self, wanted: Wanted, path: str, began: float, steps: int) -> None:
         """It is there. began: time.monotonic() of its beginning; steps: how many were trained meanwhile."""
-        self._took_steps = max(self._took_steps, steps)
+        self._took_steps, self._busy_since = max(self._took_steps, steps), None
         if wanted.asked is not None:
             self._tell(wanted.asked, CheckpointProgress(True, path))
         elif self._every is not None and self._every.seconds is not None:

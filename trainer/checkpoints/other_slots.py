@@ -27,13 +27,13 @@ def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
         return run
     if not schedule.complete:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path}: was saved with other --slots than schedule {schedule.path} has, which is to be complete for that; wait "
+            f"checkpoint {checkpoint.place}: was saved with other --slots than schedule {schedule.path} has, which is to be complete for that; wait "
             "for `foreload prepare`"
         )
     ordinals = given_ordinals(schedule, contents.step)
     if ordinals.tolist() != [list(lane) for lane in contents.ordinals] or not _same_rows(checkpoint, schedule, ordinals):
         raise CheckpointError(
-            f"checkpoint {checkpoint.path}: its rows are not those that schedule {schedule.path} has trained after step {contents.step}; prepare "
+            f"checkpoint {checkpoint.place}: its rows are not those that schedule {schedule.path} has trained after step {contents.step}; prepare "
             f"that from the same log as {last.path}, with the same options but for --slots"
         )
     begun = next(

@@ -19,7 +19,7 @@ from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import newest_of_run, unusable
 from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
 from foreload.trainer.cluster.claimed import claimed
-from foreload.trainer.errors import CheckpointError, RunError
+from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import DENSE, LOG, STORES, Run
 from foreload.trainer.run.job import TrainJob
@@ -51,6 +51,8 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     try:
         with progress_bar(checkpoint.total_bytes, "B") as bar:
             check_restorable(checkpoint, job, model, bar.update)
+    except CheckpointUnreachable:
+        raise
     except CheckpointError as error:
         raise unusable(checkpoint.place, error) from error
     if not count:

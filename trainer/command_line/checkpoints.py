@@ -22,13 +22,15 @@ def add_to(commands: Any) -> None:
         "changed since. Whole, or not at all. A run that is being trained saves it behind its next step, as it was told to save its own.",
     )  # fmt: skip
     saved.add_argument(
-        "--to", metavar="DIR", help="folder for checkpoints (default: checkpoints in RUN, which goes with the run)"
+        "--to",
+        metavar="DIR|URL",
+        help="folder for checkpoints, or its URL in an object store (default: checkpoints in RUN, which goes with the run)",
     )
     _add_kind(saved)
     listed = add_plain(
         checkpoint, "list", _list, "what checkpoints there are", "Names the checkpoints in a folder, or of a run. Exits with 2 if one cannot be used."
     )  # fmt: skip
-    listed.add_argument("folder", metavar="DIR|RUN", help="a folder of checkpoints, or a run's")
+    listed.add_argument("folder", metavar="DIR|URL|RUN", help="a folder of checkpoints, or a run's")
     add_json(listed, "result")
     verified = add_plain(
         checkpoint, "verify", _verify, "whether a checkpoint is as it was saved",
@@ -39,13 +41,13 @@ def add_to(commands: Any) -> None:
         "Writes a checkpoint with all rows of an increment, and of those that it needs, which stay. Of an exact one it is what saving all rows would "
         "have written.",
     )  # fmt: skip
-    compacted.add_argument("--to", metavar="DIR", required=True, help="folder of checkpoints for it")
+    compacted.add_argument("--to", metavar="DIR|URL", required=True, help="folder of checkpoints for it")
     restored = add_plain(
         checkpoint, "restore", _restore, "make a run of a checkpoint, which rests",
         "Makes a run of a checkpoint, on any store, as if it had stopped cleanly there: `foreload evaluate`, `export` and the like know it, and "
         "`foreload train --resume` goes on with it. `foreload train --from` does both at once.",
     )  # fmt: skip
-    restored.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote")
+    restored.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote, or its URL")
     add_arguments(restored, TrainJob, RESTORED_SETTINGS)
     add_json(restored, "result")
     deleted = add_plain(
@@ -53,7 +55,7 @@ def add_to(commands: Any) -> None:
     )
     deleted.add_argument("--with-increments", action="store_true", help="delete those that need it, too")
     for one in (verified, compacted, deleted):
-        one.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote")
+        one.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote, or its URL")
         add_json(one, "result")
 
 

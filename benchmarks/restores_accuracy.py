@@ -296,7 +296,7 @@ def draw(trained: Mapping[Key, Trained], path: Path) -> None:
     axes.set_xlabel("restores")
     axes.set_ylabel("change of the log loss, %")
     axes.set_title("Log loss after restores, against none")
-    axes.legend()
+    axes.legend(loc="lower right", ncols=2)
     axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=90, metadata={"Software": None})
     plt.close(figure)

@@ -123,13 +123,13 @@ def test_what_no_kept_checkpoint_needs_may_go() -> None:
 
 
 def test_bits_follow_from_the_restores_to_expect() -> None:
-    assert [bits_for(restores) for restores in (0, 1, 2, 3, 4, 20, 21, 1000)] == [2, 2, 3, 3, 4, 4, 8, 8]
-    assert [bits_for(3, happened) for happened in (0, 3, 4)] == [3, 3, 8]
+    assert [bits_for(restores) for restores in (0, 1, 2, 3, 4, 20, 21, 1000)] == [3, 3, 4, 4, 8, 8, 8, 8]
+    assert [bits_for(3, happened) for happened in (0, 3, 4)] == [4, 4, 8]
     assert expected_restores(3600, 1) == 1
     assert expected_restores(10 * 86_400, 2) == 20
     assert expected_restores(10 * 86_400 + 1, 2) == 21
     # 100 of 1,000 steps in a day, so 10 days in all.
-    assert [bits_for_job(100, 86_400.0, 1000, rate, 0) for rate in (0.1, 0.3, 2.0, 2.1)] == [2, 3, 4, 8]
+    assert [bits_for_job(100, 86_400.0, 1000, rate, 0) for rate in (0.1, 0.3, 0.31)] == [3, 4, 8]
     assert bits_for_job(100, 86_400.0, 1000, 0.3, 4) == 8
-    assert [bits_for_job(100, 86_400.0, 1000, rate, 0, least=4) for rate in (0.1, 2.1)] == [4, 8]
-    assert bits_for_job(0, 0.0, 1000, 1.0, 0) == 2
+    assert [bits_for_job(100, 86_400.0, 1000, rate, 0, least=4) for rate in (0.1, 0.4)] == [4, 8]
+    assert bits_for_job(0, 0.0, 1000, 1.0, 0) == 3

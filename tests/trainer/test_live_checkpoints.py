@@ -126,7 +126,7 @@ def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(cas
     faults = [TrainerFault(trainer, "rows applied", 55, signal.SIGKILL) for trainer in (0, 1)]
     save = ("--checkpoint-every", EVERY, "--checkpoint", elsewhere)
     status, err = case.begin(run, "--store", "local:3", "--trainers", 2, *save, "--no-restart", faults=faults).end()
-    assert status not in (0, 2)
+    assert status, err  # 3, or 2 where the second one still saw that the first was lost
     newest = saved(elsewhere)[-1]
     goes_on = f"--resume goes on from checkpoint {newest.path}"
     assert goes_on in err

@@ -24,7 +24,7 @@ from foreload.trainer.checkpoints.format import Checkpoint, Contents
 from foreload.trainer.checkpoints.policies import BITS, KEPT, POLICIES, bases, kept, planned_to_keep_least, written
 from foreload.trainer.checkpoints.row_files import CheckpointRows, write_rows
 from foreload.trainer.run.directory import Run
-from resting import stopped_after
+from saved_runs import stopped_after
 from workload import BATCH, DIM, prepare_first_steps
 
 CHECKPOINTS = 8

@@ -29,7 +29,7 @@ from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_increment, of_run
 from foreload.trainer.checkpoints.restoring import restore_rows
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
-from resting import stopped_after
+from saved_runs import stopped_after
 from workload import BATCH, DIM, prepare_first_steps
 
 STEPS = (4800, 240)  # trained, in full and with --quick

@@ -1,4 +1,4 @@
-"""A run of the reference workload that rests again and again, for benchmarks of checkpoints."""
+"""A run of the reference workload that is stopped and saved again and again, for benchmarks of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOP_LAG = 2  # steps that a training goes on once it was asked to stop
 
 
 def stopped_after(schedule: Path, steps: Sequence[int], run: Path, **settings: Any) -> Iterator[SavedRun]:
-    """Train the small model, stopped after each of these steps and resumed from there; gives the run as it rests."""
+    """Train the small model, stopped after each of these steps and resumed from there; gives the run that was saved."""
     for number, step in enumerate(steps):
         observer = RunObserver()
         observer.faults = [TrainerFault(0, "rows applied", step - STOP_LAG, signal.SIGTERM)]

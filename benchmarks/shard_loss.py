@@ -30,7 +30,7 @@ from foreload.trainer.cluster.messages import ShardsTold, StepEnded, TrainerEven
 from foreload.trainer.commands.train import train  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel  # noqa: E402
 from foreload.trainer.run.dense_file import save_dense  # noqa: E402
-from foreload.trainer.run.directory import DENSE, STORES, Run  # noqa: E402
+from foreload.trainer.run.directory import STORES, Run  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from foreload.trainer.run.manifest import Status, new_manifest  # noqa: E402
 from foreload.trainer.run.timeline import StepTimes, Timeline  # noqa: E402
@@ -196,7 +196,7 @@ def stopped_run(work: Workload, second: Schedule, folder: Path, protected: bool)
     manifest = replace(new_manifest(before, work.first, (), SHARDS), run_id=RUN_ID)
     run = Run.create(folder, manifest, Placement.spread(SHARDS, *before.code(SHARDS)), overwrite=False)
     dense, last = DenseModel.build(before, work.first), work.first.header.end_step - 1
-    save_dense(run.path / DENSE, dense.module, dense.optimizer, last)
+    save_dense(run.dense(last), dense.module, dense.optimizer, last)
     (run.path / STORES).mkdir()
     work.copy_store("parity" if protected else "rows", run.path / STORES)
     run.write_status(Status("ended", last, {str(lane): FILLED for lane in range(work.first.header.lanes)}))

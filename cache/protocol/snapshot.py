@@ -116,7 +116,8 @@ class Snapshot:
         self._lanes = {lane: _Lane(states[lane], held, given) for lane, (held, given) in lanes.items()}
         self._left = deque(self._lanes.values())  # that the store is still to be asked for
         self._not_before = 0.0  # time.monotonic()
-        self.throttled = True  # no more than a quarter of the traffic's time goes into it
+        self.throttled = True  # no more than its share of the traffic's time goes into it
+        self.share = SHARE
         self._asked: tuple[PlannedFetch, float] | None = None  # what is under way, and since when
         self._begun = False
         self._wanted: Mapping[int, np.ndarray] | None = None  # as `want` has it, until the traffic's thread has seen it
@@ -262,7 +263,7 @@ class Snapshot:
             self._take(asked.writes.lane, asked.event, asked.expected, asked.places)
             now = time.monotonic()
             share = len(asked.places) / sum(len(fetch.places) for fetch in fetched)
-            self._not_before = now + (now - since) * share * (1 / SHARE - 1)
+            self._not_before = now + (now - since) * share * (1 / self.share - 1)
         return own
 
     def _take(self, lane: int, event: EventStaging, who: RowColumns, places: np.ndarray) -> None:

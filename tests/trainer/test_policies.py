@@ -123,7 +123,7 @@ def test_what_no_kept_checkpoint_needs_may_go() -> None:
 
 
 def test_bits_follow_from_the_restores_to_expect() -> None:
-    assert [bits_for(restores) for restores in (0, 1, 2, 3, 4, 20, 21, 1000)] == [3, 3, 4, 4, 8, 8, 8, 8]
+    assert [bits_for(restores) for restores in (0, 1, 2, 3, 4, 20, 21, 1000)] == [4, 4, 4, 4, 8, 8, 8, 8]
     assert [bits_for(3, happened) for happened in (0, 3, 4)] == [4, 4, 8]
     assert expected_restores(3600, 1) == 1
     assert expected_restores(10 * 86_400, 2) == 20

@@ -23,8 +23,7 @@ LEAST_BITS = BITS[-1]
 KEPT = 2
 """How many checkpoints are kept, those that they need besides."""
 
-_BITS_BY_RESTORES = ((1, 3), (3, 4))  # (restores at most, bits), as benchmarks/restores_accuracy.py found them to be enough
-_MANY_RESTORES_BITS = 8
+_FEW_RESTORES, _FEW_RESTORES_BITS, _MANY_RESTORES_BITS = 3, 4, 8  # as benchmarks/restores_accuracy.py found them to be enough
 
 FAILURES_A_DAY = 1.0
 """How often a job fails, where nothing is said."""
@@ -187,12 +186,10 @@ def expected_restores(seconds: float, failures_a_day: float) -> int:
 
 
 def bits_for(expected: int, happened: int = 0) -> int:
-    """How many bits the weights need where a job is restored as often as expected, for a log loss within 0.01 % of that without restores: 3 for one
-    restore, 4 for up to 3, else 8; and 8 where more restores have happened than were expected.
+    """How many bits the weights need where a job is restored as often as expected, for a log loss within 0.01 % of that without restores: 4 for up
+    to 3 restores, else 8; and 8 where more restores have happened than were expected.
     """
-    if happened > expected:
-        return _MANY_RESTORES_BITS
-    return next((bits for restores, bits in _BITS_BY_RESTORES if expected <= restores), _MANY_RESTORES_BITS)
+    return _FEW_RESTORES_BITS if happened <= expected <= _FEW_RESTORES else _MANY_RESTORES_BITS
 
 
 def bits_for_job(

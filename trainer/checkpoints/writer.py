@@ -16,7 +16,6 @@ from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.directory import DENSE as RUN_DENSE
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.model_rows import lane_rows
 from foreload.trainer.run.saved_run import SavedRun
@@ -54,7 +53,7 @@ def save(
                 f"checkpoint {base.place}: was deleted while an increment of it was to be saved; save that again"
             )
         saved.dense()  # raises where it is damaged, or of another step
-        dense = write_file(temporary, DENSE, (saved.run.path / RUN_DENSE).read_bytes())
+        dense = write_file(temporary, DENSE, saved.run.dense(step).read_bytes())
         ordinals = given_ordinals(saved.schedule, step)
         on_rows(0, int(ordinals.sum()))
         files = _write_all(temporary, saved, _new_rows(saved, ordinals, base, on_rows), bits, base)

@@ -21,7 +21,7 @@ from foreload.trainer.checkpoints.restoring import check_restorable, restore_den
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import DENSE, LOG, STORES, Run
+from foreload.trainer.run.directory import LOG, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
@@ -121,7 +121,7 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
             with Store(urls, job.store_silence) as store, progress_bar(checkpoint.row_count, "row") as bar:
                 log = FileLog(run.path / LOG)
                 rows = restore_rows(checkpoint, store, run.placement, manifest.namespace, log, ownership, bar.update)
-            restore_dense(checkpoint, run.path / DENSE)
+            restore_dense(checkpoint, run.dense(contents.step))
             if local is not None:
                 local.stop(save=True, lost=rows.lost)
             run.write_status(

@@ -16,7 +16,7 @@ from foreload.trainer.cluster.messages import LaunchSpec, RunFacts, TrainerEnd
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.dense_file import dense_bytes, load_dense, load_dense_bytes, save_dense, write_dense
-from foreload.trainer.run.directory import DENSE, LOG, PLACEMENT, Run
+from foreload.trainer.run.directory import LOG, PLACEMENT, Run
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.resume import check_same
 
@@ -31,9 +31,9 @@ def publish_dense(board: Board, run: Run, spec: LaunchSpec) -> None:
     if spec.hosts is None or not spec.resumes:
         return
     try:
-        data = (run.path / DENSE).read_bytes()
+        data = run.dense(spec.start_step).read_bytes()
     except OSError as error:
-        raise RunError(f"{run.path / DENSE}: cannot be read ({error}); restore the run's folder") from error
+        raise RunError(f"{run.dense(spec.start_step)}: cannot be read ({error}); restore the run's folder") from error
     board.publish_bytes(DenseAtStart.of(data, spec.start_step), data)
 
 
@@ -44,12 +44,13 @@ def save_over_hosts(board: Board, run: Run, spec: LaunchSpec, term: int, ended: 
     """
     if spec.hosts is None:
         return
+    told = list(ended)  # all of the same step
     if board.poll(DenseAtEnd, term) is not None:
         _, data = board.read_bytes(DenseAtEnd, term)
-        write_dense(run.path / DENSE, data)
+        write_dense(run.dense(told[0].step), data)
     if run.placement.r:
         log = FileLog(run.path / LOG)
-        for one in ended:
+        for one in told:
             for lane, number in one.last_batches.items():
                 if number:
                     log.hold(lane, LoggedBatch.empty(number, number, None))
@@ -79,7 +80,7 @@ class OwnFolder(RunFolder):
     """The folder is here."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._run = path, Run.open(path)
+        self._run = Run.open(path)
         self.identity, self.placement = self._run.manifest.identity, Placement.load(path / PLACEMENT)
 
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
@@ -89,11 +90,11 @@ class OwnFolder(RunFolder):
 
     def load_dense(self, dense: DenseModel, step: int) -> None:
         """See RunFolder."""
-        load_dense(self._path / DENSE, dense.module, dense.optimizer, step)
+        load_dense(self._run.dense(step), dense.module, dense.optimizer, step)
 
     def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
         """See RunFolder."""
-        save_dense(self._path / DENSE, dense.module, dense.optimizer, step, written)
+        save_dense(self._run.dense(step), dense.module, dense.optimizer, step, written)
 
 
 class FolderElsewhere(RunFolder):

@@ -37,6 +37,7 @@ from foreload.trainer.cluster.messages import (
     TakeCheckpoint,
     WriteCheckpoint,
 )
+from foreload.trainer.cluster.step_pace import StepPace
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.run.dense_file import dense_tensors, encode_dense
@@ -76,6 +77,7 @@ class TrainerCheckpoints:
         # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
         self._room: dict[int, Future[SlotCopy]] = {}
         self._room_stays = False
+        self._pace = StepPace()
         self._maker = ThreadPoolExecutor(1, "checkpoint memory")  # to be given memory takes long
 
     def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
@@ -117,8 +119,11 @@ class TrainerCheckpoints:
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Behind each training step, before anything of the next one leaves: make the copy, if the checkpoint is of this step."""
-        wanted = self._wanted
-        if wanted is None or self._taken is not None:
+        wanted, taken = self._wanted, self._taken
+        self._pace.step(time.monotonic(), beside=taken is not None)
+        if taken is not None:
+            taken.snapshot.share = self._pace.share
+        if wanted is None or taken is not None:
             return
         self._make_room(trainer)
         if self._at is None:
@@ -160,6 +165,7 @@ class TrainerCheckpoints:
             tensors = {name: value.clone() for name, value in dense_tensors(parts.module, parts.optimizer).items()}
             dense = partial(_dense_file, tensors, step)
         self._taken = _Taken(snapshot, parts, dense, began, room)
+        snapshot.share = self._pace.share
         segments = self._begun()
         seconds = time.monotonic() - began
         prefix = parts.schedule.prefix(segments)

@@ -1,7 +1,7 @@
 """The folder of a run: what was trained, how far it got, and the dense part of the model.
 
 lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
-are where it says), dense.safetensors, placement.json, metrics.jsonl, events.jsonl, summary.json, tensorboard/, stores/ (rows of local stores),
+are where it says), dense-STEP.safetensors, placement.json, metrics.jsonl, events.jsonl, summary.json, tensorboard/, stores/ (rows of local stores),
 write-back/ (with parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), checkpoints/ (of `foreload
 checkpoint save`), drill.png (of `foreload drill`), control.sock while it trains, token (by which other hosts join it, its
 owner's alone), scrub/ while that is scrubbed.
@@ -37,7 +37,7 @@ from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Status
 from foreload.trainer.run.storage import AnyFolder, place
 
-MANIFEST, STATUS, PLACEMENT, DENSE = "manifest.json", "status.json", "placement.json", "dense.safetensors"
+MANIFEST, STATUS, PLACEMENT = "manifest.json", "status.json", "placement.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
 EVENTS, TOKEN = "events.jsonl", "token"
 LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
@@ -48,7 +48,6 @@ _FILES = (
     KEPT,
     MANIFEST,
     PLACEMENT,
-    DENSE,
     METRICS,
     EVENTS,
     SUMMARY,
@@ -62,6 +61,7 @@ _FILES = (
     LOCK,
 )
 
+_DENSE = re.compile(r"dense--?\d+\.safetensors")
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl, in which its last steps stand
 
 
@@ -103,7 +103,7 @@ def _cannot_write(path: Path | str, error: OSError) -> RunError:
 def _is_temporary(name: str) -> bool:
     """Whether a file is what `replacing` began to write for a run, and was killed in."""
     match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", name)
-    return match is not None and match[1] in _FILES
+    return match is not None and (match[1] in _FILES or _DENSE.fullmatch(match[1]) is not None)
 
 
 class Run:
@@ -145,7 +145,7 @@ class Run:
         stores = LocalStores.find(self.path / STORES)
         if stores is not None:
             stores.stop(save=False)
-        left = [item.name for item in self.path.iterdir() if _is_temporary(item.name)]
+        left = [item.name for item in self.path.iterdir() if _is_temporary(item.name) or _DENSE.fullmatch(item.name)]
         for name in (*_FILES, *left):
             target = self.path / name
             # Whoever comes next waits at the same file.
@@ -211,7 +211,16 @@ class Run:
         """Publish what the run is by now, then how far it is; waits for as long as the disk is full. What killed processes began to write goes."""
         persist(self.path / MANIFEST, lambda: self.write_manifest(manifest))
         persist(self.path / STATUS, lambda: self.write_status(status))
+        for other in self._dense_parts() - {self.dense(status.step)}:
+            other.unlink(missing_ok=True)
         remove_unfinished(self.path)
+
+    def dense(self, step: int) -> Path:
+        """Where the dense part after a step is, or is to be. That of the last clean stop stays until the status tells of another step."""
+        return self.path / f"dense-{step}.safetensors"
+
+    def _dense_parts(self) -> set[Path]:
+        return {path for path in self.path.iterdir() if _DENSE.fullmatch(path.name)}
 
     def saved_status(self) -> Status:
         """The status of the run's last clean stop. Raises RunError where it never began to train.
@@ -329,7 +338,7 @@ def check_free(path: Path, overwrite: bool) -> None:
     if not path.is_dir():
         raise RunError(f"--run: {path} is a file; choose a folder")
     held = {item.name for item in path.iterdir() if not _is_temporary(item.name)}
-    foreign = sorted(held - set(_FILES))
+    foreign = sorted(name for name in held - set(_FILES) if not _DENSE.fullmatch(name))
     if foreign and not held & {MANIFEST, LOCK}:
         raise RunError(f"--run: {path} holds other files, such as {foreign[0]}; choose a new folder")
     # Without a status it never began to train, and there is nothing to lose.

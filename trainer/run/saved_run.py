@@ -25,7 +25,7 @@ from foreload.trainer.models import load_model
 from foreload.trainer.run.assembly import Start, stored_rows_at
 from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
-from foreload.trainer.run.directory import DENSE, Run, locked, open_stores
+from foreload.trainer.run.directory import Run, locked, open_stores
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import schedule_of
@@ -88,7 +88,7 @@ class SavedRun:
 
     def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Parameters by name, and optimizer state by "<parameter>/<key>"."""
-        return read_dense(self.run.path / DENSE, self.status.step)
+        return read_dense(self.run.dense(self.status.step), self.status.step)
 
     def digest(self) -> str:
         """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits."""

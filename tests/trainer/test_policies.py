@@ -129,7 +129,7 @@ def test_bits_follow_from_the_restores_to_expect() -> None:
     assert expected_restores(10 * 86_400, 2) == 20
     assert expected_restores(10 * 86_400 + 1, 2) == 21
     # 100 of 1,000 steps in a day, so 10 days in all.
-    assert [bits_for_job(100, 86_400.0, 1000, rate, 0) for rate in (0.1, 0.3, 0.31)] == [3, 4, 8]
+    assert [bits_for_job(100, 86_400.0, 1000, rate, 0) for rate in (0.1, 0.3, 0.31)] == [4, 4, 8]
     assert bits_for_job(100, 86_400.0, 1000, 0.3, 4) == 8
-    assert [bits_for_job(100, 86_400.0, 1000, rate, 0, least=4) for rate in (0.1, 0.4)] == [4, 8]
-    assert bits_for_job(0, 0.0, 1000, 1.0, 0) == 3
+    assert [bits_for_job(100, 86_400.0, 1000, rate, 0, least=8) for rate in (0.1, 0.4)] == [8, 8]
+    assert bits_for_job(0, 0.0, 1000, 1.0, 0) == 4

@@ -37,7 +37,7 @@ def job(**changed: Any) -> TrainJob:
 
 def schedule(name: str = "first", parent: str | None = None, first: int = 0, lanes: int = 4, complete: bool = True) -> Any:
     """What a run asks of a schedule, of which there is no more than that: ten steps from `first` on."""
-    header = SimpleNamespace(lanes=lanes, first_step=first, end_step=first + 10, parent=parent)
+    header = SimpleNamespace(lanes=lanes, first_step=first, end_step=first + 10, parent=parent, program=f"program of {name}")
     return SimpleNamespace(
         path=Path(name), complete=complete, checksum=f"sum of {name}", identity=f"header of {name}", header=header
     )

@@ -284,8 +284,8 @@ def test_a_base_is_of_the_same_run_and_as_exact(case: Case, tmp_path: Path) -> N
     done(*save)
     assert told_of(two / steps[2])["base"] is None
     shutil.rmtree(two / steps[2])
-    # A short job: it is restored once at most, and three bits are enough.
-    assert "has weights of 2 bits, fewer than 3; give another one" in refused(*save, "--bits", "auto", "--base", steps[0])
+    # A short job: it is restored once at most, and four bits are enough.
+    assert "has weights of 2 bits, fewer than 4; give another one" in refused(*save, "--bits", "auto", "--base", steps[0])
     done(*save, "--bits", 2, "--base", steps[0])
     assert told_of(two / steps[2])["base"]["name"] == steps[0]
     assert Checkpoint.open(two / steps[2]).bits == 2

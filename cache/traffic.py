@@ -360,8 +360,9 @@ class Traffic:
 
     def _note(self, stats: RoundStats) -> None:
         """Count an exchange of a round in, and tell whoever waits for what it brought."""
-        stats.fetched = self.snapshots.receive(stats.fetched)
         with self._monitor:
+            # A snapshot that begins either is there already, and these rows pass through it, or finds them staged.
+            stats.fetched = self.snapshots.receive(stats.fetched)
             for fetch in stats.fetched:
                 fetch.event.ready[fetch.places] = True
             for state in stats.begun:

@@ -341,6 +341,6 @@ class Snapshots:
         return [] if current is None else current.fetches()
 
     def receive(self, fetched: Sequence[PlannedFetch]) -> Sequence[PlannedFetch]:
-        """As `Snapshot.receive`."""
+        """As `Snapshot.receive`. With the monitor held until what was brought is noted as there, so that none begins in between."""
         current = self._under_way()
         return fetched if current is None else current.receive(fetched)

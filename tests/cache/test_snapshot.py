@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from foreload.cache.errors import SnapshotAbandoned
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol import snapshot as snapshots
 from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.lanes import LanePlan, PlannedFetch
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
@@ -246,6 +246,43 @@ def test_what_is_written_before_it_is_read_is_taken_as_it_was(
             readers[0].join(30)
 
     train(servers, tmp_path / "log", r, programs, behind)
+    check(readers[0], programs, values[0], at)
+
+
+@pytest.mark.parametrize("at", [5, 11])
+def test_what_a_round_has_brought_as_a_snapshot_begins_is_staged_or_passes_through_it(
+    servers: LocalStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[int, LaneProgram], at: int
+) -> None:
+    gate = Gate(monkeypatch, 2)
+    readers: list[Reader] = []
+    values: list[dict[int, dict[Row, np.ndarray]]] = []
+    wanted, brought, begun = threading.Event(), threading.Event(), threading.Event()
+    receive = snapshots.Snapshots.receive
+
+    def received(self: snapshots.Snapshots, fetched: list[PlannedFetch]) -> Sequence[PlannedFetch]:
+        own = receive(self, fetched)
+        if wanted.is_set() and not brought.is_set() and len(own):
+            brought.set()
+            begun.wait(0.5)  # it cannot begin right now
+        return own
+
+    monkeypatch.setattr(snapshots.Snapshots, "receive", received)
+
+    def behind(training: Training, step: int) -> None:
+        if step == at - 1:
+            wanted.set()
+        if step == at:
+            assert brought.wait(10)
+            values.append(training.values())
+            readers.append(Reader(training.begin(step)))
+            begun.set()
+            readers[0].wants(None)
+        elif step == STEPS:
+            readers[0].snapshot.throttled = False
+            gate.open(training.traffic, 1 << 30)
+            readers[0].join(30)
+
+    train(servers, tmp_path / "log", 0, programs, behind)
     check(readers[0], programs, values[0], at)
 
 

@@ -216,6 +216,12 @@ class Gate:
         self.chunks += chunks
         traffic._monitor.wake()
 
+    def finish(self, traffic: Traffic, reader: Reader) -> None:
+        """Let all through, at once, and wait until it is read."""
+        reader.snapshot.throttled = False
+        self.open(traffic, 1 << 30)
+        reader.join(30)
+
 
 @pytest.mark.parametrize("r", [0, 1], ids=["off", "2+1"])
 @pytest.mark.parametrize("at", [0, 5, 11, 17])
@@ -241,9 +247,7 @@ def test_what_is_written_before_it_is_read_is_taken_as_it_was(
         elif readers and step < STEPS:
             gate.open(training.traffic, pace)
         elif step == STEPS:
-            readers[0].snapshot.throttled = False
-            gate.open(training.traffic, 1 << 30)
-            readers[0].join(30)
+            gate.finish(training.traffic, readers[0])
 
     train(servers, tmp_path / "log", r, programs, behind)
     check(readers[0], programs, values[0], at)
@@ -278,9 +282,7 @@ def test_what_a_round_has_brought_as_a_snapshot_begins_is_staged_or_passes_throu
             begun.set()
             readers[0].wants(None)
         elif step == STEPS:
-            readers[0].snapshot.throttled = False
-            gate.open(training.traffic, 1 << 30)
-            readers[0].join(30)
+            gate.finish(training.traffic, readers[0])
 
     train(servers, tmp_path / "log", 0, programs, behind)
     check(readers[0], programs, values[0], at)
@@ -363,9 +365,7 @@ def test_rows_of_a_lost_shard_are_decoded(
             elif readers and step < STEPS:
                 gate.open(training.traffic, 1)
             elif step == STEPS:
-                readers[0].snapshot.throttled = False
-                gate.open(training.traffic, 1 << 30)
-                readers[0].join(30)
+                gate.finish(training.traffic, readers[0])
 
         train(stores, tmp_path / "log", 1, programs, behind)
     check(readers[0], programs, values[0], at)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
     from foreload.cache.client.local import LocalStores
     from foreload.cache.client.store import Store
+
+# What runs leave of themselves for later ones goes into no user's folder.
+_DATA_HOME = tempfile.TemporaryDirectory(prefix="data-home-")
+os.environ["XDG_DATA_HOME"] = _DATA_HOME.name
 
 # Before any test imports torch; processes that tests start inherit it.
 numerics.set_environment()

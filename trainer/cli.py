@@ -12,7 +12,7 @@ from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
-from foreload.trainer.command_line import checkpoints, models, stores, training
+from foreload.trainer.command_line import checkpoints, models, resources, stores, training
 from foreload.trainer.command_line.shared import Command, Parser, check_json
 
 ABOUT = """\
@@ -87,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     models.add_to(commands)
     stores.add_to(commands)
     checkpoints.add_to(commands)
+    resources.add_to(commands)
     return top
 
 

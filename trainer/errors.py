@@ -70,6 +70,12 @@ class MessageError(TrainerError):
     code = "message"
 
 
+class HistoryError(TrainerError):
+    """A history of profiles that cannot be read or written, or is of a later version; to a run that leaves its profile it is a warning."""
+
+    code = "history"
+
+
 class PeerLost(TrainerError):
     """Another trainer of the job is gone, or was silent for longer than the timeout."""
 

@@ -101,6 +101,8 @@ class StepMetrics(_Result):
     ms_compute: float
     ms_exchange: float
     ms_waiting: float
+    ms_processor: float = 0.0
+    ms_thread: float = 0.0
     kind: str = "step"
 
 

@@ -76,6 +76,7 @@ class TrainSettings(TypedDict, total=False):
     failures_a_day: float
     keep_best: Literal["log_loss", "auc", "normalized_entropy"]
     keep: int
+    history: Path | Literal["off"]
     follow: bool
     resume: bool
     from_checkpoint: Path

@@ -42,3 +42,24 @@ def available_bytes() -> int:
             folder = Path("/sys/fs/cgroup")
             limits.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
     return max(min(limits, default=0), 0)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had at once, resident; 0 where nothing tells."""
+    # Not getrusage's: that begins with what the process had from which this one was made.
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return 0
+
+
+def total_bytes() -> int:
+    """Memory of this machine, or of the control group's limit where that is less; 0 where nothing tells."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemTotal:")))
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return min(limits, default=0)

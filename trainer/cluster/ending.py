@@ -20,6 +20,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.host_messages import HOST_GONE
 from foreload.trainer.cluster.messages import Departed, Failed, LostRows, TrainerEnd
+from foreload.trainer.compute.reports import ProcessUse
 from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.event_log import CallEnded, EventLog
@@ -35,12 +36,15 @@ SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a call of `foreload train` ended: its summary, the last step, and the signal or request that stopped it early, if any."""
+    """How a call of `foreload train` ended: its summary, the last step, the signal or request that stopped it early, if any, and what each trainer
+    used.
+    """
 
     summary: dict[str, Any]
     step: int
     stopped: bool
     signal_number: int | None
+    uses: tuple[ProcessUse, ...] = ()
 
 
 def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Status:

@@ -36,6 +36,7 @@ from foreload.trainer.cluster.ending import Ending
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
+from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore, restore_broken_off
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.trainer_group import TrainerGroup
@@ -171,6 +172,7 @@ class Launcher:
         """Train; see `train`."""
         schedule, model = self._look_at_job()
         self._layouts = model.layouts
+        self._profiling = Profiling(self._job, schedule, model)
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
         if self._job.resume:
@@ -303,6 +305,7 @@ class Launcher:
                 events.step, events.term = start.step, start.term
                 events.note(CallBegan(trainers=self._job.trainers, copies=self._job.copies_held, resumed=self._job.resume))
                 keep_schedule(run, schedule)
+                self._profiling.begin(run, start, urls)
                 check = self._spare_check(manifest)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
                 with Hosts.of(self._job, run.path) as hosts:
@@ -323,6 +326,7 @@ class Launcher:
                         hosts,
                     )
                     ending = group.train(self._rendezvous, self._spawned)
+                    self._profiling.leave(ending, group.status, shards.urls)
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:

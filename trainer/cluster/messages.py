@@ -13,7 +13,7 @@ from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Lag, Scrubbed
 from foreload.trainer.checkpoints.part import PartFiles
 from foreload.trainer.cluster.faults import Fault, TrainerFault
-from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.reports import EvaluationReport, ProcessUse, StepReport
 from foreload.trainer.run.manifest import Stage
 from foreload.trainer.run.report import Totals
 
@@ -57,6 +57,7 @@ class TrainerEnd:
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
     last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
     shards that are not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
+    use: what its process used.
     """
 
     step: int
@@ -69,6 +70,7 @@ class TrainerEnd:
     segments: int
     prefix: str
     totals: Totals
+    use: ProcessUse = ProcessUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,11 @@ class LeaveWanted:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """What a trainer did that has left in order, at (trainer). totals: of its steps in this call; traffic: as in TrainerEnd."""
+    """What a trainer did that has left in order, at (trainer). totals: of its steps in this call; traffic, use: as in TrainerEnd."""
 
     totals: Totals
     traffic: dict[str, int | float]
+    use: ProcessUse = ProcessUse()
 
 
 @dataclass(frozen=True, slots=True)

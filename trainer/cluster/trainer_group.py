@@ -377,7 +377,7 @@ class TrainerGroup:
             **self.manifest.caveats,
         )
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
-        return Ending(summary, first.step, first.stopped, stopped_by)
+        return Ending(summary, first.step, first.stopped, stopped_by, (*(one.use for one in ended), *(one.use for one in left)))
 
     def _see_to_stores(self, board: Board) -> None:
         """Start dead local servers again, and tell all trainers of servers that take the place of others."""

@@ -47,7 +47,7 @@ from foreload.trainer.compute.commits import Standing
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
-from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.reports import EvaluationReport, ProcessUse, StepReport
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
@@ -197,7 +197,7 @@ class TrainerProcess:
                 self._next_term(before, why)
                 self._points.come_to("rolled back")
                 if not terms.is_member:
-                    terms.depart(Departed(self._totals, self._counters(hosted)))
+                    terms.depart(Departed(self._totals, self._counters(hosted), ProcessUse.now()))
                     return
 
     def _serve(self, hosted: HostedLanes, parts: TrainerParts, stack: contextlib.ExitStack) -> None:
@@ -290,8 +290,8 @@ class TrainerProcess:
         if session.leads:
             self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
         end = TrainerEnd(
-            step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(),
-            traffic=self._counters(lanes), lost=tuple(lost), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals,
+            step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(), lost=tuple(lost),
+            traffic=self._counters(lanes), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals, use=ProcessUse.now(),
         )  # fmt: skip
         self._board.publish(end, term.number, self._trainer)
         self._events.send(Ended())

@@ -179,6 +179,7 @@ class TrainingStep:
     def report(self) -> StepReport:
         """What this trainer tells of the step, which has been applied."""
         event, clock = self.event, self._clock
+        processor, thread = clock.processor_seconds
         own: list[LaneEvent] = [self._plan.events[lane] for lane in self._session.hosted]
         return StepReport(
             step=event.step,
@@ -194,4 +195,6 @@ class TrainingStep:
             seconds_exchange=clock.exchange,
             seconds_waiting=clock.waiting,
             bytes_sent=self._session.bytes_sent - self._bytes_before,
+            seconds_processor=processor,
+            seconds_thread=thread,
         )

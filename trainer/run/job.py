@@ -183,6 +183,10 @@ class TrainJob:
     keep: int = setting(
         2, integer(1), "how many of these checkpoints stay, the newest, and what they need", _CALL, metavar="N", stated=False
     )
+    history: str = setting(
+        "", text, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
+        metavar="FILE|off", stated=False,
+    )  # fmt: skip
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
     resume: bool = setting(
         False,

@@ -77,7 +77,8 @@ class Totals:
 def merged(reports: Sequence[StepReport]) -> dict[str, Any]:
     """One step's line of metrics.jsonl from the reports of all trainers about it.
 
-    Rows and bytes are added up; times are those of the trainer that took longest, waiting the longest any took.
+    Rows, bytes and processor time are added up; times are those of the trainer that took longest, waiting, and processor time of the step's own
+    thread, the longest any took.
     """
     first = reports[0]
     slowest = max(reports, key=lambda report: report.seconds)
@@ -90,6 +91,8 @@ def merged(reports: Sequence[StepReport]) -> dict[str, Any]:
         "ms_compute": 1000 * slowest.seconds_compute,
         "ms_exchange": 1000 * slowest.seconds_exchange,
         "ms_waiting": 1000 * waiting,
+        "ms_processor": 1000 * sum(report.seconds_processor for report in reports),
+        "ms_thread": 1000 * max(report.seconds_thread for report in reports),
     }
 
 

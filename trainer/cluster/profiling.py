@@ -1,0 +1,111 @@
+"""The profile that a call of `foreload train` leaves in the history at its end; nothing of it is done while steps are trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foreload.cache.client.store import Store
+from foreload.cache.errors import StoreError
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.ending import Ending
+from foreload.trainer.compute.reports import ProcessUse
+from foreload.trainer.errors import HistoryError
+from foreload.trainer.resources import history
+from foreload.trainer.resources.job_shape import machine, settings_of_job
+from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.run.directory import METRICS, Run
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Status
+
+
+class Profiling:
+    """What a call will leave: `begin` notes how things stand before its first step, `leave` writes the profile; neither fails."""
+
+    def __init__(self, job: TrainJob, schedule: Schedule, model: DenseModel) -> None:
+        self._path = history.history_path(job.history)
+        self._job = job
+        self._settings = settings_of_job(job, schedule, model) if self._path is not None else {}
+
+    def begin(self, run: Run, start: Status, urls: Sequence[str]) -> None:
+        """Training is about to begin. start: how far the run is; urls: of its store shards, with passwords."""
+        if self._path is None:
+            return
+        self._metrics, self._term = run.path / METRICS, start.term
+        self._told_bytes = os.path.getsize(self._metrics) if self._metrics.exists() else 0
+        self._servers = self._used_by(urls)
+
+    def leave(self, ending: Ending, status: Status, urls: Sequence[str]) -> None:
+        """The call has come to rest: append its profile to the history. Where that cannot be, it says so in a line."""
+        if self._path is None:
+            return
+        lines = _steps_told(self._metrics, self._told_bytes)
+        if not lines:
+            return
+        steps, stride = history.of_steps(lines)
+        before = self._servers
+        servers = [
+            {
+                **used,
+                "processor_seconds": max(used["processor_seconds"] - before.get(shard, {}).get("processor_seconds", 0.0), 0.0),
+            }
+            for shard, used in self._used_by(urls).items()
+        ]
+        processes = [_of_process("trainer", use) for use in ending.uses]
+        processes += [_of_process("launcher", ProcessUse.now()), *servers]
+        # In further terms lanes moved on the way, so its steps are not all alike.
+        settings = {**self._settings, "state": status.state, "steps": len(lines), "terms": status.term - self._term + 1}
+        try:
+            history.add(self._path, history.Profile(settings, machine(), processes, steps, stride))
+        except HistoryError as error:
+            sys.stderr.write(f"foreload: warning: {error}; this run leaves no profile\n")
+
+    def _used_by(self, urls: Sequence[str]) -> dict[int, dict[str, Any]]:
+        """What each shard's server says that it used; those that do not say are missing."""
+        told: dict[int, dict[str, Any]] = {}
+        try:
+            with Store.connect(urls, self._job.store_silence, self._job.code(len(urls)).r) as store:
+                for shard in range(store.shards):
+                    try:
+                        told[shard] = _of_server(shard, store.info(shard))
+                    except (StoreError, KeyError, ValueError):
+                        continue
+        except StoreError:
+            pass
+        return told
+
+
+def _of_process(kind: str, use: ProcessUse) -> dict[str, Any]:
+    return {"kind": kind, "peak_bytes": use.peak_bytes, "processor_seconds": use.processor_seconds}
+
+
+def _of_server(shard: int, info: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "kind": "store",
+        "shard": shard,
+        "peak_bytes": int(info["used_memory_peak"]),
+        "used_bytes": int(info["used_memory"]),
+        "processor_seconds": float(info["used_cpu_user"]) + float(info["used_cpu_sys"]),
+    }
+
+
+def _steps_told(metrics: Path, start_bytes: int) -> list[list[float]]:
+    """COLUMNS of the steps that metrics.jsonl tells of from a place on; lines that are not whole are left out."""
+    lines: list[list[float]] = []
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(start_bytes)
+            for line in file:
+                try:
+                    told = json.loads(line)
+                    if told["kind"] == "step":
+                        lines.append([float(told[name]) for name in history.COLUMNS])
+                except (ValueError, KeyError, TypeError):
+                    continue
+    except OSError:
+        return []
+    return lines

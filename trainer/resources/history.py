@@ -1,0 +1,163 @@
+"""The history: a SQLite file in which every run leaves its profile at its end, for whoever predicts what another one will take.
+
+Numbers and settings only: no paths, no ids, no URLs. Many runs may write at once: each adds its profile in one short transaction.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreload.trainer.errors import HistoryError
+
+OFF = "off"
+MOST_RUNS = 500  # that a history keeps, the newest
+MOST_POINTS = 2048  # of a run: longer ones keep means over as many steps each as that takes
+COLUMNS = (
+    *("samples", "rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent"),
+    *("ms", "ms_compute", "ms_exchange", "ms_waiting", "ms_processor", "ms_thread"),
+)
+"""What is kept of a step, as metrics.jsonl has it."""
+
+_VERSION = 1  # of the file, as its user_version
+_BUSY_SECONDS = 5.0  # that a writer waits for others
+_TABLE = """CREATE TABLE IF NOT EXISTS profiles (
+    number INTEGER PRIMARY KEY, ended REAL NOT NULL, settings TEXT NOT NULL, machine TEXT NOT NULL, processes TEXT NOT NULL, steps BLOB NOT NULL)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a run, or rather one call of it, took.
+
+    settings: of model, schedule, trainers and store, numbers or words. machine: cpu, cores, memory_bytes. processes: of each {"kind": "trainer",
+    "launcher" or "store", "peak_bytes", "processor_seconds"}. steps: COLUMNS -> float64 [points], means over `stride` consecutive steps.
+    ended: seconds since 1970.
+    """
+
+    settings: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    processes: Sequence[Mapping[str, Any]]
+    steps: Mapping[str, np.ndarray]
+    stride: int = 1
+    ended: float = field(default_factory=time.time)
+
+    @property
+    def points(self) -> int:
+        """How many entries each column has."""
+        return len(self.steps["ms"])
+
+    def mean(self, column: str) -> float:
+        """Of all steps; nan without any."""
+        return float(self.steps[column].mean()) if self.points else float("nan")
+
+    def processor_seconds(self, kind: str) -> float:
+        """Of all processes of a kind, from their start to the end."""
+        return float(sum(one["processor_seconds"] for one in self.processes if one["kind"] == kind))
+
+    def peak_bytes(self, kind: str) -> int:
+        """The most that a process of a kind had; 0 without any."""
+        return int(max((one["peak_bytes"] for one in self.processes if one["kind"] == kind), default=0))
+
+
+def default_path() -> Path:
+    """Where the history is where nothing is said: in the user's data folder."""
+    base = os.environ.get("XDG_DATA_HOME") or ""
+    # The specification of these folders has relative ones ignored.
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"
+    return folder / "foreload" / "history.sqlite"
+
+
+def history_path(given: str | None) -> Path | None:
+    """The file that --history names; None where there is to be none, or nothing is said and the user has no folder."""
+    if given == OFF:
+        return None
+    try:
+        return Path(given) if given else default_path()
+    except RuntimeError:  # no home
+        return None
+
+
+def of_steps(lines: Sequence[Sequence[float]]) -> tuple[dict[str, np.ndarray], int]:
+    """Steps and stride of a profile. lines: of each step, COLUMNS."""
+    values = np.array(lines, np.float64).reshape(len(lines), len(COLUMNS))
+    stride = max(-(-len(values) // MOST_POINTS), 1)
+    # The last entry, which may be of fewer steps, is left out where there are others.
+    whole = len(values) - len(values) % stride if len(values) >= stride else len(values)
+    means = values[:whole].reshape(-1, stride, len(COLUMNS)).mean(axis=1)
+    return {name: means[:, place] for place, name in enumerate(COLUMNS)}, stride
+
+
+def add(path: Path, profile: Profile) -> None:
+    """Append a profile, and drop the oldest beyond MOST_RUNS. Raises HistoryError."""
+    packed = io.BytesIO()
+    np.savez_compressed(
+        packed, allow_pickle=False, stride=np.int64(profile.stride), **{k: v.astype(np.float32) for k, v in profile.steps.items()}
+    )
+    told = [
+        json.dumps(value) for value in (dict(profile.settings), dict(profile.machine), [dict(one) for one in profile.processes])
+    ]
+    with _opened(path, write=True) as database, database:
+        database.execute("BEGIN IMMEDIATE")
+        database.execute(_TABLE)
+        database.execute(f"PRAGMA user_version = {_VERSION}")
+        database.execute(
+            "INSERT INTO profiles (ended, settings, machine, processes, steps) VALUES (?, ?, ?, ?, ?)",
+            (profile.ended, *told, packed.getvalue()),
+        )
+        database.execute(
+            "DELETE FROM profiles WHERE number NOT IN (SELECT number FROM profiles ORDER BY number DESC LIMIT ?)", (MOST_RUNS,)
+        )
+
+
+def read(path: Path) -> list[Profile]:
+    """All profiles, the oldest first; none where there is no file. Raises HistoryError."""
+    if not path.exists():
+        return []
+    with _opened(path, write=False) as database:
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'profiles'").fetchone():
+            return []
+        rows = database.execute("SELECT ended, settings, machine, processes, steps FROM profiles ORDER BY number").fetchall()
+    try:
+        return [_profile(*row) for row in rows]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise _unusable(path, error) from error
+
+
+def _profile(ended: float, settings: str, machine: str, processes: str, packed: bytes) -> Profile:
+    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+        steps = {name: arrays[name].astype(np.float64) for name in COLUMNS}
+        return Profile(json.loads(settings), json.loads(machine), json.loads(processes), steps, int(arrays["stride"]), ended)
+
+
+@contextmanager
+def _opened(path: Path, write: bool) -> Iterator[sqlite3.Connection]:
+    """The file, made with its folder where it is to be written. Raises HistoryError for whatever goes wrong while it is open."""
+    try:
+        if write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        target = path.absolute().as_uri() + ("" if write else "?mode=ro")
+        with closing(sqlite3.connect(target, timeout=_BUSY_SECONDS, uri=True, isolation_level=None)) as database:
+            version = database.execute("PRAGMA user_version").fetchone()[0]
+            if version > _VERSION:
+                raise HistoryError(
+                    f"history {path}: its version must be at most {_VERSION}; got {version}; use the program that wrote it, or another --history"
+                )
+            yield database
+    except (sqlite3.Error, OSError) as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: Exception) -> HistoryError:
+    return HistoryError(
+        f"history {path}: must be a file that can be read and written; got: {error}; move it away, or give another --history, or off"
+    )

@@ -1,0 +1,92 @@
+"""What of a job, its schedule and its machine says how long a step takes, as a profile keeps it: numbers and words, no paths, ids or URLs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foreload.pipelines.base.memory import total_bytes
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.models import MODELS
+from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.run.job import TrainJob
+
+OWN_MODEL = "own"
+ALIKE = (
+    *(
+        "model",
+        "model_options",
+        "dim",
+        "dense_parameters",
+        "columns",
+        "row_optimizer",
+        "dense_optimizer",
+        "device",
+        "cpu_capability",
+    ),
+    *("features", "dense_columns"),
+)
+"""Settings in which jobs must agree for one to tell how long a sample of the other takes."""
+
+
+def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dict[str, Any]:
+    """What a profile says of a job. columns: floats of the widest row, optimizer state included; shards, k, r: of the store; slots: of a lane."""
+    header, shards = schedule.header, job.store.count
+    k, r = job.code(shards)
+    built_in = job.model in MODELS
+    return {
+        "model": job.model if built_in else OWN_MODEL,
+        "model_options": {name: str(value) for name, value in sorted(job.model_options.items())} if built_in else {},
+        "dim": job.dim,
+        "dense_parameters": sum(parameter.numel() for parameter in model.module.parameters()),
+        "columns": max(row.width for row in model.layouts) + max(row.state_width for row in model.layouts),
+        "weights": max(row.width for row in model.layouts),
+        "row_optimizer": job.row_optimizer,
+        "dense_optimizer": job.dense_optimizer,
+        "device": job.device,
+        "cpu_capability": job.cpu_capability,
+        "features": len(header.features.features),
+        "dense_columns": len(header.features.dense),
+        "batch_size": header.batch_size,
+        "lanes": header.lanes,
+        "slots": max(schedule.slots),
+        "trainers": job.trainers,
+        "trainers_here": job.trainers_here,
+        "threads": job.threads,
+        "copies": job.copies_held,
+        "shards": shards,
+        "k": k,
+        "r": r,
+        "local_store": job.store.local is not None,
+        "saves_checkpoints": job.saves_checkpoints,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """This machine: cpu, its model; cores that this process may use; memory_bytes."""
+    return {"cpu": _cpu(), "cores": cores(), "memory_bytes": total_bytes()}
+
+
+def cores() -> int:
+    """Cores that this process may use, by its affinity and the control group's limit, at least 1."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(-(-int(quota) // int(period)), 1))
+    return max(count, 1)
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.machine()
+
+
+def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two profiles' settings agree in what ALIKE names."""
+    return all(one.get(name) == other.get(name) for name in ALIKE)

@@ -46,6 +46,8 @@ MINUTES = {
     "checkpoint_bytes": (10.0, 2.5),
     "checkpoint_stall": (12.0, 2.5),
     "checkpoint_restore": (15.0, 2.5),
+    "step_model": (15.0, 3.0),
+    "profiling": (4.0, 1.0),
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
 

@@ -88,6 +88,10 @@ class MappedLists:
         offsets, values = self._columns[name]
         return values[offsets[row] : offsets[row + 1]]
 
+    def whole(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """All rows of a list column: their offsets, one more than rows, and the values between them; views."""
+        return self._columns[name]
+
     def has(self, name: str) -> bool:
         """Whether the file has this column."""
         return name in self._columns
@@ -318,6 +322,12 @@ class Schedule:
             ends=moves.column("ends", row),
             arrivals=self.arrivals(event, lane),
         )
+
+    def columns(self, segment: int, lane: int) -> tuple[MappedLists, MappedLists]:
+        """A lane's samples and moves in a segment, which is there, as columns over all of its events. Raises ScheduleError."""
+        if self.segment(segment) is None:
+            raise IndexError(segment)
+        return self._open(segment, lane)
 
     def arrivals(self, event: Event, lane: int) -> Arrivals:
         """The rows that arrive in a lane before an event."""

@@ -1,0 +1,316 @@
+"""A model of step time: processor time and waits, each a sum of terms none of which is negative, fitted to what runs took.
+
+A step's wall time is the processor time of the thread that runs it, of the trainer that takes most, and what that thread waits: for other trainers,
+for messages, and for a core where there are fewer than what wants to run. What it waits for a core follows from the processor time of all
+(trainers' threads, traffic with the store, servers). So there are three fits: `thread`, `background` and `waits`. What the schedule states of the
+steps enters as it is; nobody who decides is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from foreload.trainer.resources.features import StepCounts
+from foreload.trainer.resources.history import Profile
+from foreload.trainer.resources.least_squares import non_negative_fit
+
+CONFIDENCE = 0.9  # that what is measured lies within an interval
+WINDOWS = 4  # into which a run's steps are cut, at most
+_WINDOW_STEPS = 8  # of a window, at least
+_FEW = 6  # configurations: with fewer, leaving one out says little
+_UNKNOWN = 0.3  # relative half-width of an interval then, at least
+_MEGA = 1e6
+_SHARED = 1e-4  # see non_negative_fit
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is chosen: trainers, threads of each, copies of a lane (its own included), store shards, k and r; and what is given: lanes, dense
+    parameters, cores.
+
+    local: whether the store's servers share these cores.
+    """
+
+    trainers: int
+    threads: int
+    copies: int
+    shards: int
+    k: int
+    r: int
+    lanes: int
+    dense: int
+    cores: int
+    local: bool = True
+
+    @property
+    def share(self) -> float:
+        """Of a step's work, that of the trainer with most lanes."""
+        return -(-self.lanes // self.trainers) / self.lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What steps do, float64 [n], means a step: samples, rows used, arrived, fetched and written back, bytes that trainers send, all together."""
+
+    samples: np.ndarray
+    used: np.ndarray
+    arrived: np.ndarray
+    fetched: np.ndarray
+    ended: np.ndarray
+    sent: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What steps of a run took, in any unit of time, float64 [n] as its load: all of it, of it `thread` by the step's thread; background: processor
+    time of everything else, servers included.
+    """
+
+    setup: Setup
+    load: Load
+    total: np.ndarray
+    thread: np.ndarray
+    background: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of steps, float64 [n]: their time, with bounds between which CONFIDENCE of what is measured lies; thread, background as in Observation."""
+
+    total: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    thread: np.ndarray
+    background: np.ndarray
+
+
+Terms = Mapping[str, np.ndarray]
+
+
+def _thread_terms(setup: Setup, load: Load, counts: bool) -> Terms:
+    share, one = setup.share, np.ones(len(load))
+    samples, dense = load.samples * share / setup.threads, setup.dense / _MEGA
+    terms = {
+        "fixed": one,
+        "samples": samples,
+        "dense": samples * dense,
+        "update": one * dense,
+        "peers": one * (setup.trainers - 1),
+    }
+    if not counts:
+        return terms
+    moved = (load.arrived + load.ended) * share
+    return terms | {
+        "rows": load.used * share,
+        "moved": moved,
+        "base": moved * (setup.r > 0),
+        "sent": load.sent / setup.trainers / _MEGA,
+        "copies": load.used * share * (setup.copies - 1),
+    }
+
+
+def _background_terms(setup: Setup, load: Load, counts: bool) -> Terms:
+    one, protected = np.ones(len(load)), setup.r / max(setup.k, 1)
+    terms = {
+        "trainers": one * setup.trainers,
+        "shards": one * setup.shards,
+        "samples": load.samples,
+        "peers": one * (setup.trainers - 1),
+    }
+    if not counts:
+        return terms | {"parity": load.samples * protected}
+    return terms | {
+        "new": load.arrived - load.fetched,
+        "fetched": load.fetched,
+        "written": load.ended,
+        "parity": load.ended * protected,
+        "sent": load.sent / _MEGA,
+        "connections": one * setup.trainers * setup.shards,
+    }
+
+
+def _wait_terms(setup: Setup, load: Load, counts: bool, thread: np.ndarray, background: np.ndarray) -> Terms:
+    one, several = np.ones(len(load)), float(setup.trainers > 1)
+    wanted = setup.trainers * setup.threads * thread + background * (1.0 if setup.local else 0.5)
+    terms = {
+        "fixed": one,
+        # All the work on all the cores takes longer than the step's thread does by itself.
+        "cores": np.maximum(wanted / setup.cores - thread, 0.0),
+        "background": background / setup.cores,
+        "several": one * several,
+        "unequal": thread * several,
+        "peers": one * (setup.trainers - 1),
+        "crowded": thread * max(setup.trainers / setup.cores - 1, 0.0),
+        "copies": one * (setup.copies - 1),
+    }
+    if counts:
+        terms |= {"sent": load.sent / setup.trainers / _MEGA, "store": load.fetched + load.ended}
+    return terms
+
+
+@dataclass
+class StepModel:
+    """A fitted model. observations: what it was fitted to, one a run; counts: whether the schedule's counts are used.
+
+    coefficients: of each of the three fits, by the names of the terms. tail: what steps take on average, over their median.
+    """
+
+    observations: Sequence[Observation]
+    counts: bool = True
+    tail: float = 1.0
+    coefficients: dict[str, dict[str, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coefficients = _fit(self.observations, self.counts)
+
+    def predict(self, setup: Setup, load: Load) -> Prediction:
+        """What steps with this load would take."""
+        total, thread, background = _predict(self.coefficients, setup, load, self.counts)
+        margin = self.margin
+        return Prediction(total, total / (1 + margin), total * (1 + margin), thread, background)
+
+    @cached_property
+    def margin(self) -> float:
+        """Relative half-width of the intervals: of each configuration, what the model fitted to all others is off by; the CONFIDENCE quantile."""
+        groups = self.groups()
+        off: list[float] = []
+        if len(groups) >= _FEW:
+            for group in groups:
+                rest = [one for one in self.observations if one.setup != group]
+                fitted = _fit(rest, self.counts)
+                off += [_off(fitted, one, self.counts) for one in self.observations if one.setup == group]
+            # As in conformal prediction: with few of them, the quantile is further out.
+            level = min(CONFIDENCE * (1 + 1 / len(off)), 1.0)
+            return float(np.quantile(off, level))
+        off = [_off(self.coefficients, one, self.counts) for one in self.observations]
+        return max(2 * float(np.quantile(off, CONFIDENCE)), _UNKNOWN) if off else 1.0
+
+    def groups(self) -> list[Setup]:
+        """The different setups that it was fitted to."""
+        return list(dict.fromkeys(one.setup for one in self.observations))
+
+    @classmethod
+    def of_profiles(cls, profiles: Iterable[Profile], counts: bool = True) -> StepModel:
+        """A model of profiles, all of a like job and machine. Those too short to tell are left out."""
+        tails, observations = [], []
+        for profile in profiles:
+            observed = observation_of(profile)
+            if observed is not None:
+                observations.append(observed)
+                late = profile.steps["ms"][_warm_up(profile.points) :]
+                tails.append(float(np.mean(np.minimum(late, 10 * np.median(late))) / np.median(late)))
+        return cls(observations, counts, float(np.median(tails)) if tails else 1.0)
+
+
+def _fit(observations: Sequence[Observation], counts: bool) -> dict[str, dict[str, float]]:
+    def fitted(
+        target: Callable[[Observation], np.ndarray],
+        terms: Callable[[Observation], Terms],
+        scale: Callable[[Observation], np.ndarray],
+    ) -> dict[str, float]:
+        rows, values = [], []
+        for one in observations:
+            # Relative errors count, and each run as much as any other.
+            weight = 1 / (scale(one) * np.sqrt(len(one.load)))
+            rows.append(np.stack(list(terms(one).values()), axis=1) * weight[:, None])
+            values.append(target(one) * weight)
+        if not rows:
+            return {}
+        names = list(terms(observations[0]))
+        return dict(zip(names, non_negative_fit(np.concatenate(rows), np.concatenate(values), _SHARED).tolist(), strict=True))
+
+    return {
+        "thread": fitted(lambda one: one.thread, lambda one: _thread_terms(one.setup, one.load, counts), lambda one: one.total),
+        "background": fitted(
+            lambda one: one.background, lambda one: _background_terms(one.setup, one.load, counts), lambda one: one.total
+        ),
+        "waits": fitted(
+            lambda one: np.maximum(one.total - one.thread, 0.0),
+            lambda one: _wait_terms(one.setup, one.load, counts, one.thread, one.background),
+            lambda one: one.total,
+        ),
+    }
+
+
+def _predict(
+    coefficients: Mapping[str, Mapping[str, float]], setup: Setup, load: Load, counts: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Total, thread and background."""
+
+    def of(fit: str, terms: Terms) -> np.ndarray:
+        known = coefficients[fit]
+        result: np.ndarray = np.sum([known.get(name, 0.0) * values for name, values in terms.items()], axis=0)
+        return result
+
+    thread = of("thread", _thread_terms(setup, load, counts))
+    background = of("background", _background_terms(setup, load, counts))
+    return thread + of("waits", _wait_terms(setup, load, counts, thread, background)), thread, background
+
+
+def _off(coefficients: Mapping[str, Mapping[str, float]], one: Observation, counts: bool) -> float:
+    """How far a fit is off on average over an observation, relative."""
+    total = _predict(coefficients, one.setup, one.load, counts)[0].mean()
+    measured = one.total.mean()
+    return float(max(total, measured) / max(min(total, measured), 1e-12) - 1)
+
+
+def _warm_up(points: int) -> int:
+    """Steps at the beginning that tell of compiling, seeding and filling, not of a step."""
+    return min(max(5, points // 10), points // 2)
+
+
+def setup_of(settings: Mapping[str, object], cores: int) -> Setup:
+    """The setup of a profile."""
+    names = ("trainers", "threads", "copies", "shards", "k", "r", "lanes")
+    given = {name: int(str(settings[name])) for name in names}
+    return Setup(**given, dense=int(str(settings["dense_parameters"])), cores=cores, local=bool(settings["local_store"]))
+
+
+def observation_of(profile: Profile) -> Observation | None:
+    """What a profile tells of its steps, in milliseconds: medians over up to WINDOWS stretches of them; None where there are too few."""
+    first = _warm_up(profile.points)
+    windows = min((profile.points - first) // _WINDOW_STEPS, WINDOWS)
+    if windows < 1:
+        return None
+    setup = setup_of(profile.settings, int(profile.machine["cores"]))
+    parts = np.array_split(np.arange(first, profile.points), windows)
+
+    def means(name: str) -> np.ndarray:
+        return np.array([profile.steps[name][part].mean() for part in parts])
+
+    def medians(values: np.ndarray) -> np.ndarray:
+        return np.array([np.median(values[part]) for part in parts])
+
+    load = Load(
+        *(means(name) for name in ("samples", "rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent"))
+    )
+    steps = profile.steps
+    rest = medians(np.maximum(steps["ms_processor"] - setup.trainers * steps["ms_thread"], 0.0))
+    return Observation(setup, load, medians(steps["ms"]), medians(steps["ms_thread"]), rest + _store_ms(profile, load))
+
+
+def _store_ms(profile: Profile, load: Load) -> np.ndarray:
+    """Processor time of the servers, by the rows that each window moved; they tell only what they used in all."""
+    steps, stride = profile.steps, profile.stride
+    # Rows that sit in slots at the end are written once more, and not in a step.
+    moved = stride * float((steps["rows_fetched"] + steps["rows_arrived"]).sum())
+    per_row = 1000 * profile.processor_seconds("store") / max(moved, 1.0)
+    result: np.ndarray = per_row * (load.fetched + load.ended)
+    return result
+
+
+def loads_of(
+    counts: StepCounts, setup: Setup, weights: int, state: int, dense: int, windows: int = 64
+) -> tuple[Load, np.ndarray]:
+    """What a schedule's steps do, as means over up to `windows` stretches, and how many steps each has (int64). See StepCounts.trainers_bytes."""
+    parts = np.array_split(np.arange(counts.steps), max(min(windows, counts.steps), 1))
+    sent = counts.trainers_bytes(setup.trainers, weights, state, dense, setup.copies)
+    of = (counts.samples, *(lanes.sum(axis=1) for lanes in (counts.used, counts.arrived, counts.fetched, counts.ended)), sent)
+    return Load(*(np.array([values[part].mean() for part in parts]) for values in of)), np.array([len(part) for part in parts])

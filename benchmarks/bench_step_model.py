@@ -28,7 +28,7 @@ SHARDS = ((1, "off"), (2, "off"), (3, "off"), (5, "off"), (3, "2+1"), (4, "2+1")
 SLOTS = (6_000, 10_000, 30_000)
 BATCHES = (1024, 2048)
 COUNT, QUICK_COUNT = 30, 6
-TURNS, QUICK_TURNS = 5, 2
+TURN_COUNT, QUICK_TURN_COUNT = 5, 2
 TURN_SECONDS = 0.6  # about
 WARM_UP = 12
 STEPS = 200  # of a schedule
@@ -103,7 +103,7 @@ def off(model: StepModel, one: Observation) -> float:
 
 def tables(visits: Visits, dense: dict[str, int], quick: bool) -> tuple[list[Table], list[Claim]]:
     """Fit a third, predict the rest, with and without counts."""
-    observed = {one: observation(one, dense[one.model], [t for turns in found for t in turns]) for one, found in visits.items()}
+    observed = {one: observation(one, dense[one.model], [t for turns in of_it for t in turns]) for one, of_it in visits.items()}
     fitted = spread_out(list(observed), max(-(-len(observed) // 3), 3))
     rest = [one for one in observed if one not in fitted]
     models = {counts: StepModel([observed[one] for one in fitted], counts) for counts in (True, False)}
@@ -171,7 +171,7 @@ def main() -> None:
         for place, configuration in enumerate(configurations):
             if len(visits.get(configuration, [])) > number or time.monotonic() > given.budget.until(0.93):
                 continue
-            turns = visit(configuration, work.absolute(), piece, QUICK_TURNS if given.quick else TURNS)
+            turns = visit(configuration, work.absolute(), piece, QUICK_TURN_COUNT if given.quick else TURN_COUNT)
             visits.setdefault(configuration, []).append(turns)
             with open(log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"configuration": asdict(configuration), "turns": [asdict(one) for one in turns]}) + "\n")

@@ -168,7 +168,7 @@ class StepModel:
     coefficients: dict[str, dict[str, float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.coefficients = _fit(self.observations, self.counts)
+        self.coefficients = _coefficients(self.observations, self.counts)
 
     def predict(self, setup: Setup, load: Load) -> Prediction:
         """What steps with this load would take."""
@@ -184,7 +184,7 @@ class StepModel:
         if len(groups) >= _FEW:
             for group in groups:
                 rest = [one for one in self.observations if one.setup != group]
-                fitted = _fit(rest, self.counts)
+                fitted = _coefficients(rest, self.counts)
                 off += [_off(fitted, one, self.counts) for one in self.observations if one.setup == group]
             # As in conformal prediction: with few of them, the quantile is further out.
             level = min(CONFIDENCE * (1 + 1 / len(off)), 1.0)
@@ -209,7 +209,7 @@ class StepModel:
         return cls(observations, counts, float(np.median(tails)) if tails else 1.0)
 
 
-def _fit(observations: Sequence[Observation], counts: bool) -> dict[str, dict[str, float]]:
+def _coefficients(observations: Sequence[Observation], counts: bool) -> dict[str, dict[str, float]]:
     def fitted(
         target: Callable[[Observation], np.ndarray],
         terms: Callable[[Observation], Terms],

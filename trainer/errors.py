@@ -34,6 +34,12 @@ class LossNotFinite(TrainerError):
         super().__init__(f"{step}: the loss must be finite in every lane; got {loss} in lane {lane}")
 
 
+class StoreTooSmall(TrainerError):
+    """A store shard's server has a maxmemory that the rows of the schedule will not fit, as is known before training begins."""
+
+    code = "store-too-small"
+
+
 class RunError(TrainerError):
     """A run directory, or what it holds, that is missing, damaged, or in another state than the command needs."""
 

@@ -77,6 +77,7 @@ class TrainSettings(TypedDict, total=False):
     keep_best: Literal["log_loss", "auc", "normalized_entropy"]
     keep: int
     history: Path | Literal["off"]
+    until_full: bool
     follow: bool
     resume: bool
     from_checkpoint: Path

@@ -15,7 +15,6 @@ from foreload.pipelines.samples.features import FeatureSpec
 
 TRAILER_BYTES = 12  # of a row at rest: id (8) and tag (4)
 OCCUPANT_BYTES = 26  # of a slot, who sits in it: table (2), ordinal (8), id (8), tag (4), stored tag (4)
-STORE_OVERHEAD_BYTES = 76  # of a row of 132 bytes in a large hash of Redis 7.0, measured; where no server is up to be asked
 DEFAULT_DIMENSION = 32
 MOST_SLOTS = 2**31 - 1
 _FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16  # rows in each of a lane's two stagings
@@ -32,11 +31,6 @@ HASHED_ROW_BYTES = 32  # of a row of such a table, beside its record: key (16) a
 def stored_bytes(columns: int) -> int:
     """A row at rest, as a store shard has it."""
     return 4 * columns + TRAILER_BYTES
-
-
-def servers_bytes(rows: int, rows_bytes: int, overhead_bytes: float) -> int:
-    """What rows, and parity rows, of so many bytes in all take on their servers. overhead_bytes: a row's, beyond its own."""
-    return round(rows_bytes + overhead_bytes * rows)
 
 
 def columns_of(row_bytes: int) -> int:

@@ -337,6 +337,13 @@ class Schedule:
             slot = slot - np.int32(self._unused(lane))
         return Arrivals(table, ordinal, row_id, tag, slot, after)
 
+    def moves(self, segment: int, lane: int) -> MappedLists:
+        """The moves of a lane in a segment that is published, a row an event, without its samples. Nothing is kept mapped for a later call."""
+        manifest = self.segment(segment)
+        assert manifest is not None
+        entry = manifest.files[lane]["moves"]
+        return MappedLists(self.path / entry["name"], entry)
+
     def _unused(self, lane: int) -> int:
         """Slots of the header's that no row ever sat in, by which evaluation slots move down; 0 while that is not known."""
         return self.header.slots[lane] - self.slots[lane]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from foreload.trainer.cluster.codec import decode, encode
-from foreload.trainer.cluster.facts import Bytes, StopAfter, StopWanted, Term
+from foreload.trainer.cluster.facts import Bytes, StopAfter, StopBy, StopWanted, Term
 from foreload.trainer.errors import MessageError, PeerLost
 
 _Fact = TypeVar("_Fact")
@@ -105,11 +105,11 @@ class Board:
 
 class StopAgreement:
     """A trainer's side of the agreement on the step after which training stops, or the term ends. leads: whether this is the trainer that hosts lane
-    0, and so names the step; term: the number of the one that it is for.
+    0, and so names the step; term: the number of the one that it is for; until_full: whether there may be a step by which training must stop.
     """
 
-    def __init__(self, board: Board, leads: bool, term: int) -> None:
-        self._board, self._leads, self._term = board, leads, term
+    def __init__(self, board: Board, leads: bool, term: int, until_full: bool = False) -> None:
+        self._board, self._leads, self._term, self._until_full = board, leads, term, until_full
         self._after: StopAfter | None = None
         # In an earlier term, by who led then.
         named = board.poll(StopAfter)
@@ -129,6 +129,9 @@ class StopAgreement:
                 self._after = self._named
             elif (wanted := self._board.poll(StopWanted)) is not None and wanted.term in (None, self._term):
                 self._after = StopAfter(step + 1, wanted.term)
+                self._board.publish(self._after)
+            elif self._until_full and (full := self._board.poll(StopBy)) is not None and step + 1 >= full.step:
+                self._after = StopAfter(step + 1)
                 self._board.publish(self._after)
         return self._after is not None and step >= self._after.step
 

@@ -37,7 +37,7 @@ SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a call of `foreload train` ended: its summary, the last step, the signal or request that stopped it early, if any, and what each trainer
-    used.
+    used. full: why it stopped before a store shard was full; None where it did not.
     """
 
     summary: dict[str, Any]
@@ -45,6 +45,7 @@ class Ending:
     stopped: bool
     signal_number: int | None
     uses: tuple[ProcessUse, ...] = ()
+    full: str | None = None
 
 
 def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Status:

@@ -155,6 +155,13 @@ class StopWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class StopBy:
+    """The step after which training must stop at the latest, since a store shard would be full later. It may change."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StopAfter:
     """The step after which all trainers stop; or, where a term is told, leave that term together."""
 

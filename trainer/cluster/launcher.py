@@ -39,6 +39,7 @@ from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore, restore_broken_off
 from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.cluster.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.trainer_group import TrainerGroup
 from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
@@ -308,6 +309,7 @@ class Launcher:
                 self._profiling.begin(run, start, urls)
                 check = self._spare_check(manifest)
                 shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
+                shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))
                 with Hosts.of(self._job, run.path) as hosts:
                     if hosts is not None:
                         hosts.await_first()
@@ -326,6 +328,8 @@ class Launcher:
                         hosts,
                     )
                     ending = group.train(self._rendezvous, self._spawned)
+                    if shards.memory is not None and ending.stopped and ending.signal_number is None:
+                        ending = replace(ending, full=shards.memory.why_stopped(ending.step))
                     self._profiling.leave(ending, group.status, shards.urls)
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
@@ -336,6 +340,22 @@ class Launcher:
         if group.failure is not None:
             raise TrainerError(group.failure)
         return ending
+
+    @contextlib.contextmanager
+    def _watched_memory(self, run: Run, schedule: Schedule, start: Status, urls: Sequence[str]) -> Iterator[StoreWatch | None]:
+        """What is looked at of the servers' memory while entered; None where they have no limit. Raises StoreTooSmall before training begins."""
+        job = replace(self._job, namespace=run.manifest.namespace)
+        if run.manifest.local_stores is not None:
+            warn_of_machine(schedule, run.placement, self._layouts)
+        with Store.connect(urls, job.store_silence, run.placement.r) as store:
+            watch = StoreWatch.of(job, store, schedule, run.placement, self._layouts, start)
+        if watch is not None:
+            watch.begin(urls)
+        try:
+            yield watch
+        finally:
+            if watch is not None:
+                watch.close()
 
     def _end_stores(
         self, local: LocalStores | None, start: Status, kind: type[BaseException] | None, error: BaseException | None, _: object

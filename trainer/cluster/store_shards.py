@@ -13,8 +13,11 @@ from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
+from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.control import AskReplace, Refused, Replacing
+from foreload.trainer.cluster.facts import StopBy
 from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.cluster.store_watch import StoreWatch
 from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
 from foreload.trainer.run.job import TrainJob
 
@@ -47,6 +50,8 @@ class StoreShards:
         # How they were for the trainers of the term before, until those of this one have told.
         self._before_term: ShardSnapshot | None = None
         self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
+        self.memory: StoreWatch | None = None  # where servers have a limit
+        self._stop_by: int | None = None  # as trainers were told
 
     @property
     def plain_urls(self) -> tuple[str, ...]:
@@ -58,7 +63,17 @@ class StoreShards:
         """Whether a lost shard may get a server again without its user: its own, started again, or a spare."""
         return self._restarted is not None or bool(self._spares)
 
-    def restart_dead(self) -> None:
+    def see(self, board: Board, step: int) -> None:
+        """Start dead local servers again, and tell trainers by which step they must stop, before a server is full. step: the last one trained."""
+        self._restart_dead()
+        if self.memory is None:
+            return
+        self.memory.step = step
+        if (stop_by := self.memory.stop_by) is not None and stop_by != self._stop_by:
+            self._stop_by = stop_by
+            board.publish(StopBy(stop_by))
+
+    def _restart_dead(self) -> None:
         """Start dead local servers again, empty, where that is wanted."""
         if self._restarted is None:
             return

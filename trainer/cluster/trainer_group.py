@@ -381,7 +381,7 @@ class TrainerGroup:
 
     def _see_to_stores(self, board: Board) -> None:
         """Start dead local servers again, and tell all trainers of servers that take the place of others."""
-        self._shards.restart_dead()
+        self._shards.see(board, self._events.step)
         while (replacement := self._shards.take_replacement()) is not None:
             shard, url = replacement
             self._tell_all(board, ReplaceServer(shard, url))

@@ -327,7 +327,7 @@ class TrainerProcess:
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
-        agreement = StopAgreement(self._board, trainer.session.leads, self._terms.term.number)
+        agreement = StopAgreement(self._board, trainer.session.leads, self._terms.term.number, self._job.until_full)
         self._checkpoints.now_trains(trainer, lambda: gate.begun)
 
         def tell() -> None:

@@ -88,6 +88,7 @@ def _stores_status(parsed: argparse.Namespace) -> int:
             f"at the end of the schedule: {end['rows']:,} rows and {end['parity_rows']:,} parity rows, {end['memory_bytes'] / 2**20:,.1f} MiB in all "
             f"shards ({end['overhead_bytes_a_row']:.0f} bytes a row beyond its own{', measured' if end['overhead_measured'] else ''})"
         )
+        lines += [stores.shortage_line(short) for short in end["full"]]
     tell(parsed, status, "\n".join(lines))
     return 2 if any(shard["state"] in ("down", "lost") for shard in status["shards"]) else 0
 

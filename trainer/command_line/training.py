@@ -14,6 +14,9 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text
 
+FULL = 5
+"""The exit status of a training with --until-full that stopped before a store shard was full."""
+
 
 def add_to(commands: Any) -> None:
     """Declare the commands."""
@@ -178,10 +181,13 @@ def _train(parsed: argparse.Namespace) -> int:
         return 0
     tell(parsed, ending.summary, _summary_text(ending.summary))
     if ending.stopped:
+        why = "" if ending.full is None else f", for {ending.full}"
         print(
-            f"stopped after step {ending.step}; go on with: foreload train {job.schedule} --run {job.run} --resume",
+            f"stopped after step {ending.step}{why}; go on with: foreload train {job.schedule} --run {job.run} --resume",
             file=sys.stderr,
         )
+    if ending.full is not None:
+        return FULL
     return 128 + ending.signal_number if ending.signal_number is not None else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
@@ -15,17 +16,18 @@ from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.row_counts import RowCounts, count_rows
+from foreload.cache.parity.row_counts import RowCounts
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.protocol.shard_table import REBUILDING, ShardStatus
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
-from foreload.pipelines.planning.sizing import STORE_OVERHEAD_BYTES, servers_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError
+from foreload.trainer.resources.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
+from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, server_seen, shortage_text
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.kept import schedule_of
@@ -67,7 +69,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         _tell(shards, "row_bytes", held.row_bytes(rows))
     if plan is not None:
         schedule, rows = plan
-        forecast = _forecast(_arithmetic(placement, given_ordinals(schedule, None), len(rows)), rows, shards)
+        forecast = _forecast(asked_run, placement, schedule, rows, shards)
     return {
         "run": path,
         "namespace": manifest.namespace,
@@ -93,8 +95,8 @@ def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
 def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowCounts:
     """What every shard holds when all ordinals given (int64 [lanes, tables]) were written."""
     counts_by_shard = RowCounts.none(tables, placement.shard_count)
-    for lane, counts in enumerate(ordinals):
-        counts_by_shard += count_rows(placement.stripes(lane, counts), tables, placement.shard_count)
+    for lane, given in enumerate(ordinals):
+        counts_by_shard += row_counts(placement, lane, given)
     return counts_by_shard
 
 
@@ -116,25 +118,50 @@ def _parity_state(placement: Placement, shards: list[dict[str, Any]]) -> str | N
     return "degraded" if gone else "rebuilding" if rebuilding else "ok"
 
 
-def _forecast(at_end: RowCounts, rows: list[RowLayout], shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows and memory at the end of the schedule; what a row takes beyond its bytes is that of what is there, if any server tells."""
-    asked = [told for told in shards if told["state"] == "up" and told.get("rows")]
-    overhead = float(STORE_OVERHEAD_BYTES)
-    if asked:
-        # Of a run that trains the two are counted a moment apart.
-        used, entries = sum(told["hash_bytes"] for told in asked), sum(told["entries"] for told in asked)
-        payload, counted = sum(told["row_bytes"] for told in asked), sum(told["rows"] + told["parity_rows"] for told in asked)
-        overhead = used / entries - payload / counted
-    count, parity = int(at_end.rows.sum()), int(at_end.parity_rows.sum())
-    size = int(at_end.row_bytes(rows).sum())
+def _forecast(
+    run: Run, placement: Placement, schedule: Schedule, rows: list[RowLayout], shards: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Rows and memory at the end of the schedule, and which shards' servers will be full before; what a row takes is that of what is there, if any
+    server tells.
+    """
+    ordinals = given_ordinals(schedule, None)
+    at_end, counts = _arithmetic(placement, ordinals, len(rows)), counts_of(placement, ordinals, rows)
+    servers = [server_seen(told, counts[:, told["shard"]], sizes_of(rows)) for told in shards]
+    of_rows = [float(hash_bytes(server.hashes, counts[:, server.shard]).sum()) for server in servers]
+    count, parity, size = int(at_end.rows.sum()), int(at_end.parity_rows.sum()), int(at_end.row_bytes(rows).sum())
+    short = any(
+        server.limit_bytes and server.used_bytes + own > server.limit_bytes for server, own in zip(servers, of_rows, strict=True)
+    )
     return {
         "rows": count,
         "parity_rows": parity,
         "row_bytes": size,
-        "overhead_bytes_a_row": overhead,
-        "overhead_measured": bool(asked),
-        "memory_bytes": servers_bytes(count + parity, size, overhead),
+        "overhead_bytes_a_row": (sum(of_rows) - size) / max(count + parity, 1),
+        "overhead_measured": any(server.hashes.measured for server in servers),
+        "memory_bytes": round(sum(of_rows)),
+        "shards": [
+            {"shard": server.shard, "memory_bytes": round(server.used_bytes + own), "limit_bytes": server.limit_bytes}
+            for server, own in zip(servers, of_rows, strict=True)
+        ],
+        "full": [asdict(shortage) for shortage in _shortages(run, placement, rows, servers)] if short else [],
     }
+
+
+def _shortages(run: Run, placement: Placement, rows: list[RowLayout], servers: list[ShardServer]) -> list[Shortage]:
+    """Which servers will be full, and when; none where the schedule is not there any more, or the run is at its end."""
+    with contextlib.suppress(ScheduleError):
+        schedule, status = Schedule(run.manifest.stages[-1].path), run.status
+        step = schedule.header.first_step - 1 if status is None else status.step
+        timeline = RowTimeline(schedule, placement, rows, step, given_ordinals(schedule, step))
+        memory = StoreMemory(timeline, servers, run.manifest.training_job.trainers)
+        memory.advance()
+        return memory.shortages()
+    return []
+
+
+def shortage_line(shortage: Mapping[str, Any]) -> str:
+    """A line about a shard of the forecast's "full"."""
+    return shortage_text(Shortage(**shortage))
 
 
 def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[dict[str, Any]]:
@@ -189,6 +216,7 @@ def _ask(url: str, namespace: str, lanes: int) -> dict[str, Any]:
                 "state": "up",
                 "version": server_version(info),
                 "entries": sum(max(int(str(count)) - 1, 0) for count in fields),
+                "lane_entries": [max(int(str(count)) - 1, 0) for count in fields],
                 "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
                 "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],
                 "memory_bytes": int(info["used_memory"]),

@@ -187,6 +187,10 @@ class TrainJob:
         "", text, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
         metavar="FILE|off", stated=False,
     )  # fmt: skip
+    until_full: bool = setting(
+        False, switch, "train though the store's memory will not suffice for the schedule, and stop cleanly before a store shard is full", _CALL,
+        form="switch", stated=False,
+    )  # fmt: skip
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
     resume: bool = setting(
         False,

@@ -1,0 +1,97 @@
+"""The memory of store shards over a schedule: rows as they are stated, hashes as servers have them, and a training that stops before one is full."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import error_of, run_here
+from small_job import arguments, synthetic_schedule, train_undisturbed
+from small_job import summary as summary_of
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.servers import available
+from foreload.cache.client.store import Store, Write
+from foreload.cache.parity.placement import Placement
+from foreload.cache.rows.fields import fields
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.schedule.kept import ordinals_after
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.replay import state_after
+from foreload.trainer.command_line.training import FULL
+from foreload.trainer.resources.hash_memory import HashMemory
+from foreload.trainer.resources.row_timeline import RowTimeline, counts_of
+from foreload.trainer.resources.store_memory import hash_bytes
+
+ROWS = 12000
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic_schedule(tmp_path_factory.mktemp("schedule"), ROWS)
+
+
+@pytest.mark.parametrize("code", [(1, 0), (2, 1)])
+@pytest.mark.parametrize("start", [-1, 40])
+def test_rows_of_every_shard_are_those_that_a_replay_gives(schedule: Path, code: tuple[int, int], start: int) -> None:
+    whole = Schedule(schedule)
+    layouts = [
+        RowLayout(table, one.name, 10, (("weights", 4 + 4 * (table % 2)),))
+        for table, one in enumerate(whole.header.features.tables)
+    ]
+    placement = Placement.spread(3, *code)
+    timeline = RowTimeline(whole, placement, layouts, start, ordinals_after(whole, start))
+    last = whole.header.end_step - 1
+    assert timeline.advance() == len(timeline.steps) == last - start
+    assert timeline.complete
+    assert list(timeline.steps) == list(range(start + 1, last + 1))
+    for step in (start + 1, 60, last):
+        moment = step - start - 1
+        assert (timeline.given[moment] == counts_of(placement, ordinals_after(whole, step), layouts)).all()
+        # What sits in slots, and was never stored, is what is not there yet; rows alone can be counted without looking where they are.
+        if start < 0 and not placement.r:
+            unstored = [int((lane.occupants.stored_tag == 0).sum()) for lane in state_after(whole, step).lanes]
+            assert list((timeline.given - timeline.stored)[moment].sum(axis=(1, 2))) == unstored
+    assert (np.diff(timeline.stored, axis=0) >= 0).all()
+    assert (timeline.stored <= timeline.given).all()
+
+
+@pytest.mark.parametrize("server", sorted(available()))
+def test_a_hash_takes_what_is_reckoned(server: str, tmp_path: Path) -> None:
+    """Through doublings of its table, on every server that is there: within 1 %, and beside it are a connection's buffers alone."""
+    at_once, size = 500, 140
+    with LocalStores(1, tmp_path / "stores", available()[server]) as stores, Store(stores.urls) as store:
+        before = int(store.info(0)["used_memory"])
+        hashes = HashMemory.ask(store, 0, "reckoned", [size], store.info(0))
+        assert hashes.measured
+        assert store.command(0, "DBSIZE") == 0, "nothing of the rehearsal is left"
+        for first in range(0, 40000, at_once):
+            rows = np.zeros((at_once, size), np.uint8)
+            store.exchange([], [Write(0, b"hash", fields(3, np.arange(first, first + at_once)), rows)])
+            expected = float(hash_bytes(hashes, np.array([first + at_once])))
+            assert expected == pytest.approx(store.command(0, "MEMORY", "USAGE", "hash", "SAMPLES", 0), rel=0.01), first
+        assert abs(int(store.info(0)["used_memory"]) - before - expected) < 200_000
+
+
+def test_training_stops_before_a_server_is_full_and_goes_on_with_more(schedule: Path, tmp_path: Path) -> None:
+    undisturbed = summary_of(train_undisturbed(schedule, tmp_path))["digest"]
+    with LocalStores(3, tmp_path / "stores", settings={"maxmemory": "2800kb"}) as stores:
+        job = arguments(schedule, tmp_path / "run", "--store", ",".join(stores.urls), "--digest")
+        status, _, err = run_here(*job)
+        assert (status, error_of(status, err).split(":")[0]) == (2, "store shard 0"), err
+        told = re.search(r"would be reached at step (\d+);.*CONFIG SET maxmemory (\d+)mb.*stops cleanly after step (\d+)", err)
+        assert told is not None, err
+        status, _, err = run_here(*job, "--until-full")
+        assert status == FULL, err
+        stopped = re.search(r"stopped after step (\d+), for store shard", err)
+        assert stopped is not None, err
+        assert int(stopped[1]) <= int(told[1])
+        with Store(stores.urls) as store:
+            for shard in range(3):
+                assert int(store.info(shard)["used_memory_peak"]) <= 2800 << 10
+                store.command(shard, "CONFIG", "SET", "maxmemory", f"{told[2]}mb")
+        status, _, err = run_here(*job, "--resume")
+        assert status == 0, err
+        assert summary_of(tmp_path / "run")["digest"] == undisturbed

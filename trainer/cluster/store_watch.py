@@ -1,0 +1,157 @@
+"""What the launcher does about servers that will be full: it says so before training begins, looks at them meanwhile, and says when to stop."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+
+from foreload.cache.client.store import Store
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.memory import available_bytes
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.errors import StoreTooSmall
+from foreload.trainer.resources.row_timeline import RowTimeline
+from foreload.trainer.resources.store_memory import Shortage, StoreMemory, remedy, shortage_text
+from foreload.trainer.run.expected_rows import given_ordinals
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Status
+from foreload.trainer.run.memory_check import readable
+
+_LOOK = timedelta(seconds=2)  # between two looks at the servers
+_LOOKS = 3  # of which the least counts: what is on its way comes and goes
+_LEAST_STEPS = 2  # of a call: who leads names the step one before it
+
+
+class StoreWatch:
+    """The memory of the servers of one call, over the steps to come.
+
+    stop_by: the step after which training must stop, so that all rows can be written back; None while all that is known of the schedule fits. A
+    thread of its own looks at the servers from `begin` to `close`; what it finds goes into `stop_by`.
+    """
+
+    def __init__(self, job: TrainJob, memory: StoreMemory) -> None:
+        self._job, self._memory = job, memory
+        self.stop_by: int | None = None
+        self.shortages: Sequence[Shortage] = ()
+        self.step = memory.timeline.start_step  # the last that is known to be trained; the launcher says so
+        self._urls: Sequence[str] = ()
+        self._told: set[int] = set()  # shards that the user was told of
+        self._seen: dict[int, deque[float]] = {}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(
+        cls, job: TrainJob, store: Store, schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout], start: Status
+    ) -> StoreWatch | None:
+        """Look at the servers before training begins, after the last clean stop. None where none has a limit, or rows have no place there yet.
+
+        Raises StoreTooSmall where the memory will not suffice and the job does not say `--until-full`; and where not even a step would fit.
+        """
+        up = [shard for shard in range(store.shards) if shard not in store.down]
+        if not any(int(store.info(shard).get("maxmemory", 0)) for shard in up):
+            return None
+        timeline = RowTimeline(schedule, placement, layouts, start.step, _ordinals(schedule, start.step))
+        watch = cls(job, StoreMemory.ask(timeline, store, job.run_namespace, job.trainers))
+        watch._memory.advance()
+        watch._conclude()
+        if watch.shortages:
+            watch._refuse_or_tell()
+        return watch
+
+    def _refuse_or_tell(self) -> None:
+        first, others = self.shortages[0], len(self.shortages) - 1
+        told = shortage_text(first) + (f" (and so would {others} more)" if others else "")
+        help_ = remedy(self._memory, self.shortages)
+        if not self._job.until_full:
+            raise StoreTooSmall(f"{told}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}")
+        assert self.stop_by is not None
+        if self.stop_by < self._memory.timeline.start_step + _LEAST_STEPS:
+            raise StoreTooSmall(f"{told}; there is no room for the rows of a further step: {help_}")
+        self._told.update(one.shard for one in self.shortages)
+        sys.stderr.write(f"{told}; training stops after step {self.stop_by:,}\n")
+
+    def begin(self, urls: Sequence[str]) -> None:
+        """Look at the servers now and then. urls: with passwords; those of all shards, as they change."""
+        self._urls = urls
+        self._thread = threading.Thread(target=self._serve, name="store memory", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def why_stopped(self, step: int) -> str | None:
+        """Why training stopped after this step, in words, if that was for want of memory."""
+        if not self._job.until_full or self.stop_by is None or step < self.stop_by or not self.shortages:
+            return None
+        return f"store shard {self.shortages[0].shard} would be full later: {remedy(self._memory, self.shortages)}"
+
+    def _serve(self) -> None:
+        while not self._over.wait(_LOOK.total_seconds()):
+            try:
+                self.look()
+            except (CacheError, ScheduleError):
+                # Who has to do with shards that fail, or a schedule that is damaged, says so.
+                continue
+
+    def look(self) -> None:
+        """Ask the servers what they use, and reckon anew. Raises CacheError, ScheduleError."""
+        memory, step = self._memory, self.step
+        memory.advance()
+        with Store.connect(self._urls, self._job.store_silence, 1) as store:
+            infos = {server.shard: store.info(server.shard) for server in memory.servers if server.shard not in store.down}
+        moment = min(int(np.searchsorted(memory.timeline.steps, step)), memory.timeline.known - 1)
+        for server in memory.servers:
+            if (info := infos.get(server.shard)) is None or moment < 0:
+                continue
+            server.limit_bytes = int(info.get("maxmemory", 0)) or None
+            beyond = int(info["used_memory"]) - float(memory.used(server)[moment]) + server.correction_bytes
+            seen = self._seen.setdefault(server.shard, deque(maxlen=_LOOKS))
+            seen.append(beyond)
+            if len(seen) == _LOOKS:
+                server.correction_bytes = min(seen)
+        self._conclude()
+        for shortage in self.shortages:
+            if shortage.shard not in self._told:
+                self._told.add(shortage.shard)
+                then = f"; training stops after step {self.stop_by:,}" if self._job.until_full else ""
+                sys.stderr.write(f"foreload: warning: {shortage_text(shortage)}{then}\n")
+
+    def _conclude(self) -> None:
+        self.shortages = self._memory.shortages()
+        self.stop_by = self._memory.last_step()
+
+
+def _ordinals(schedule: Schedule, step: int) -> np.ndarray:
+    """How many ordinals were given up to a step, the last one trained: int64 [lanes, tables]."""
+    if step < schedule.header.first_step:
+        first = schedule.segment(0)
+        assert first is not None
+        assert first.ordinals is not None  # the first segment always has an entry state
+        return np.array(first.ordinals, np.int64)
+    return given_ordinals(schedule, step)
+
+
+def warn_of_machine(schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout]) -> None:
+    """Say so where local stores will hardly fit this machine's memory: they have no limit of their own."""
+    if not schedule.complete or not (available := available_bytes()):
+        return
+    rows = schedule.rows_per_table()
+    widest = sum(count * (layout.row_bytes + 64) for count, layout in zip(rows, layouts, strict=True))
+    needed = widest * (placement.k + placement.r) / placement.k
+    if needed > available:
+        sys.stderr.write(
+            f"foreload: warning: local store shards will take about {readable(needed)} in all, and {readable(available)} are available here; "
+            "name servers on others with --store\n"
+        )

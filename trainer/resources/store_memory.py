@@ -1,0 +1,240 @@
+"""What each store shard's server uses of its memory after each step of a schedule, and when that is more than it may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from foreload.cache.client.store import COMMAND_ROWS, Store
+from foreload.cache.errors import CacheError
+from foreload.trainer.resources.hash_memory import KEY_BYTES, HashMemory, statistics_bytes
+from foreload.trainer.resources.row_timeline import RowTimeline, sizes_of
+from foreload.trainer.run.memory_check import readable
+
+CLIENT_BYTES = 40 << 10  # of a trainer's connection while nothing is on its way, about: buffers that a server keeps
+_SHARED_BYTES = 128 << 10  # a buffer that Valkey reads all commands into, as long as the longest was
+_ARGUMENT_BYTES = (
+    120  # of a row in a command that a server has read but not yet done, beside the row: two strings and their objects
+)
+_UNCERTAIN = 0.005  # of what rows take: how far a rehearsal may be wrong
+_PARITY_WORK = 0.75  # of a row written, on each parity shard: rows of one stripe share its parity row
+
+
+@dataclass(slots=True)
+class ShardServer:
+    """The server of a store shard. used_bytes: when the forecast was made, without the rows that the run had there; limit_bytes: its maxmemory, None
+    for none. correction_bytes: by how much more than expected it was seen to use since.
+    """
+
+    shard: int
+    url: str
+    hashes: HashMemory
+    used_bytes: float
+    limit_bytes: int | None
+    correction_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A store shard's server has too little memory. step: the first training step after which it would have used more than limit_bytes; None: only
+    when all is written back at the end; needed_bytes: for all of the schedule that is known.
+    """
+
+    shard: int
+    url: str
+    step: int | None
+    limit_bytes: int
+    needed_bytes: int
+
+
+def hash_bytes(hashes: HashMemory, counts: np.ndarray, moved: np.ndarray | None = None) -> np.ndarray:
+    """What hashes of one shard take: float64 [...]. counts: int64 [..., sizes], rows and parity rows of each; moved: as `Growth.table_bytes` has it,
+    [...]; None: as where rows were only added.
+    """
+    entries = counts.sum(axis=-1) + 1  # the marker
+    growth = hashes.growth
+    if moved is None:
+        moved = (entries - started(hashes, entries)) * growth.steps / growth.moving(growth.size(entries))
+    of_rows: np.ndarray = counts @ np.array([hashes.entry_bytes[size] for size in sorted(hashes.entry_bytes)])
+    total: np.ndarray = of_rows + growth.table_bytes(entries, moved) + KEY_BYTES
+    return total
+
+
+def started(hashes: HashMemory, entries: np.ndarray) -> np.ndarray:
+    """With how many entries a hash began to move to the table that it has."""
+    size = hashes.growth.size(entries)
+    begun: np.ndarray = size // 2 * (7 if hashes.growth.buckets else 1)
+    return begun
+
+
+@dataclass(slots=True)
+class StoreMemory:
+    """A run's forecast, of the steps that its timeline knows. trainers: how many write; servers: of the shards that are asked."""
+
+    timeline: RowTimeline
+    servers: Sequence[ShardServer]
+    trainers: int
+    _stored: dict[int, np.ndarray] = field(default_factory=dict)  # by shard: what its rows take while training goes on, [known]
+    _given: dict[int, np.ndarray] = field(default_factory=dict)  # and the most they take on the way to a clean stop
+
+    @classmethod
+    def ask(cls, timeline: RowTimeline, store: Store, namespace: str, trainers: int) -> StoreMemory:
+        """Look at each server that is there. Raises CacheError."""
+        sizes, servers = sizes_of(timeline.layouts), []
+        for shard in range(store.shards):
+            if shard in store.down:
+                continue
+            info = store.info(shard)
+            hashes = HashMemory.ask(store, shard, namespace, sizes, info)
+            server = server_of(timeline, shard, str(store.urls[shard]), hashes, info)
+            server.used_bytes += statistics_bytes(store, shard, info)
+            servers.append(server)
+        return cls(timeline, servers, trainers)
+
+    @property
+    def limited(self) -> bool:
+        """Whether any server has a limit."""
+        return any(server.limit_bytes for server in self.servers)
+
+    def advance(self) -> None:
+        """Take in what has become known of the schedule."""
+        before = self.timeline.known
+        if self.timeline.advance() != before:
+            self._stored.clear()
+            self._given.clear()
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What commands and answers under way may take of a server: each trainer's, of as many rows as fit a command, both ways."""
+        row = max(sizes_of(self.timeline.layouts))
+        placement = self.timeline.placement
+        slots = max(self.timeline.schedule.slots)
+        a_command = min(
+            COMMAND_ROWS, math.ceil(1.5 * slots * (placement.k + placement.r) / placement.k / max(len(self.servers), 1)) + 64
+        )
+        return _SHARED_BYTES + self.trainers * (CLIENT_BYTES + a_command * (2 * row + _ARGUMENT_BYTES))
+
+    def used(self, server: ShardServer) -> np.ndarray:
+        """What a server uses while training goes on, after each step that is known (`timeline.steps`): float64 [known]."""
+        if server.shard not in self._stored:
+            self._stored[server.shard] = self._of_rows(server, self.timeline.stored, exact=True)
+        return self._stored[server.shard] + server.used_bytes + server.correction_bytes + self.trainers * CLIENT_BYTES
+
+    def at_stop(self, server: ShardServer) -> np.ndarray:
+        """The most that a server has used once training has stopped after a step, every row written back: float64 [known]."""
+        if server.shard not in self._given:
+            grown = self._of_rows(server, self.timeline.given, exact=False)
+            # While a table moves it takes more than a little later.
+            self._given[server.shard] = np.maximum.accumulate(grown) * (1 + _UNCERTAIN)
+        return self._given[server.shard] + server.used_bytes + max(server.correction_bytes, 0.0) + self.headroom_bytes
+
+    def _of_rows(self, server: ShardServer, counts: np.ndarray, exact: bool) -> np.ndarray:
+        """What a shard's hashes take: float64 [known]. exact: tables move with what is read and written, too; else with what is added alone."""
+        known, total = self.timeline.known, np.zeros(self.timeline.known)
+        for lane in range(counts.shape[1]):
+            own = counts[:known, lane, server.shard]
+            total += hash_bytes(server.hashes, own, self._share_moved(server, lane, own) if exact else None)
+        return total
+
+    def _share_moved(self, server: ShardServer, lane: int, own: np.ndarray) -> np.ndarray:
+        """How much of the table before a lane's hash has moved, after each step that is known: float64 [known]; from 1 on all has."""
+        growth, placement = server.hashes.growth, self.timeline.placement
+        entries = own.sum(axis=-1) + 1
+        size = growth.size(entries)
+        first = np.searchsorted(size, size)  # the first moment with this table
+        parity = placement.r * _PARITY_WORK
+        added = entries - started(server.hashes, entries)
+        work = self.timeline.work[: len(own), lane]
+        done = growth.steps * added + (work - work[first]) * (1 + parity) / placement.shard_count + parity * added
+        moved: np.ndarray = done / growth.moving(size)
+        # One that was there when training began had all the time that it needed.
+        moved[size == growth.size(self.timeline.before[lane, server.shard].sum() + 1)] = 1.0
+        return moved
+
+    def shortages(self) -> list[Shortage]:
+        """The servers whose memory does not suffice for what is known, in the order in which they are full."""
+        found = []
+        for server in self.servers:
+            if not server.limit_bytes or not self.timeline.known:
+                continue
+            needed = self.at_stop(server)[-1]
+            if needed > server.limit_bytes:
+                full = np.flatnonzero(self.used(server) > server.limit_bytes)
+                step = int(self.timeline.steps[full[0]]) if len(full) else None
+                found.append(Shortage(server.shard, server.url, step, server.limit_bytes, math.ceil(needed)))
+        return sorted(found, key=lambda one: (one.step is None, one.step or 0))
+
+    def last_step(self) -> int | None:
+        """The last step after which training can stop with all rows written back, on every server; None where all that is known fits.
+
+        One step less than the timeline's first one: none can be trained.
+        """
+        fitting = self.timeline.known
+        for server in self.servers:
+            if server.limit_bytes and fitting:
+                over = np.flatnonzero(self.at_stop(server)[:fitting] > server.limit_bytes)
+                fitting = int(over[0]) if len(over) else fitting
+        if fitting == self.timeline.known:
+            return None
+        return int(self.timeline.steps[fitting - 1]) if fitting else self.timeline.start_step
+
+    def observe(self, step: int, used: Mapping[int, float]) -> None:
+        """Servers were seen to use so much, by shard, after a step: what is expected is corrected by that."""
+        moment = min(int(np.searchsorted(self.timeline.steps, step)), self.timeline.known - 1)
+        if moment < 0:
+            return
+        for server in self.servers:
+            if server.shard in used:
+                server.correction_bytes += used[server.shard] - float(self.used(server)[moment])
+
+
+def server_of(timeline: RowTimeline, shard: int, url: str, hashes: HashMemory, info: Mapping[str, str]) -> ShardServer:
+    """A server as its INFO tells, where the run has the rows that the timeline begins with."""
+    if "used_memory" not in info:
+        raise CacheError(f"store {url}: does not say how much memory it uses; INFO must have used_memory")
+    before = timeline.before[:, shard]
+    rows = float(hash_bytes(hashes, before).sum()) if before.sum() else 0.0
+    return ShardServer(shard, url, hashes, int(info["used_memory"]) - rows, int(info.get("maxmemory", 0)) or None)
+
+
+def server_seen(told: Mapping[str, Any], at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
+    """A server of which it is told what it has now ("version", "lane_entries", "hash_bytes", "memory_bytes", "limit_bytes"; what is not known is not
+    there). at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what it has.
+    """
+    version = str(told.get("version", ""))
+    hashes = HashMemory.known({f"{version.partition(' ')[0]}_version": version.partition(" ")[2]} if version else {}, sizes)
+    there = np.array(told.get("lane_entries", []), np.int64)
+    used = float(told.get("memory_bytes") or 0) - float(told.get("hash_bytes") or 0)
+    if there.sum():
+        shares = at_end.sum(axis=0) / max(at_end.sum(), 1)
+        tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())
+        mixed = {size: float(share) for size, share in zip(sizes, shares, strict=True)}
+        hashes = hashes.fitted(int(there.sum()), tables, mixed, float(told["hash_bytes"]))
+    return ShardServer(told["shard"], str(told.get("url", "")), hashes, max(used, 0.0), told.get("limit_bytes"))
+
+
+def shortage_text(shortage: Shortage) -> str:
+    """A line about a server that has too little."""
+    when = "as all rows are written back at the end" if shortage.step is None else f"at step {shortage.step:,}"
+    return (
+        f"store shard {shortage.shard}: its maxmemory, {readable(shortage.limit_bytes)}, would be reached {when}; "
+        f"in all it needs {readable(shortage.needed_bytes)}"
+    )
+
+
+def remedy(memory: StoreMemory, shortages: Sequence[Shortage]) -> str:
+    """What would help: more memory of the same servers, or more servers."""
+    needed = max(shortage.needed_bytes for shortage in shortages)
+    words = f"give each server {math.ceil(needed / 2**20)} MiB (CONFIG SET maxmemory {math.ceil(needed / 2**20)}mb)"
+    of_rows = sum(float(memory.at_stop(server)[-1]) - server.used_bytes - memory.headroom_bytes for server in memory.servers)
+    room = min(
+        (server.limit_bytes - server.used_bytes - memory.headroom_bytes for server in memory.servers if server.limit_bytes),
+        default=0.0,
+    )
+    if room > 0 and (shards := math.ceil(1.02 * of_rows / room)) > len(memory.servers):
+        words += f", or have {shards} shards"
+    return words

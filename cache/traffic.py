@@ -27,7 +27,8 @@ from foreload.cache.protocol.background import Background
 from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.counters import Counters
 from foreload.cache.protocol.failover import Failover, counted
-from foreload.cache.protocol.lanes import Boundary, Fetch, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch
+from foreload.cache.protocol.lanes import Ahead, Boundary, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch
+from foreload.cache.protocol.migration import Migration
 from foreload.cache.protocol.monitor import Answer, Monitor
 from foreload.cache.protocol.ownership import UNFENCED, Ownership
 from foreload.cache.protocol.parity_rounds import ParityRounds
@@ -74,9 +75,8 @@ class Traffic:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
         self._stored = stored
-        self._seed = seed
-        self._lead_events = lead_events
         self._staging_rows = staging_rows
+        self._ahead = Ahead(seed, lead_events, staging_rows)
         self._on_action = on_action or (lambda action: None)
         self._on_shards = on_shards or (lambda news: None)
         self._term = ownership.term
@@ -87,6 +87,7 @@ class Traffic:
         self._background = Background(self._monitor)
         self.snapshots = Snapshots(stored, self._lanes, self._monitor)
         self._rounds = self._rounds_for(log, ownership, check_tags)
+        self._background.add(self.migration)
         self.inspection = Inspection(stored, self._rounds, self._lanes, self._background, self._monitor)
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
@@ -96,12 +97,19 @@ class Traffic:
         stored, lanes = self._stored, self._lanes
         self._rebuild: Rebuild | None = None
         if not stored.placement.r:
-            return PlainRounds(stored, lanes, check_tags, self._on_action, self._note)
+            plain = PlainRounds(stored, lanes, check_tags, self._on_action, self._note)
+            self.migration = Migration(
+                stored, lanes, plain, self._monitor, ownership.term, self._on_action, self._note_migrated, self._tell_shards
+            )
+            return plain
         if log is None:
             raise CacheError("traffic: needs a log of its batches where there is parity")
         failover = Failover(stored, ownership, self._monitor, self._tell_shards)
         rounds = ParityRounds(stored, lanes, check_tags, self._on_action, self._note, failover, log)
-        self._rebuild = Rebuild(stored, failover, rounds, lanes, self._on_action, self._note_rebuilt)
+        self.migration = Migration(
+            stored, lanes, rounds, self._monitor, ownership.term, self._on_action, self._note_migrated, self._tell_shards
+        )
+        self._rebuild = Rebuild(stored, failover, rounds, lanes, self.migration, self._on_action, self._note_rebuilt)
         self._background.add(self._rebuild)
         return rounds
 
@@ -117,6 +125,7 @@ class Traffic:
             self._monitor.wait_until(lambda: True)  # raises where the thread is over
             self._lanes.add(state)
             self._monitor.signal()
+        self.migration.lanes_changed()
 
     def release_lane(self, lane: int) -> int:
         """Serve a lane no more, once every row handed over is acknowledged; returns the number of its last write-back batch.
@@ -134,7 +143,9 @@ class Traffic:
             self._stored.shards.forget(lane)
             return state.last_batch
 
-        return self.between_rounds(release)
+        number = self.between_rounds(release)
+        self.migration.lanes_changed()
+        return number
 
     def between_rounds(self, work: Callable[[], Answer]) -> Answer:
         """Do something while no batch of any lane is under way and the thread rests, and return what it returns.
@@ -201,16 +212,20 @@ class Traffic:
         self._rounds.replace(shard, url)
 
     def repair_shards(self, patience: timedelta) -> list[int]:
-        """Wait until every shard is whole again, at full speed, but no longer than `patience`; returns those that are then lost.
+        """Wait until every shard is whole again, and rows that move are there, at full speed, but no longer than `patience`; returns those that are
+        then lost.
 
-        Without parity there is nothing to wait for, but a shard that has not what it acknowledged is an error.
+        Without parity no shard is waited for, but one that has not what it acknowledged is an error.
         """
+        self.migration.throttled = False
         if self._rebuild is not None:
             self._rebuild.throttled = False
         self.inspection.probe()
         deadline = time.monotonic() + patience.total_seconds()
         with self._monitor:
-            self._monitor.wait_until(lambda: self._rounds.all_whole or time.monotonic() >= deadline, REPAIR_POLL)
+            self._monitor.wait_until(
+                lambda: (self._rounds.all_whole and not self.migration.under_way) or time.monotonic() >= deadline, REPAIR_POLL
+            )
         return self.shards.lost
 
     def probe(self) -> None:
@@ -252,7 +267,7 @@ class Traffic:
         """From now on the owner is one of this term: it adds lanes, and fences, as such. Lanes that it has it goes on to write as before."""
 
         def use() -> None:
-            self._term = term
+            self._term = self.migration.term = term
             self._rounds.raise_term(term)
 
         self._monitor.ask(use)
@@ -344,7 +359,9 @@ class Traffic:
         worked |= self._background.work(self._rounds.flush_pending)
         fetches: list[PlannedFetch] = []
         for state in self._lanes.all:
-            self._pull(state)
+            initial = state.pull(self._monitor, self._stored, self._ahead)
+            with self._monitor:
+                self._counters.rows_initial += initial
             state.stage(self._monitor)
             fetches += state.due(self._monitor)
         return self._rounds.run(fetches + self.snapshots.fetches()) or worked
@@ -352,6 +369,11 @@ class Traffic:
     def _tell_shards(self, news: ShardNews) -> None:
         self._on_shards(news)
         self._monitor.wake()
+
+    def _note_migrated(self, rows: int) -> None:
+        with self._monitor:
+            self._counters.rows_migrated += rows
+            self._monitor.notify_all()
 
     def _note_rebuilt(self, rows: int) -> None:
         with self._monitor:
@@ -370,27 +392,3 @@ class Traffic:
             at_stop = sum(self._lanes[writes.lane].acknowledge(batch) for writes, batch in stats.written)
             self._counters.count(stats, at_stop)
             self._monitor.notify_all()
-
-    def _pull(self, state: LaneTraffic) -> None:
-        """Stage the arrivals of coming events, as far as there is room; make the initial ones."""
-        while state.next is not None or state.advance(self._monitor):
-            assert state.next is not None
-            index, arrivals = state.next
-            with self._monitor:
-                room = len(state.events) < self._lead_events and state.staged_rows + len(arrivals) <= self._staging_rows
-                if state.events and not room and index > state.wanted:
-                    return
-            state.next = None
-            event = EventStaging(arrivals, self._stored.shapes)
-            made = event.fill_initial(self._seed, self._stored.layouts)
-            places = np.flatnonzero(arrivals.tag)
-            if len(places):
-                state.fetches.append(Fetch(event, places))
-            with self._monitor:
-                event.ready[made] = True
-                event.not_due = int(np.count_nonzero(arrivals.after[places] > state.released_boundary))
-                self._counters.rows_initial += len(made)
-                state.events[index] = event
-                state.pulled = index
-                state.staged_rows += len(arrivals)
-                self._monitor.notify_all()

@@ -54,6 +54,12 @@ class Connections:
         self._states[shard] = 0
         channel.place(self._states[shard], self._out[shard], self._in[shard])
 
+    def append(self, channel: Channel) -> None:
+        """Have one channel more. Nothing is under way on any."""
+        self.channels.append(channel)
+        self._states = np.concatenate([self._states, np.zeros((1, frames.CONNECTION_COLUMNS), np.int64)])
+        self._make_buffers(self._out.shape[1], self._in.shape[1])
+
     def close(self) -> None:
         """Close all channels. Does nothing the second time."""
         self._closed = self._closed or "it was closed before"

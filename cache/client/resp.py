@@ -17,7 +17,9 @@ import numpy as np
 from foreload.cache.client import frames
 
 MARKER = b"m"
+MIGRATED = b"migrated"
 _MARKER_FRAME = b"$1\r\nm\r\n"
+_MIGRATED_FRAME = b"$8\r\nmigrated\r\n"
 _FIELD_TEMPLATE = frames.FIELD_FRAME_HEAD + bytes(frames.FIELD_BYTES) + b"\r\n"
 _LINE_BYTES = 32  # the longest line that gives a length
 _ERROR_BYTES = 1 << 16  # the longest line of an error
@@ -114,11 +116,12 @@ def hmget(key: bytes, fields: np.ndarray, rows: np.ndarray) -> Request:
     return Request(head, HmgetReply(rows), len(_FIELD_TEMPLATE), np.ascontiguousarray(fields))
 
 
-def hset(key: bytes, fields: np.ndarray, rows: np.ndarray, marker: bytes | None) -> Request:
-    """HSET of rows (uint8 [n, row_bytes]) under fields (uint64 [n]) and of the marker, if there is one."""
+def hset(key: bytes, fields: np.ndarray, rows: np.ndarray, marker: bytes | None, migrated: bytes | None = None) -> Request:
+    """HSET of rows (uint8 [n, row_bytes]) under fields (uint64 [n]), and of the marker and of what says how far a lane has moved, if given."""
     more = _MARKER_FRAME + bulk(marker) if marker is not None else b""
+    more += _MIGRATED_FRAME + bulk(migrated) if migrated is not None else b""
     template = _FIELD_TEMPLATE + b"$%d\r\n" % rows.shape[1]
-    head = _head(b"HSET", key, 2 + 2 * len(fields) + (2 if marker is not None else 0), template, more)
+    head = _head(b"HSET", key, 2 + 2 * (len(fields) + (marker is not None) + (migrated is not None)), template, more)
     return Request(head, NumberReply(), len(template), np.ascontiguousarray(fields), rows)
 
 

@@ -34,6 +34,8 @@ from foreload.cache.errors import (
 )
 
 COMMAND_ROWS = 2048  # of one command, at most: a server does nothing else meanwhile
+_REMOVED = StoreError("store: this shard was removed")
+_NOWHERE = parse_url("redis://removed.invalid:6379")  # in the place of its URL
 NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone
 
 
@@ -59,8 +61,9 @@ class Read:
 class Write:
     """Rows for one store shard, written with the marker by one atomic command.
 
-    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes]. new: how many fields, the marker's among them, the hash may lack yet; None where
-    that is not known. exchange fills added: how many it lacked, as the server says; None where that has not answered.
+    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes]. migrated: how far the lane has moved, where that is told by this command, too. new: how
+    many fields, the marker's and that one's among them, the hash may lack yet; None where that is not known. exchange fills added: how many it
+    lacked, as the server says; None where that has not answered.
     """
 
     shard: int
@@ -70,6 +73,7 @@ class Write:
     marker: bytes | None = None
     new: range | None = None
     added: int | None = None
+    migrated: bytes | None = None
 
     @property
     def surprise(self) -> str | None:
@@ -78,7 +82,8 @@ class Write:
             return None
         least, most = self.new.start, self.new.stop - 1
         must = f"{least}" if least == most else f"at most {most}"
-        return f"of {len(self.fields) + (self.marker is not None)} fields written {self.added} were new to it, must be {must}"
+        fields = len(self.fields) + (self.marker is not None) + (self.migrated is not None)
+        return f"of {fields} fields written {self.added} were new to it, must be {must}"
 
 
 def _check_arrays(request: Read | Write) -> None:
@@ -102,15 +107,15 @@ class Store:
     """Connections to all store shards. One thread uses a Store; another makes its own.
 
     timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. connect_timeout:
-    for how long a server that cannot be reached is tried at the start. optional: such a shard stands in `down` (with the reason) instead of
-    being an error. Nothing reconnects by itself: after StoreUnavailable the Store is closed, but for the shards that `attempt` goes on without,
-    which `adopt` brings back.
+    for how long a server that cannot be reached is tried at the start. urls: None in the place of a shard that was removed. optional: a shard that
+    cannot be reached stands in `down` (with the reason) instead of being an error. Nothing reconnects by itself: after StoreUnavailable the Store is
+    closed, but for the shards that `attempt` goes on without, which `adopt` brings back.
     Counters: bytes_sent, bytes_received, commands, rows_read, rows_written, retries.
     """
 
     def __init__(
         self,
-        urls: Sequence[str | StoreUrl],
+        urls: Sequence[str | StoreUrl | None],
         timeout: timedelta = timedelta(seconds=30),
         connect_timeout: timedelta = timedelta(seconds=10),
         optional: bool = False,
@@ -122,6 +127,9 @@ class Store:
         channels = self._connections.channels
         try:
             for url in urls:
+                if url is None:
+                    channels.append(Channel.absent(_NOWHERE, _REMOVED))
+                    continue
                 parsed = url if isinstance(url, StoreUrl) else parse_url(url)
                 try:
                     channels.append(Channel(parsed, timeout, connect_timeout))
@@ -130,17 +138,17 @@ class Store:
                         raise
                     channels.append(Channel.absent(parsed, error))
             self._connections.open()
-            for shard in range(self.shards) if optional else ():
+            for shard in self.used if optional else ():
                 # A stopped server takes connections, and no more.
                 self._connections.perform({} if shard in self.down else {shard: [plain("PING")]}, {})
-            for shard in self.down.keys() ^ range(self.shards):  # those that are not down
+            for shard in self.down.keys() ^ self.used:  # those that are not down
                 self._check_server(shard)
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def connect(cls, urls: Sequence[str | StoreUrl], timeout: timedelta, spared: int) -> Self:
+    def connect(cls, urls: Sequence[str | StoreUrl | None], timeout: timedelta, spared: int) -> Self:
         """A Store of which `spared` shards may be lost, since parity has their rows: one that is gone is then no error, and waited for 1 s only."""
         return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout)
 
@@ -161,8 +169,13 @@ class Store:
 
     @property
     def shards(self) -> int:
-        """How many store shards there are."""
+        """How many store shards there are, with those that were removed."""
         return len(self._connections.channels)
+
+    @property
+    def used(self) -> list[int]:
+        """The store shards that were not removed, in order."""
+        return [shard for shard, channel in enumerate(self._connections.channels) if channel.failure is not _REMOVED]
 
     @property
     def urls(self) -> tuple[StoreUrl, ...]:
@@ -182,7 +195,8 @@ class Store:
     @property
     def down(self) -> dict[int, StoreError]:
         """The shards that cannot be asked anything, each with the reason."""
-        return {shard: channel.failure for shard, channel in enumerate(self._connections.channels) if channel.failure is not None}
+        failures = ((shard, channel.failure) for shard, channel in enumerate(self._connections.channels))
+        return {shard: failure for shard, failure in failures if failure is not None and failure is not _REMOVED}
 
     def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
         """Do all reads, then all writes of each shard, all shards at once; returns when every reply is in.
@@ -227,6 +241,15 @@ class Store:
     def adopt(self, shard: int, other: Store) -> None:
         """Bring back a shard that failed in `attempt`, over the connection of `other`, a Store of that one server, which has none from then on."""
         self._connections.replace(shard, other._connections.channels.pop())
+
+    def extend(self, others: Sequence[Store]) -> None:
+        """Have further shards, over the connections of others, Stores of one server each, which have none from then on."""
+        for other in others:
+            self._connections.append(other._connections.channels.pop())
+
+    def remove(self, shard: int) -> None:
+        """Close a shard's connection: it keeps its number, and is used no more."""
+        self._connections.channels[shard].fail(_REMOVED)
 
     def give_up(self, shard: int, why: str) -> None:
         """Close a shard's connection: from now on it counts as failed in `attempt`."""
@@ -330,12 +353,12 @@ class Store:
 
     def _write_request(self, write: Write) -> Request:
         _check_arrays(write)
-        if not len(write.fields) and write.marker is None:
+        if not len(write.fields) and write.marker is None and write.migrated is None:
             raise ValueError("Write: needs at least one row or a marker")
         if len(write.fields) > COMMAND_ROWS:
             raise ValueError(f"Write: at most {COMMAND_ROWS} rows a command; got {len(write.fields)}")
         self.rows_written += len(write.fields)
-        return hset(write.key, write.fields, write.rows, write.marker)
+        return hset(write.key, write.fields, write.rows, write.marker, write.migrated)
 
     def _finish(self, read: Read, parts: list[HmgetReply]) -> None:
         """Gather what the commands of one read found. Raises RowError, and StoreUnavailable where they saw different markers."""

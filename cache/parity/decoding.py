@@ -13,7 +13,8 @@ from foreload.cache.client.store import Read
 from foreload.cache.errors import RowsLost
 from foreload.cache.parity.erasure import accumulate
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.stripes import LaneStripes, stripe_hash
+from foreload.cache.parity.places import placement_group, stripe_hash
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.rows.fields import PARITY_BIT, fields, pack
 
 
@@ -36,7 +37,7 @@ class Survivors(NamedTuple):
         """
         code = placement.code
         assert code is not None
-        gone = lost[placement.members]
+        gone = lost[placement.table]
         if every_group and gone.sum(axis=1).max() > code.r:
             raise RowsLost(np.flatnonzero(lost).tolist(), code.r)
         patterns, pattern = np.unique(gone, axis=0, return_inverse=True)
@@ -81,13 +82,12 @@ def _sources(stripes, survivors, wanted):  # type: ignore[no-untyped-def]
     stand by shard, and in each in the order of the rows wanted.
     """
     table, stripe, members, k = wanted.table, wanted.stripe, stripes.members, stripes.k
-    groups = np.uint64(members.shape[0])
     n = wanted.place.size
     shards_of, names = np.empty(n * k, np.int64), np.empty(n * k, np.uint64)
     targets, scales = np.empty(n * k, np.int64), np.empty(n * k, np.uint8)
     count, shards = 0, 0
     for i in range(n):
-        group = np.int64(stripe_hash(stripes.prefix, table[i], stripe[i]) % groups)
+        group = placement_group(stripe_hash(stripes.prefix, table[i], stripe[i]), pack(table[i], stripe[i]), stripes.migrated)
         own = survivors.pattern[group]
         begin, start = stripe[i] * k, stripes.starts[table[i]]
         exists = False
@@ -190,10 +190,9 @@ def _on_shard(stripes, table, first, end, shard, stripe_of, place_of):  # type: 
     """The rows and parity rows that a shard has of stripes [first, end) of a table, as many as fit: (how many, the stripe after the last)."""
     members, k, flags = stripes.members, stripes.k, stripes.flags
     start, room = stripes.starts[table], stripes.room[table]
-    groups = np.uint64(members.shape[0])
     count = 0
     for stripe in range(first, end):
-        group = np.int64(stripe_hash(stripes.prefix, table, stripe) % groups)
+        group = placement_group(stripe_hash(stripes.prefix, table, stripe), pack(table, stripe), stripes.migrated)
         for place in range(members.shape[1]):
             if members[group, place] != shard:
                 continue
@@ -241,12 +240,11 @@ def rows_on_shard(stripes: LaneStripes, table: int, first: int, shard: int, most
 def _count_lost(stripes, table, count, gone):  # type: ignore[no-untyped-def]
     """How many rows of a table, ordinals below count, are on shards that are gone, in stripes that have lost more than their parity covers."""
     members, k, start = stripes.members, stripes.k, stripes.starts[table]
-    groups = np.uint64(members.shape[0])
     covered = members.shape[1] - k
     lost = 0
     for ordinal in range(count):
         stripe = ordinal // k
-        group = np.int64(stripe_hash(stripes.prefix, table, stripe) % groups)
+        group = placement_group(stripe_hash(stripes.prefix, table, stripe), pack(table, stripe), stripes.migrated)
         missing = 0
         for place in range(members.shape[1]):
             missing += gone[members[group, place]]

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numba as nb
 import numpy as np
 
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.erasure import Code
-from foreload.cache.parity.stripes import LaneStripes, Written, stripe_hash
+from foreload.cache.parity.places import GROUPS, NOT_MIGRATED, Places, placement_group, stripe_hash
+from foreload.cache.parity.stripes import LaneStripes, Written
+from foreload.cache.rows.fields import pack
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.base.hashing import key
 
-GROUPS = 4096
-FORMAT = 1
+FORMAT, MIGRATED_FORMAT = 1, 2  # of a placement as a run began with, and of one whose groups have moved, or move
 
 
 @nb.njit(nogil=True, cache=True)
-def _shards(lane_prefix, table, ordinal, members, k, out):  # type: ignore[no-untyped-def]
-    groups = np.uint64(members.shape[0])
+def _shards(lane_prefix, table, ordinal, members, moved, k, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         stripe = ordinal[i] // k
-        group = stripe_hash(lane_prefix, table[i], stripe) % groups
-        out[i] = members[np.int64(group), ordinal[i] - stripe * k]
+        group = placement_group(stripe_hash(lane_prefix, table[i], stripe), pack(table[i], stripe), moved)
+        out[i] = members[group, ordinal[i] - stripe * k]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +35,33 @@ class Placement:
     """The map from a stripe's group to its ordered k + r store shards.
 
     A stripe is k consecutive ordinals of one table in one lane; its group is key(lane, table, stripe) mod 4096. members: int32
-    [4096, k + r], the first k columns for the rows of a stripe in order, the others for its parity rows.
+    [4096, k + r], the first k columns for the rows of a stripe in order, the others for its parity rows. shard_count: how many numbers of shards were
+    ever used; removed: those that are used no more. version: how often groups have begun to move. target: while they move, what members will be.
     """
 
     shard_count: int
     k: int
     r: int
     members: np.ndarray
+    version: int = 0
+    removed: tuple[int, ...] = ()
+    target: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if self.k < 1 or self.r < 0 or self.k + self.r > self.shard_count:
+        live = self.shard_count - len(self.removed)
+        if self.k < 1 or self.r < 0 or self.k + self.r > live:
             raise CacheError(
-                f"placement: k >= 1, r >= 0 and k + r <= store shards must hold; got k={self.k}, r={self.r} "
-                f"and {self.shard_count} store shards"
+                f"placement: k >= 1, r >= 0 and k + r <= store shards must hold; got k={self.k}, r={self.r} and {live} store shards"
             )
-        low, high = (self.members.min(), self.members.max()) if self.members.size else (-1, -1)
-        if self.members.shape != (GROUPS, self.k + self.r) or low < 0 or high >= self.shard_count:
-            raise CacheError(f"placement: the groups do not fit k={self.k}, r={self.r} and {self.shard_count} store shards")
-        ordered = np.sort(self.members, axis=1)
-        if (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise CacheError("placement: a group names one store shard twice")
+        for members in (self.members,) if self.target is None else (self.members, self.target):
+            low, high = (members.min(), members.max()) if members.size else (-1, -1)
+            if members.shape != (GROUPS, self.k + self.r) or low < 0 or high >= self.shard_count:
+                raise CacheError(f"placement: the groups do not fit k={self.k}, r={self.r} and {self.shard_count} store shards")
+            ordered = np.sort(members, axis=1)
+            if (ordered[:, 1:] == ordered[:, :-1]).any():
+                raise CacheError("placement: a group names one store shard twice")
+            if np.isin(members, self.removed).any():
+                raise CacheError("placement: a group names a store shard that was removed")
 
     @classmethod
     def spread(cls, shard_count: int, k: int = 1, r: int = 0) -> Placement:
@@ -79,10 +87,14 @@ class Placement:
         """The inverse of `text`; CacheError if it is none, which names where that was found."""
         try:
             stored = json.loads(text)
-            if stored["format"] != FORMAT:
-                raise CacheError(f"{where}: placement format must be {FORMAT}; got {stored['format']!r}")
+            if stored["format"] not in (FORMAT, MIGRATED_FORMAT):
+                raise CacheError(f"{where}: placement format must be {FORMAT} or {MIGRATED_FORMAT}; got {stored['format']!r}")
             members = np.array(stored["members"], np.int32)
-            return cls(int(stored["shards"]), int(stored["k"]), int(stored["r"]), members)
+            kept = (int(stored["shards"]), int(stored["k"]), int(stored["r"]), members)
+            if stored["format"] == FORMAT:
+                return cls(*kept)
+            target = None if stored["target"] is None else np.array(stored["target"], np.int32)
+            return cls(*kept, int(stored["version"]), tuple(map(int, stored["removed"])), target)
         except (ValueError, KeyError, TypeError) as error:
             raise CacheError(f"{where}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
 
@@ -94,13 +106,121 @@ class Placement:
     @property
     def text(self) -> str:
         """The placement as JSON."""
-        stored = {"format": FORMAT, "shards": self.shard_count, "k": self.k, "r": self.r, "members": self.members.tolist()}
+        stored: dict[str, Any] = {
+            "format": FORMAT,
+            "shards": self.shard_count,
+            "k": self.k,
+            "r": self.r,
+            "members": self.members.tolist(),
+        }
+        if self.version:
+            target = None if self.target is None else self.target.tolist()
+            stored |= {"format": MIGRATED_FORMAT, "version": self.version, "removed": list(self.removed), "target": target}
         return json.dumps(stored, separators=(",", ":"))
 
-    def shards(self, lane: int, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
-        """The store shard of each row of a lane. table: int16 [n]; ordinal: int64 [n], not negative. Returns int32 [n]."""
+    # Groups that move.
+
+    @property
+    def migrating(self) -> bool:
+        """Whether groups move."""
+        return self.target is not None
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """The store shards whose rows all move away."""
+        if self.target is None:
+            return ()
+        return tuple(np.setdiff1d(np.unique(self.members), np.unique(self.target)).tolist())
+
+    @property
+    def joining(self) -> tuple[int, ...]:
+        """The store shards that have no rows before the move."""
+        if self.target is None:
+            return ()
+        return tuple(np.setdiff1d(np.unique(self.target), np.unique(self.members)).tolist())
+
+    @property
+    def live(self) -> list[int]:
+        """The store shards that are used, in order."""
+        return [shard for shard in range(self.shard_count) if shard not in self.removed]
+
+    def with_added(self, count: int) -> Placement:
+        """Groups move to `count` further store shards, so many that all have alike, and no more. Raises CacheError while groups move."""
+        self._check_complete()
+        shards = self.shard_count + count
+        alike = GROUPS // (len(self.live) + count)
+        target = self.members.copy()
+        for place in range(self.k + self.r):
+            had = np.bincount(self.members[:, place], minlength=shards)
+            for group in range(GROUPS):
+                new = self.shard_count + int(had[self.shard_count :].argmin())
+                if had[new] < alike < had[target[group, place]] and new not in target[group]:
+                    had[target[group, place]] -= 1
+                    had[new] += 1
+                    target[group, place] = new
+        return replace(self, shard_count=shards, version=self.version + 1, target=target)
+
+    def without(self, shard: int) -> Placement:
+        """All groups of a store shard move to the others. Raises CacheError while groups move, and where too few shards would be left."""
+        self._check_complete()
+        self._check_live(shard)
+        others = np.array([other for other in self.live if other != shard])
+        if len(others) < self.k + self.r:
+            raise CacheError(
+                f"store shard {shard}: {len(others)} would be left, must be at least {self.k + self.r}, for {self.k}+{self.r}; add one "
+                "first, or move it to another server"
+            )
+        target = self.members.copy()
+        for place in range(self.k + self.r):
+            had = np.bincount(self.members[:, place], minlength=self.shard_count)
+            for group in np.flatnonzero(self.members[:, place] == shard):
+                free = others[~np.isin(others, target[group])]
+                new = free[had[free].argmin()]
+                had[new] += 1
+                target[group, place] = new
+        return replace(self, version=self.version + 1, target=target)
+
+    def with_migrated(self, shard: int) -> Placement:
+        """All groups of a store shard move to one further shard. Raises CacheError while groups move."""
+        self._check_complete()
+        self._check_live(shard)
+        target = np.where(self.members == shard, self.shard_count, self.members).astype(np.int32)
+        return replace(self, shard_count=self.shard_count + 1, version=self.version + 1, target=target)
+
+    def completed(self) -> Placement:
+        """The same once all has migrated: shards that it left are removed."""
+        if self.target is None:
+            return self
+        return replace(self, members=self.target, target=None, removed=tuple(sorted({*self.removed, *self.leaving})))
+
+    def _check_complete(self) -> None:
+        if self.migrating:
+            raise CacheError("placement: rows are on their way to other store shards already; wait until they are there")
+
+    def _check_live(self, shard: int) -> None:
+        if shard not in self.live:
+            raise CacheError(f"store shard {shard}: is none of the run's, which are {', '.join(map(str, self.live))}")
+
+    # Where rows are.
+
+    @property
+    def table(self) -> np.ndarray:
+        """The groups as they are and, while they move, as they will be: int32 [4096, k + r], or [8192, k + r]."""
+        return self.members if self.target is None else np.concatenate([self.members, self.target])
+
+    @property
+    def places(self) -> Places:
+        """Where the stripes of a lane are of which nothing has moved yet."""
+        return Places(self.table)
+
+    def shards(self, lane: int, table: np.ndarray, ordinal: np.ndarray, places: Places | None = None) -> np.ndarray:
+        """The store shard of each row of a lane. table: int16 [n]; ordinal: int64 [n], not negative. Returns int32 [n].
+
+        places: the lane's; None: nothing of it has moved.
+        """
         out = np.empty(len(ordinal), np.int32)
-        _shards(np.uint64(key(lane)), table, ordinal, self.members, self.k, out)
+        members, moved = (self.members, NOT_MIGRATED) if places is None else (places.members, places.migrated)
+        _shards(np.uint64(key(lane)), table, ordinal, members, moved, self.k, out)
         return out
 
     def mask(self, shards: Collection[int]) -> np.ndarray:
@@ -115,5 +235,5 @@ class Placement:
         return Code(self.k, self.r) if self.r else None
 
     def stripes(self, lane: int, written: np.ndarray) -> LaneStripes:
-        """The stripes of a lane. written: int64 [tables], all ordinals below which the store has."""
-        return LaneStripes(lane, self.k, self.members, Written(written, self.k))
+        """The stripes of a lane of which nothing has moved. written: int64 [tables], all ordinals below which the store has."""
+        return LaneStripes(lane, self.k, self.places, Written(written, self.k))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numba as nb
 import numpy as np
 
-from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes, stripe_hash
+from foreload.cache.parity.places import placement_group, stripe_hash
+from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
 from foreload.cache.rows.fields import pack
 from foreload.cache.rows.layout import RowLayout
 
@@ -45,10 +46,9 @@ class RowCounts:
 def _count(stripes, table, count, cursors, rows, parity_rows):  # type: ignore[no-untyped-def]
     """Add one table's rows (ordinals below count) and parity rows to rows and parity_rows, int64 [shards] each."""
     members, k, start = stripes.members, stripes.k, stripes.starts[table]
-    groups = np.uint64(members.shape[0])
     for stripe in range((count + k - 1) // k):
-        group = np.int64(stripe_hash(stripes.prefix, table, stripe) % groups)
         name = pack(table, stripe)
+        group = placement_group(stripe_hash(stripes.prefix, table, stripe), name, stripes.migrated)
         exists = False
         for place in range(k):
             ordinal = stripe * k + place

@@ -8,17 +8,12 @@ from typing import NamedTuple
 import numba as nb
 import numpy as np
 
+from foreload.cache.parity.places import Places, placement_group, stripe_hash
 from foreload.cache.rows.fields import PARITY_BIT, pack
-from foreload.pipelines.base.hashing import key, mix
+from foreload.pipelines.base.hashing import key
 
 ALL_STRIPES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the cursor of a store shard that has them all
 _FIRST_ROOM = 1024  # ordinals of a table
-
-
-@nb.njit(nogil=True, cache=True)
-def stripe_hash(prefix, table, stripe):  # type: ignore[no-untyped-def]
-    """The hash of a stripe whose remainder is its placement group; prefix: key(lane)."""
-    return mix(mix(prefix ^ np.uint64(table)) ^ np.uint64(stripe))
 
 
 @nb.njit(nogil=True, cache=True)
@@ -92,12 +87,12 @@ class Written:
 class StripeMap(NamedTuple):
     """What kernels know of a lane's stripes: where they are, and which of their rows were written.
 
-    prefix: uint64, what the lane's hashes begin with; members: int32 [groups, k + r], of the placement, the first k for rows; flags uint8, starts and
-    room int64 [tables]: of `Written`.
+    prefix: uint64, what the lane's hashes begin with; members, migrated: of `Places`; flags uint8, starts and room int64 [tables]: of `Written`.
     """
 
     prefix: np.uint64
     members: np.ndarray
+    migrated: np.uint64
     k: int
     flags: np.ndarray
     starts: np.ndarray
@@ -115,12 +110,12 @@ class BatchRows(NamedTuple):
 def _room_for(stripes, batch, places, first, limit, rows, parities):  # type: ignore[no-untyped-def]
     """How many of places[first:] fit beside what rows and parities (int64 [shards]) count, so that none passes the limit."""
     members, k = stripes.members, stripes.k
-    groups = np.uint64(members.shape[0])
     width = members.shape[1]
     for i in range(first, places.size):
         at = places[i]
         stripe = batch.ordinal[at] // k
-        group = np.int64(stripe_hash(stripes.prefix, batch.table[at], stripe) % groups)
+        name = pack(batch.table[at], stripe)
+        group = placement_group(stripe_hash(stripes.prefix, batch.table[at], stripe), name, stripes.migrated)
         shard = members[group, batch.ordinal[at] - stripe * k]
         if rows[shard] == limit:
             return i - first
@@ -195,7 +190,6 @@ def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
     """
     table, ordinal, members, k = batch.table, batch.ordinal, stripes.members, stripes.k
     n, shards, r = table.size, cursors.size, members.shape[1] - k
-    groups = np.uint64(members.shape[0])
     size = 16
     while size < 2 * n:
         size *= 2
@@ -207,8 +201,8 @@ def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
     for i in range(n):
         stripe = ordinal[i] // k
         hashed = stripe_hash(stripes.prefix, table[i], stripe)
-        group = np.int64(hashed % groups)
         name = pack(table[i], stripe)
+        group = placement_group(hashed, name, stripes.migrated)
         at = np.int64(hashed >> np.uint64(20)) & (size - 1)
         while heads[at] >= 0 and names[heads[at]] != name:
             at = (at + 1) & (size - 1)
@@ -299,19 +293,24 @@ class Fresh:
 
 
 @nb.njit(nogil=True, cache=True)
-def _groups(prefix, table, stripe, groups, out):  # type: ignore[no-untyped-def]
+def _groups(prefix, table, stripe, moved, out):  # type: ignore[no-untyped-def]
     for i in range(stripe.size):
-        out[i] = np.int64(stripe_hash(prefix, table, stripe[i]) % np.uint64(groups))
+        out[i] = placement_group(stripe_hash(prefix, table, stripe[i]), pack(table, stripe[i]), moved)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaneStripes:
-    """The stripes of one lane: which rows were written, and the arrangement of batches. members: of the placement, k of them for rows."""
+    """The stripes of one lane: where they are, which rows were written, and the arrangement of batches. k: rows of a stripe."""
 
     lane: int
     k: int
-    members: np.ndarray
+    places: Places
     written: Written
+
+    @property
+    def members(self) -> np.ndarray:
+        """The placement groups, as in `Places`."""
+        return self.places.members
 
     @property
     def prefix(self) -> np.uint64:
@@ -322,7 +321,8 @@ class LaneStripes:
     def map(self) -> StripeMap:
         """The same for kernels, as it is now: `written` may get other arrays when it grows."""
         written = self.written
-        return StripeMap(self.prefix, self.members, self.k, written.flags, written.starts, written.room)
+        places = self.places
+        return StripeMap(self.prefix, places.members, places.migrated, self.k, written.flags, written.starts, written.room)
 
     def arrange(self, table: np.ndarray, ordinal: np.ndarray, cursors: np.ndarray) -> Arrangement:
         """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
@@ -360,5 +360,5 @@ class LaneStripes:
     def shards(self, table: int, stripe: np.ndarray) -> np.ndarray:
         """The store shards of stripes (int64 [n]) of a table, members first: int32 [n, k + r]."""
         group = np.empty(len(stripe), np.int64)
-        _groups(self.prefix, table, stripe, len(self.members), group)
+        _groups(self.prefix, table, stripe, self.places.migrated, group)
         return self.members[group]

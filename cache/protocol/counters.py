@@ -14,7 +14,8 @@ class Counters:
 
     rows_written is without the rows written beyond the schedule, which are rows_written_at_stop; parity rows are counted apart. rounds: exchanges
     of rounds, two a round with parity and a batch; batches: acknowledged ones, of all lanes. stalled_rows: arrivals whose fetch was
-    not yet allowed to leave when the trainer took their event. rows_decoded: fetched rows that their stripes gave. rows_rebuilt: with parity rows.
+    not yet allowed to leave when the trainer took their event. rows_decoded: fetched rows that their stripes gave. rows_rebuilt,
+    rows_migrated: with parity rows.
     """
 
     rows_initial: int = 0
@@ -25,6 +26,7 @@ class Counters:
     parity_rows_written: int = 0
     rows_decoded: int = 0
     rows_rebuilt: int = 0
+    rows_migrated: int = 0
     bytes_fetched: int = 0
     bytes_written: int = 0
     rounds: int = 0

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreload.cache.client.resp import MARKER
+from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import Store
 from foreload.cache.errors import Fenced, StoreError
 from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.migrated import Migrated
 from foreload.cache.protocol.namespace import EPOCH, lane_key
 
 _ATTEMPTS = 10
@@ -48,13 +49,29 @@ class Found:
     """What a fence found of a lane on a store shard, or `look_at` without one.
 
     epoch: the fence epoch from now on; marker: the lane's, that of batch 0 where there is none; marked: whether there is one; rows: how many rows
-    and parity rows.
+    and parity rows. migrated: the last chunk of a move there, None where there was none.
     """
 
     epoch: int
     marker: Marker
     marked: bool
     rows: int
+    migrated: Migrated | None = None
+
+    @classmethod
+    def of(cls, epoch: int, answers: Sequence[object]) -> Found:
+        """From the answers to `_looks`."""
+        marker, stored, fields = answers
+        assert marker is None or isinstance(marker, bytes)
+        assert stored is None or isinstance(stored, bytes)
+        assert isinstance(fields, int)
+        others = (marker is not None) + (stored is not None)
+        return cls(epoch, Marker.parse(marker), marker is not None, fields - others, Migrated.parse(stored))
+
+
+def _looks(key: bytes) -> list[tuple[bytes | str, ...]]:
+    """The commands that look at a lane's hash."""
+    return [("HGET", key, MARKER), ("HGET", key, MIGRATED), ("HLEN", key)]
 
 
 def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known: int = 0) -> Found:
@@ -100,7 +117,7 @@ def fence_everywhere(
             # The string stands where the hash was, and where an owner that knew the later epoch may still write.
             passed = dict.fromkeys((old[shard], lane_key(namespace, lane, known.get(shard, epochs[shard]))))
             closed: list[tuple[bytes | str, ...]] = [("SET", key, _FENCED) for key in passed]
-            looked: list[tuple[bytes | str, ...]] = [("HGET", new, MARKER), ("HLEN", new), ("EXEC",)]
+            looked: list[tuple[bytes | str, ...]] = [*_looks(new), ("EXEC",)]
             queued[shard] = [*rename, *closed, ("SET", name, b"%d %d" % (last[shard] + 1, term)), *looked]
         done, failed = store.ask(queued)
         failures |= failed
@@ -108,8 +125,7 @@ def fence_everywhere(
             if answers[-1] is None:
                 continue  # another fence came between: look again
             assert isinstance(answers[-1], list)
-            marker, fields = answers[-1][-2:]
-            found[shard] = Found(last[shard] + 1, Marker.parse(marker), marker is not None, fields - (marker is not None))
+            found[shard] = Found.of(last[shard] + 1, answers[-1][-3:])
         left = [shard for shard in left if shard not in found and shard not in failures]
         if not left:
             return found, failures
@@ -124,13 +140,9 @@ def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> d
         _parse(value)[0] for value in store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in lanes])
     ]
     keys = [lane_key(namespace, lane, epoch) for lane, epoch in zip(lanes, epochs, strict=True)]
-    answers = store.commands_at_once(shard, [command for key in keys for command in (("HGET", key, MARKER), ("HLEN", key))])
-    by_lane = {}
-    for lane, epoch, marker, fields in zip(lanes, epochs, answers[::2], answers[1::2], strict=True):
-        assert marker is None or isinstance(marker, bytes)
-        assert isinstance(fields, int)
-        by_lane[lane] = Found(epoch, Marker.parse(marker), marker is not None, fields - (marker is not None))
-    return by_lane
+    answers = store.commands_at_once(shard, [command for key in keys for command in _looks(key)])
+    three = zip(answers[::3], answers[1::3], answers[2::3], strict=True)
+    return {lane: Found.of(epoch, found) for lane, epoch, found in zip(lanes, epochs, three, strict=True)}
 
 
 def fence_all(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foreload.cache.client.resp import MARKER
+from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import Store
 from foreload.cache.errors import (
     CommandRefused,
@@ -70,7 +70,8 @@ def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Hold
     marked = store.commands_at_once(shard, [("HEXISTS", key, MARKER) for key in hashes])
     hashes = [key for key, there in zip(hashes, marked, strict=True) if there]
     fields = store.commands_at_once(shard, [("HLEN", key) for key in hashes])
-    rows = sum(int(str(count)) - 1 for count in fields)
+    moved = store.commands_at_once(shard, [("HEXISTS", key, MIGRATED) for key in hashes])
+    rows = sum(int(str(count)) - 1 for count in fields) - sum(int(str(there)) for there in moved)
     try:
         sizes = store.commands_at_once(shard, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in hashes])
         used: int | None = sum(size for size in sizes if isinstance(size, int))

@@ -85,6 +85,15 @@ class PlannedFetch:
     reads: list[PlannedRead] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far ahead of the trainer a lane's arrivals are staged: events, and rows. seed: of the rows that were never written."""
+
+    seed: int
+    events: int
+    rows: int
+
+
 class LaneTraffic:
     """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor.
 
@@ -98,10 +107,7 @@ class LaneTraffic:
         self.unknown = False  # the plan's next event is not known yet
         self.fetches: list[Fetch] = []
         written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
-        if isinstance(written, Written):
-            stripes = LaneStripes(plan.lane, written.k, stored.placement.members, written)
-        else:
-            stripes = stored.placement.stripes(plan.lane, written)
+        stripes = stored.lane_stripes(plan.lane, written)
         staging = WriteBackStaging(stored.shapes, stripes, with_base, plan.last_batch)
         held = plan.held
         if held is None:
@@ -142,6 +148,32 @@ class LaneTraffic:
             self.unknown = False
             monitor.notify_all()
         return False
+
+    def pull(self, monitor: Monitor, stored: StoredRows, ahead: Ahead) -> int:
+        """Stage the arrivals of coming events, as far as there is room; make the initial ones, and return how many these are."""
+        initial = 0
+        while self.next is not None or self.advance(monitor):
+            assert self.next is not None
+            index, arrivals = self.next
+            with monitor:
+                room = len(self.events) < ahead.events and self.staged_rows + len(arrivals) <= ahead.rows
+                if self.events and not room and index > self.wanted:
+                    return initial
+            self.next = None
+            event = EventStaging(arrivals, stored.shapes)
+            made = event.fill_initial(ahead.seed, stored.layouts)
+            initial += len(made)
+            places = np.flatnonzero(arrivals.tag)
+            if len(places):
+                self.fetches.append(Fetch(event, places))
+            with monitor:
+                event.ready[made] = True
+                event.not_due = int(np.count_nonzero(arrivals.after[places] > self.released_boundary))
+                self.events[index] = event
+                self.pulled = index
+                self.staged_rows += len(arrivals)
+                monitor.notify_all()
+        return initial
 
     def stage(self, monitor: Monitor) -> None:
         """Move what the trainer handed over to write-back staging."""

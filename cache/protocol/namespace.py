@@ -65,7 +65,7 @@ def claim(
     """
     check_name(namespace)
     if mode == "resume":
-        everyone = range(store.shards)
+        everyone = store.used
         gone = [s for s in everyone if s in store.down or (spared > 0 and owner(store, namespace, s) is None)]
         for shard in everyone:
             if shard not in gone:
@@ -77,7 +77,7 @@ def claim(
     if mode == "overwrite":
         remove(store, namespace)
     claimed: list[int] = []
-    for shard in range(store.shards):
+    for shard in store.used:
         note = {"format": FORMAT, "shard": shard, "shards": store.shards, "identity": dict(identity)}
         text = json.dumps(note, sort_keys=True)
         if store.command(shard, "SET", run_key(namespace), text, "NX") is None:
@@ -104,8 +104,8 @@ def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, 
     """
     note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
     store.command(0, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX")
-    noted = owner(store, namespace, 0)
-    return noted is not None and json.dumps(noted, sort_keys=True) == json.dumps(note, sort_keys=True)
+    # How many shards there are may be another number by now than when it was noted.
+    return is_of(store, namespace, identity, shard, 0)
 
 
 def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
@@ -116,7 +116,7 @@ def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int,
 
 def are_of(store: Store, namespace: str, identity: Mapping[str, Any]) -> dict[int, bool]:
     """`is_of`, asked of all store shards at once; those that do not answer are left out. Raises StoreError for a note that is none."""
-    answers, _ = store.ask({shard: [("GET", run_key(namespace))] for shard in range(store.shards)})
+    answers, _ = store.ask({shard: [("GET", run_key(namespace))] for shard in store.used})
     notes = {shard: _note(store, namespace, shard, text) for shard, (text,) in answers.items()}
     return {shard: note is not None and is_run(note, identity) and note["shard"] == shard for shard, note in notes.items()}
 
@@ -133,7 +133,7 @@ def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shar
         raise StoreError(
             f"store {url}: has no namespace {namespace}, so its rows are lost or it is another server; check --store"
         )
-    if (note["shard"], note["shards"]) != (shard, store.shards):
+    if note["shard"] != shard or note["shards"] > store.shards:
         raise StoreError(
             f"store {url}: is shard {note['shard']} of {note['shards']} of namespace {namespace}, not {shard} of {store.shards}; "
             "give --store the same servers in the same order as before"
@@ -174,7 +174,7 @@ def remove(store: Store, namespace: str) -> int:
     """Remove a namespace from all store shards; returns how many keys of lanes there were. Others' keys are not touched."""
     check_name(namespace)
     removed = 0
-    for shard in range(store.shards):
+    for shard in store.used:
         for keys in lane_keys(store, shard, namespace):
             # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again. The term
             # of who set it goes: it is the earlier run's.

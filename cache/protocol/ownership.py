@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreAuth, StoreError, StoreFull
 from foreload.cache.protocol.fence import Found, fence_all, look_at
+from foreload.cache.protocol.interrupted_migration import Taking, finish_migration, halfway
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import is_of
 from foreload.cache.protocol.reading import StoredRows
@@ -39,7 +42,7 @@ def inspect_shards(
 
     may_lose: one that refuses is given up, and counts as down. Raises StoreError.
     """
-    for shard in range(store.shards):
+    for shard in store.used:
         by_lane = None
         try:
             if shard not in store.down and belongs(shard):
@@ -58,13 +61,13 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
     where parity does not cover what is lost.
     """
     doubtful: dict[int, None] = {}  # shards with the right marker and another number of rows; a dict keeps them in order
-    expected = {lane: stored.expected(lane) for lane in last_batches}
     fenced_shards = inspect_shards(
         stored.store,
         lambda shard: fence_all(stored.store, shard, stored.namespace, list(last_batches), ownership.term),
         lambda shard: ownership.has(stored.store, stored.namespace, shard),
         may_lose=bool(stored.placement.r),
     )
+    found: dict[int, Mapping[int, Found]] = {}
     for shard, fenced in fenced_shards:
         if fenced is None and not stored.placement.r:
             raise StoreError(
@@ -74,8 +77,13 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
             lose(stored, shard)
             continue
         for lane, there in fenced.items():
+            stored.shards.of(lane).epochs[shard] = there.epoch
+        found[shard] = fenced
+    _finish_migrations(stored, found, last_batches, ownership.term)
+    expected = {lane: stored.expected(lane) for lane in last_batches}
+    for shard, fenced in found.items():
+        for lane, there in fenced.items():
             own = stored.shards.of(lane)
-            own.epochs[shard] = there.epoch
             if not last_batches[lane] and (there.marked or there.rows):
                 # Batch 0: nothing of this run is there. It is what an earlier owner wrote between the removal of its rows and the fence.
                 stored.store.command(shard, "UNLINK", stored.key(lane, shard))
@@ -97,6 +105,29 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
         stored.lose(shard, _lacks_rows(stored, shard))
 
 
+def _finish_migrations(
+    stored: StoredRows, found: dict[int, Mapping[int, Found]], last_batches: Mapping[int, int], term: int
+) -> None:
+    """Where rows move, find how far each lane has, and bring its last chunk to its end. found: by shard and lane, brought up to date."""
+
+    def fails(shard: int, error: StoreError) -> None:
+        if not stored.placement.r:
+            raise error
+        stored.shards.lose(shard, str(error))
+
+    for lane, number in last_batches.items():
+        whole = Marker(number, number)
+        of_lane = {shard: lanes[lane] for shard, lanes in found.items() if lanes[lane].marker in (whole, Marker(0, 0))}
+        given = stored.stripes_of(lane).written.counts if stored.placement.migrating else np.zeros(0, np.int64)
+        stale = finish_migration(stored, lane, of_lane, Taking(term, number, given), fails)
+        for shard, there in of_lane.items():
+            found[shard] = {**found[shard], lane: there}
+        for shard in stale:
+            fails(shard, StoreError(_lacks_rows(stored, shard)))
+    for shard in stored.shards.lost.keys() & found.keys():
+        del found[shard]
+
+
 def lose(stored: StoredRows, shard: int) -> None:
     """Go on without a shard that does not answer, or lacks rows."""
     failure = stored.store.down.get(shard)
@@ -113,14 +144,24 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
     last_batches: as for `stale_shards`. Without parity a shard that lacks rows is noticed when it is read. Raises StoreError, RowsLost.
     """
     numbers = dict(enumerate(last_batches))
+    found: dict[int, dict[int, Found]] = {lane: {} for lane in numbers}
     for shard, lanes in inspect_shards(stored.store, lambda shard: look_at(stored.store, shard, stored.namespace, list(numbers))):
         if lanes is None:
             lose(stored, shard)
             continue
         for lane, there in lanes.items():
             stored.shards.of(lane).epochs[shard] = there.epoch
-            if stored.placement.r and there.marker != Marker(numbers[lane], numbers[lane]):
+            coming = shard in stored.placement.joining and not there.marked and not there.rows
+            if stored.placement.r and there.marker != Marker(numbers[lane], numbers[lane]) and not coming:
                 lose(stored, shard)
+            else:
+                found[lane][shard] = there
+    if stored.placement.migrating:
+        for lane, of_lane in found.items():
+            at = halfway(stored.placement.version, of_lane, numbers[lane])
+            stored.shards.of(lane).places.migrated = np.uint64(at.cursor)
+            for shard in at.stale:
+                stored.lose(shard, _lacks_rows(stored, shard))
     stored.shards.check_covered()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from foreload.cache.client.store import NO_ROWS, Read, Write
-from foreload.cache.errors import RowError
+from foreload.cache.errors import RowError, StoreBusy, StoreError, StoreUnavailable
 from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.batches import WriteBackBatch
@@ -55,7 +55,6 @@ class ParityRounds(Rounds):
         super().__init__(stored, lanes, check_tags, on_action, on_stats)
         assert stored.placement.code is not None
         self._code, self._failover, self._log = stored.placement.code, failover, log
-        self._shard_count = stored.placement.shard_count
         # Of each lane whose batch is in its parity phase: the markers that a shard may have.
         self._phase: dict[int, list[Marker]] = {}
 
@@ -102,6 +101,11 @@ class ParityRounds(Rounds):
         self._failover.take_back({state.lane: state.writes.last_batch for state in self._lanes.all})
         return flushed
 
+    def fail(self, shard: int, error: StoreError) -> None:
+        """Go on without a shard."""
+        if shard not in self._shards.lost:
+            self._failover.lose(shard, str(error), not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
+
     @property
     def all_whole(self) -> bool:
         """Whether every shard is whole, and none is to have another server."""
@@ -144,7 +148,7 @@ class ParityRounds(Rounds):
             assert number is not None
             self._log.hold(lane, LoggedBatch.empty(number, writes.last_batch, writes.held))
             self._phase[lane] = [Marker(writes.last_batch, writes.last_batch), Marker(number, number)]
-            for shard in range(self._shard_count):
+            for shard in self._stored.placement.live:
                 marker = Marker(number, number, self._shards.rebuilding(lane, shard))
                 out.append((lane, self._stored.write(lane, shard, *NO_ROWS, marker, 0)))
         self.exchange([], out)
@@ -211,7 +215,7 @@ class ParityRounds(Rounds):
             writes.held = held[:, 2]
             self._on_action("batch logged")
             self._phase[writes.lane] = [Marker(batch.number - 1, batch.number - 1), Marker(batch.number, batch.number - 1)]
-            for shard in range(self._shard_count):
+            for shard in self._stored.placement.live:
                 marker = Marker(batch.number, batch.number - 1, self._shards.rebuilding(writes.lane, shard))
                 fresh = int(batch.fresh.parity_rows[shard])
                 out.append((writes.lane, self._stored.write(writes.lane, shard, *batch.parity_part(shard), marker, fresh)))
@@ -243,7 +247,7 @@ class ParityRounds(Rounds):
 
     def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
         """The reads of the parity rows that a batch updates, in place: into the batch's own array."""
-        parts = ((shard, *batch.updated_parity(shard)) for shard in range(self._shard_count))
+        parts = ((shard, *batch.updated_parity(shard)) for shard in self._stored.placement.live)
         return [
             Read(shard, self._stored.key(writes.lane, shard), fields, rows, any_length=True)
             for shard, fields, rows in parts

@@ -18,8 +18,9 @@ from foreload.cache.errors import RowError, StoreError
 from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import count_rows
-from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.parity.stripes import LaneStripes, Written
 from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.migrated import Migrated
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.protocol.shard_table import ShardTable
 from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
@@ -55,6 +56,22 @@ class StoredRows:
         self.shapes = RowShapes.of(self.layouts)
         self.shards = ShardTable(self.store.urls, self.placement)
 
+    def stripes_of(self, lane: int) -> LaneStripes:
+        """A lane's stripes, where they are now."""
+        assert self.stripes is not None
+        stripes = self.stripes(lane)
+        stripes.places = self.shards.of(lane).places
+        return stripes
+
+    def lane_stripes(self, lane: int, written: Written | np.ndarray) -> LaneStripes:
+        """A lane's stripes, where they are now. written: or int64 [tables], all ordinals below which were."""
+        kept = written if isinstance(written, Written) else Written(written, self.placement.k)
+        return LaneStripes(lane, self.placement.k, self.shards.of(lane).places, kept)
+
+    def shards_of(self, lane: int, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
+        """The store shard of each row of a lane, as `Placement.shards` has it, where they are now."""
+        return self.placement.shards(lane, table, ordinal, self.shards.of(lane).places)
+
     def key(self, lane: int, shard: int) -> bytes:
         """The key of a lane's hash on a store shard."""
         return lane_key(self.namespace, lane, self.shards.of(lane).epochs[shard])
@@ -63,18 +80,33 @@ class StoredRows:
         """The key of a lane's hash on every store shard."""
         return [lane_key(self.namespace, lane, epoch) for epoch in self.shards.of(lane).epochs]
 
-    def write(self, lane: int, shard: int, fields: np.ndarray, rows: np.ndarray, marker: Marker, fresh: int) -> Write:
-        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker; where it has no marker yet, that is new as well."""
-        new = fresh + (self.shards.of(lane).held[shard] is None)
-        return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1))
+    def write(
+        self,
+        lane: int,
+        shard: int,
+        fields: np.ndarray,
+        rows: np.ndarray,
+        marker: Marker,
+        fresh: int,
+        migrated: Migrated | None = None,
+    ) -> Write:
+        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker, and `moved` if that is told, too; where it has no marker
+        yet, or nothing that says how far the lane has moved, these are new as well."""
+        own = self.shards.of(lane)
+        new = fresh + (own.held[shard] is None) + (migrated is not None and own.migrated[shard] is None)
+        told = None if migrated is None else migrated.stored()
+        return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1), migrated=told)
 
     def note(self, lane: int, write: Write) -> None:
         """Count in `held` what a write that was acknowledged brought to its shard; a repair, which has no marker, brings nothing new."""
         if write.new is not None and write.marker is not None:
-            held = self.shards.of(lane).held
-            before = held[write.shard]
+            own = self.shards.of(lane)
+            before, new = own.held[write.shard], write.new.start
+            if write.migrated is not None:
+                new -= own.migrated[write.shard] is None
+                own.migrated[write.shard] = Migrated.parse(write.migrated)
             # The first write to a hash brings the marker, too, which is no row.
-            held[write.shard] = write.new.start - 1 if before is None else before + write.new.start
+            own.held[write.shard] = new - 1 if before is None else before + new
 
     def lose(self, shard: int, why: str) -> bool:
         """Read without a shard from now on, if parity covers that; whether it does."""
@@ -85,8 +117,7 @@ class StoredRows:
 
     def expected(self, lane: int) -> np.ndarray:
         """How many rows and parity rows of a lane every shard has, by arithmetic: int64 [shards]."""
-        assert self.stripes is not None
-        return count_rows(self.stripes(lane), len(self.layouts), self.placement.shard_count).fields
+        return count_rows(self.stripes_of(lane), len(self.layouts), self.placement.shard_count).fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +152,7 @@ class PlannedRead:
 def plan_reads(stored: StoredRows, expected: Expected) -> list[PlannedRead]:
     """The reads that fetch these rows: one per shape and store shard."""
     shards = stored.placement.shard_count
-    shard_of = stored.placement.shards(expected.lane, expected.table, expected.ordinal)
+    shard_of = stored.shards_of(expected.lane, expected.table, expected.ordinal)
     shape_and_shard = stored.shapes.of_table[expected.table] * shards + shard_of
     order = np.argsort(shape_and_shard, kind="stable")
     shape_and_shard = shape_and_shard[order]
@@ -262,10 +293,9 @@ def _read_alone(stored: StoredRows, expected: Expected, planned: PlannedRead, er
     """Decode the wrong rows of a read of a shard that is one too many to be lost, and repair them, if this is the lane's owner. Raises RowError."""
     if not stored.placement.r:
         raise error
-    assert stored.stripes is not None
     lane, read = expected.lane, planned.read
     unreadable = stored.shards.of(lane).unreadable | stored.placement.mask([read.shard])
-    wrong_rows = decode_wrong(stored, stored.stripes(lane), expected, planned, error, unreadable)
+    wrong_rows = decode_wrong(stored, stored.stripes_of(lane), expected, planned, error, unreadable)
     stored.store.exchange(wrong_rows.reads, [])
     if any(one.missing is not None for one in wrong_rows.reads):
         raise error
@@ -313,11 +343,10 @@ def decode_wrong(
 
 def _plan_lost(stored: StoredRows, expected: Expected, planned: PlannedRead) -> Decoding:
     """How the rows of a read of a lost shard are decoded. Raises RowsLost."""
-    assert stored.stripes is not None
     ordinal, k = expected.ordinal[planned.places], stored.placement.k
     wanted = StripePlaces.of_rows(expected.table[planned.places], ordinal, k)
     survivors, row_bytes = stored.shards.survivors(expected.lane), planned.read.rows.shape[1]
-    return plan_decoding(stored.stripes(expected.lane), survivors, wanted, row_bytes, stored.keys(expected.lane))
+    return plan_decoding(stored.stripes_of(expected.lane), survivors, wanted, row_bytes, stored.keys(expected.lane))
 
 
 def missing_value(stored: StoredRows, lane: int, read: Read) -> RowError:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreload.cache.client.store import Read, Write
-from foreload.cache.errors import CacheError
+from foreload.cache.errors import CacheError, StoreError
 from foreload.cache.parity.erasure import accumulate
 from foreload.cache.parity.stripes import ALL_STRIPES, Arrangement
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.fence import Found, fence_all
+from foreload.cache.protocol.interrupted_migration import Taking, counted, finish_migration, joins
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.ownership import Ownership, inspect_shards, lose
 from foreload.cache.protocol.reading import StoredRows
@@ -21,22 +22,25 @@ from foreload.cache.rows.fields import unpack
 Exchange = Callable[[Sequence[Read], Sequence[Write]], object]
 
 
-def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) -> int:
+def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership, given: np.ndarray | None = None) -> int:
     """Fence a lane on every store shard, and bring each to the last batch in the log; returns its number.
 
     Where the parity of batch n is not there, parity ^= c * (old ^ new); once it is everywhere, the new rows go where the data is not. Each
     phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are
-    down, stale or were being rebuilt, or have not as many rows as the log says, are lost in stored.shards. Raises Fenced, RowsLost, StoreError,
-    CacheError.
+    down, stale or were being rebuilt, or have not as many rows as the log says, are lost in stored.shards. given: int64 [tables], all ordinals below
+    which a row may have been written, needed where rows move. Raises Fenced, RowsLost, StoreError, CacheError.
     """
     found = {shard: by_lane[lane] for shard, by_lane in fence_lanes(stored, [lane], ownership).items()}
     # Not before the fence: until then the owner before may hold a further batch, and send it.
     batch = adopted_batch(log, lane, ownership.term)
     judged = judge(stored, lane, batch, found)
+    taking = Taking(ownership.term, batch.number, np.zeros(0, np.int64) if given is None else given)
+    for shard in finish_judged(stored, judged, taking):
+        lose(stored, shard)
     for shard in judged.refused:
         lose(stored, shard)
     stored.shards.check_covered()
-    for shard in judged.doubtful:
+    for shard in judged.doubtful():
         # One that is too many is kept: a scrub decodes what it lacks.
         if stored.lose(shard, f"store {stored.shards.urls[shard]}: lacks rows of lane {lane}"):
             del judged.unfinished.markers[shard]
@@ -85,16 +89,36 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Which shards a batch in the log says can be trusted. refused: none of its states; doubtful: those with another number of rows (trusted too)."""
+    """Which shards a batch in the log says can be trusted. found: what there is on these; refused: the others, which have none of its states."""
 
     unfinished: Unfinished
+    found: dict[int, Found]
     refused: list[int]
-    doubtful: list[int]
+
+    def by_log(self, shard: int, stage: int | None = None) -> int | None:
+        """How many rows and parity rows a shard must have by the log, None where that does not say.
+
+        stage: 0 where it has nothing of the batch, 1 where it has its parity, 2 where its data, too; None: as its marker says.
+        """
+        batch, marker = self.unfinished.batch, self.unfinished.markers[shard]
+        if stage is None:
+            stage = int(marker.parity == batch.number) + int(marker.data == batch.number)
+        # Of a shard that has come in since it knows nothing: what that has, it has got by a move, which says so.
+        return None if batch.held is None else int(batch.held[shard, stage]) if shard < len(batch.held) else 0
+
+    def doubtful(self) -> list[int]:
+        """Those with another number of rows than they must have; they are trusted, too."""
+        by_log = {shard: self.by_log(shard) for shard in self.unfinished.markers}
+        return [
+            shard
+            for shard, log in by_log.items()
+            if log is not None and self.found[shard].rows != counted(self.found[shard], log)
+        ]
 
 
 def judge(stored: StoredRows, lane: int, batch: LoggedBatch, found: Mapping[int, Found]) -> Judged:
     """What a lane has on shards, by the batch in the log. found: by shard. Raises CacheError where all are ahead of the log."""
-    judged = Judged(Unfinished(lane, batch, {}), [], [])
+    judged = Judged(Unfinished(lane, batch, {}), {}, [])
     # Some may be: an owner before may have gone on with shards that a further one could not fence.
     if found and all(there.marker.parity > batch.number for there in found.values()):
         shard, there = next(iter(found.items()))
@@ -102,18 +126,32 @@ def judge(stored: StoredRows, lane: int, batch: LoggedBatch, found: Mapping[int,
             f"store {stored.shards.urls[shard]}: has batch {there.marker} of lane {lane}, later than the log's {batch.number}: the log is not "
             "the run's; put that one back"
         )
+    coming = joins(stored, found)
     for shard, there in found.items():
-        marker = there.marker
+        marker = Marker(batch.number, batch.number) if shard in coming else there.marker
         known = (batch.before, batch.number)
         if marker.rebuilding or marker.data not in known or marker.parity not in known:
             judged.refused.append(shard)
             continue
         judged.unfinished.markers[shard] = marker
-        # 0: the shard has nothing of the batch, 1: its parity, 2: its data, too.
-        stage = int(marker.parity == batch.number) + int(marker.data == batch.number)
-        if batch.held is not None and there.rows != batch.held[shard, stage]:
-            judged.doubtful.append(shard)
+        judged.found[shard] = there
     return judged
+
+
+def finish_judged(stored: StoredRows, judged: Judged, taking: Taking) -> list[int]:
+    """`finish_migration` of the shards that the log says can be trusted; returns those that are stale, which are trusted no more."""
+    one = judged.unfinished
+
+    def by_log(shard: int) -> int:
+        said = judged.by_log(shard, stage=2)
+        return judged.found[shard].rows if said is None else said
+
+    def fails(shard: int, error: StoreError) -> None:
+        stored.shards.lose(shard, str(error))
+
+    stale = finish_migration(stored, one.lane, judged.found, taking, fails, by_log)
+    one.markers = {shard: marker for shard, marker in one.markers.items() if shard in judged.found and shard not in stale}
+    return stale
 
 
 def play(stored: StoredRows, all_unfinished: Sequence[Unfinished], exchange: Exchange) -> list[Write]:
@@ -139,7 +177,7 @@ def play(stored: StoredRows, all_unfinished: Sequence[Unfinished], exchange: Exc
 
 def _arranged(stored: StoredRows, unfinished: Unfinished) -> Arrangement:
     """Where the rows and parity rows of a batch go, if every shard is to have its own."""
-    stripes = stored.placement.stripes(unfinished.lane, np.zeros(len(stored.layouts), np.int64))
+    stripes = stored.lane_stripes(unfinished.lane, np.zeros(len(stored.layouts), np.int64))
     table, ordinal = unpack(unfinished.batch.fields)
     everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
     return stripes.arrange(table, ordinal, everywhere)

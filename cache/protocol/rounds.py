@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from foreload.cache.client.store import Read, Write
-from foreload.cache.errors import CacheError
+from foreload.cache.errors import CacheError, StoreError
 from foreload.cache.protocol.batches import WriteBackBatch
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
 from foreload.cache.protocol.marker import Marker
@@ -79,6 +79,10 @@ class Rounds(ABC):
         """Do reads and writes, each with its lane, and check every marker and answer. Raises StoreError, RowsLost."""
 
     @abstractmethod
+    def fail(self, shard: int, error: StoreError) -> None:
+        """A shard does not do what it must: it is lost. Raises the error where its rows are nowhere else, and RowsLost."""
+
+    @abstractmethod
     def see_to_shards(self) -> bool:
         """Do what is to be done about shards before a round; returns whether anything was sent for it. Raises as `run` does."""
 
@@ -110,7 +114,7 @@ class Rounds(ABC):
                     lane, shard, *batch.part(shard), self._marker(lane, shard, batch), int(batch.fresh.rows[shard])
                 ),
             )
-            for shard in range(self._stored.placement.shard_count)
+            for shard in self._stored.placement.live
         ]
 
     def _marker(self, lane: int, shard: int, batch: WriteBackBatch) -> Marker:
@@ -157,6 +161,9 @@ class PlainRounds(Rounds):
             self._on_action("data acknowledged")
         stats = RoundStats(fetched=fetches, bytes_read=sum(read.rows.nbytes for _, read in reads))
         self._released(sent, stats)
+        for writes, batch in stats.written:
+            writes.stripes.written.reserve(batch.table, batch.ordinal)
+            writes.stripes.written.note(batch.table, batch.ordinal)
         for fetch in fetches:
             for planned in fetch.reads:
                 accept(self._stored, fetch.expected, planned, fetch.event.rows, fetch.places, self._check_tags)
@@ -186,6 +193,10 @@ class PlainRounds(Rounds):
     def flush_pending(self) -> bool:
         """No batch outlives its round."""
         return False
+
+    def fail(self, shard: int, error: StoreError) -> None:
+        """An error."""
+        raise error
 
     def see_to_shards(self) -> bool:
         """Nothing: they all are there."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,9 @@ from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import RowsLost
 from foreload.cache.parity.decoding import Survivors
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.places import NOT_MIGRATED, Places
 from foreload.cache.parity.stripes import ALL_STRIPES
+from foreload.cache.protocol.migrated import Migrated
 from foreload.cache.rows.fields import NUMBER_BITS
 
 
@@ -30,11 +33,12 @@ def cursor_place(cursor: int) -> tuple[int, int]:
     return cursor >> NUMBER_BITS, cursor & ((1 << NUMBER_BITS) - 1)
 
 
-ShardState = Literal["ok", "rebuilding", "lost"]
+ShardState = Literal["ok", "rebuilding", "lost", "removed"]
 OK: Literal["ok"] = "ok"
 REBUILDING: Literal["rebuilding"] = "rebuilding"
 LOST: Literal["lost"] = "lost"
-_WORST_FIRST: tuple[ShardState, ...] = (LOST, REBUILDING, OK)
+REMOVED: Literal["removed"] = "removed"
+_WORST_FIRST: tuple[ShardState, ...] = (LOST, REBUILDING, OK, REMOVED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +56,30 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShardSnapshot:
-    """How all store shards were at one moment, in order; also what a trainer tells of them, and what all trainers' snapshots come to."""
+    """How all store shards were at one moment, in order; also what a trainer tells of them, and what all trainers' snapshots come to.
+
+    version: of the placement that its teller works by; migrated: how much is where that has it, as a share of the stripes of all its lanes: 1 unless
+    rows move.
+    """
 
     shards: tuple[ShardStatus, ...]
+    version: int = 0
+    migrated: float = 1.0
 
     @classmethod
     def together(cls, several: Iterable[ShardSnapshot]) -> ShardSnapshot:
         """The shards as they are for several owners at once, of one or more: each as the owner has it that has it worst, and least of it rebuilt."""
-        return cls(tuple(min(of_all, key=_goodness) for of_all in zip(*(one.shards for one in several), strict=True)))
+        told = list(several)
+        # Of a shard that was added a moment ago not all may know.
+        by_shard = zip_longest(*(one.shards for one in told))
+        shards = tuple(min((one for one in of_all if one is not None), key=_goodness) for of_all in by_shard)
+        return cls(shards, min((one.version for one in told), default=0), min((one.migrated for one in told), default=1.0))
 
     def changes_since(self, before: ShardSnapshot | None) -> dict[int, ShardStatus]:
         """The shards whose state is another than before, as they are now; None before: all were ok."""
-        states = [OK] * len(self.shards) if before is None else [status.state for status in before.shards]
-        return {shard: status for shard, status in enumerate(self.shards) if status.state != states[shard]}
+        states = () if before is None else [status.state for status in before.shards]
+        of_before = dict(enumerate(states))
+        return {shard: status for shard, status in enumerate(self.shards) if status.state != of_before.get(shard, OK)}
 
     @property
     def lost(self) -> list[int]:
@@ -74,12 +89,12 @@ class ShardSnapshot:
     @property
     def whole(self) -> bool:
         """Whether every shard has all rows of every lane."""
-        return all(status.state == OK for status in self.shards)
+        return all(status.state in (OK, REMOVED) for status in self.shards)
 
     @property
     def not_whole(self) -> dict[int, float]:
         """The shards that are lost or being rebuilt, and how much of each is rebuilt, from 0 to 1."""
-        return {shard: status.rebuilt for shard, status in enumerate(self.shards) if status.state != OK}
+        return {shard: status.rebuilt for shard, status in enumerate(self.shards) if status.state in (LOST, REBUILDING)}
 
 
 def _goodness(status: ShardStatus) -> tuple[int, float]:
@@ -92,12 +107,14 @@ class LaneShards:
 
     epochs: the lane's fence epoch there, 0 where none was set. held: how many rows and parity rows its hash has, if that has a marker; None for
     one that is not there. cursors: uint64 [shards], the shard is live for the lane's stripes (by table and number) below its cursor: for all of
-    them, none, or those rebuilt so far.
+    them, none, or those rebuilt so far. migrated: the last chunk of a move that its hash tells of. places: where the lane's stripes are.
     """
 
     epochs: list[int]
     held: list[int | None]
     cursors: np.ndarray
+    migrated: list[Migrated | None]
+    places: Places
 
     def readable(self, shard: int) -> bool:
         """Whether a shard has all rows of the lane."""
@@ -108,6 +125,13 @@ class LaneShards:
         """Which shards have not: bool [shards]."""
         mask: np.ndarray = self.cursors != ALL_STRIPES
         return mask
+
+    def extend(self, count: int) -> None:
+        """There are so many shards more, of which nothing is known."""
+        self.epochs += [0] * count
+        self.held += [None] * count
+        self.migrated += [None] * count
+        self.cursors = np.concatenate([self.cursors, np.full(count, ALL_STRIPES, np.uint64)])
 
 
 class ShardTable:
@@ -123,6 +147,7 @@ class ShardTable:
         self._lanes: dict[int, LaneShards] = {}
         self._rebuilt = dict.fromkeys(range(len(self.urls)), 0.0)
         self._survivors: dict[bytes, Survivors] = {}
+        self._migrated = 1.0 if not placement.migrating else 0.0
         self._publish()
 
     # What others see.
@@ -133,9 +158,12 @@ class ShardTable:
         return self._snapshot
 
     def _publish(self) -> None:
-        self._snapshot = ShardSnapshot(tuple(self._status(shard) for shard in range(len(self.urls))))
+        shards = tuple(self._status(shard) for shard in range(len(self.urls)))
+        self._snapshot = ShardSnapshot(shards, self.placement.version, self._migrated)
 
     def _status(self, shard: int) -> ShardStatus:
+        if shard in self.placement.removed:
+            return ShardStatus("", REMOVED)
         url = self.urls[shard].plain
         if shard in self.lost:
             return ShardStatus(url, LOST, self.lost[shard], 0.0)
@@ -157,7 +185,7 @@ class ShardTable:
             count = len(self.urls)
             cursors = np.full(count, ALL_STRIPES, np.uint64)
             cursors[list(self.lost)] = 0
-            known = self._lanes[lane] = LaneShards([0] * count, [None] * count, cursors)
+            known = self._lanes[lane] = LaneShards([0] * count, [None] * count, cursors, [None] * count, self.placement.places)
         return known
 
     @property
@@ -239,7 +267,26 @@ class ShardTable:
         self._rebuilt[shard] = share
         self._publish()
 
-    def move(self, shard: int, url: StoreUrl) -> None:
+    def place(self, placement: Placement, further: Sequence[StoreUrl] = ()) -> None:
+        """Go by another placement from now on: rows begin to move, of no lane any yet, or all have moved. further: of shards that come in."""
+        self.urls += further
+        self.placement = placement
+        self._rebuilt |= dict.fromkeys(range(len(self._rebuilt), len(self.urls)), 0.0)
+        self._survivors.clear()
+        for shard in placement.removed:
+            self.lost.pop(shard, None)
+        for own in self._lanes.values():
+            own.extend(len(further))
+            own.cursors[list(placement.removed)] = ALL_STRIPES
+            own.places.members, own.places.migrated = placement.table, NOT_MIGRATED
+        self.note_migrated(0.0 if placement.migrating else 1.0)
+
+    def note_migrated(self, share: float) -> None:
+        """How much has moved, from 0 to 1, for others to see."""
+        self._migrated = share
+        self._publish()
+
+    def replace_server(self, shard: int, url: StoreUrl) -> None:
         """Another server is to have a shard from now on; what it has is told by `lose` and `bring_back`."""
         self.urls[shard] = url
         self._publish()

@@ -10,15 +10,16 @@ import numpy as np
 from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read, Write
 from foreload.cache.errors import CacheError, RowError, StoreError
 from foreload.cache.parity.row_counts import count_rows
-from foreload.cache.parity.stripes import LaneStripes, Written
+from foreload.cache.parity.stripes import Written
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.fence import Found, fence_everywhere
+from foreload.cache.protocol.interrupted_migration import Taking, finish_migration, joins
 from foreload.cache.protocol.lanes import LanePlan, Plan
 from foreload.cache.protocol.marker import Marker, first_number
 from foreload.cache.protocol.namespace import are_of
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.recovery import Unfinished, adopted_batch, judge, play
+from foreload.cache.protocol.recovery import Unfinished, adopted_batch, finish_judged, judge, play
 from foreload.cache.protocol.unsure_rows import REMEDY, Look, UnsureRows
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.layout import encode_rows
@@ -88,14 +89,14 @@ def take_over_lost(
     _fence(stored, ownership, takings)
     on_action("fenced")
     if not stored.placement.r:
-        _write_again(stored, takings, on_action)
+        _write_again(stored, takings, ownership.term, on_action)
         return {taking.lane: taking.taken(None) for taking in takings}
     if log is None:
         raise CacheError("takeover: needs the log of the batches where there is parity")
-    fenced = stored.placement.shard_count - len(stored.shards.lost)
+    fenced = len(stored.placement.live) - len(stored.shards.lost)
     if fenced <= stored.placement.r and not last_owner_dead:
         raise CacheError(
-            f"lanes {', '.join(map(str, copied))}: {fenced} of {stored.placement.shard_count} store shards could be fenced, must be more than "
+            f"lanes {', '.join(map(str, copied))}: {fenced} of {len(stored.placement.live)} store shards could be fenced, must be more than "
             f"{stored.placement.r}, or the owner before may go on with the others; bring the servers back, or see that it is dead"
         )
     _finish_batches(stored, log, takings, ownership.term, on_action)
@@ -133,9 +134,15 @@ class _Taking:
         unfinished = Unfinished(lane, LoggedBatch.empty(0, 0, None), {})
         return cls(lane, copied, first_number(term), UnsureRows.of(lane, copied.owed, copied.ending), written, unfinished)
 
+    def note(self, found: Mapping[int, Found]) -> None:
+        """What there is on shards, once the last chunk of a move has come to its end there."""
+        for shard, one in found.items():
+            self.found[shard] = one
+            self.fields[shard] = one.rows + one.marked
+
     def count(self, stored: StoredRows) -> None:
         """Count what shards that lack none have, now that it is known what is written."""
-        stripes = LaneStripes(self.lane, stored.placement.k, stored.placement.members, self.written)
+        stripes = stored.lane_stripes(self.lane, self.written)
         self.held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
 
     def rows_on(self, shard: int) -> int:
@@ -166,7 +173,7 @@ def _names(rows: Occupants) -> np.ndarray:
 
 def _fence(stored: StoredRows, ownership: Ownership, takings: Sequence[_Taking]) -> None:
     """Fence the lanes on every shard; one that cannot be is lost, without parity an error."""
-    shards = range(stored.placement.shard_count)
+    shards = stored.placement.live
     own = (
         dict.fromkeys(shards, True) if ownership.identity is None else are_of(stored.store, stored.namespace, ownership.identity)
     )
@@ -226,8 +233,10 @@ def _finish_batches(
             )
         judged = judge(stored, taking.lane, batch, taking.found)
         taking.unfinished = judged.unfinished
+        refused = [*judged.refused, *finish_judged(stored, judged, Taking(term, batch.number, taking.copied.ordinals))]
+        taking.note(judged.found)
         stale = [shard for shard, marker in taking.unfinished.markers.items() if marker.data < released]
-        for shard in [*judged.refused, *judged.doubtful, *stale]:
+        for shard in [*refused, *judged.doubtful(), *stale]:
             taking.distrust(stored, shard)
     on_action("record held")
     unfinished = [taking.unfinished for taking in takings]
@@ -244,7 +253,7 @@ def _look(stored: StoredRows, takings: Sequence[_Taking]) -> dict[int, Rows]:
     found: dict[int, Rows] = {}
     while len(found) < len(takings):
         looks = {
-            taking.lane: Look(stored, taking.unsure, stored.placement.stripes(taking.lane, taking.copied.ordinals))
+            taking.lane: Look(stored, taking.unsure, stored.lane_stripes(taking.lane, taking.copied.ordinals))
             for taking in takings
             if taking.lane not in found
         }
@@ -323,14 +332,19 @@ def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], on_act
 # Without parity.
 
 
-def _write_again(stored: StoredRows, takings: Sequence[_Taking], on_action: Callable[[str], None]) -> None:
+def _write_again(stored: StoredRows, takings: Sequence[_Taking], term: int, on_action: Callable[[str], None]) -> None:
     """Write whatever may not be stored, whether it is or not; then the marker with which the new owner's batches begin."""
     for taking in takings:
+        coming = joins(stored, taking.found)
         for shard, there in taking.found.items():
+            if shard in coming:
+                continue
             released = taking.copied.released[1]
             if not released <= there.marker.data < taking.number:
                 what = f"its last write-back batch of lane {taking.lane} is {there.marker}, must be from {released} on, and before {taking.number}"
                 raise StoreError(f"store {stored.shards.urls[shard]}: {what}: it lost rows; {REMEDY}")
+    for taking in takings:
+        _finish_unprotected(stored, taking, term)
     writes = [(taking, write) for taking in takings for write in _writes(stored, taking)]
     stored.store.exchange([], [write for _, write in writes])
     on_action("owed written")
@@ -355,12 +369,25 @@ def _write_again(stored: StoredRows, takings: Sequence[_Taking], on_action: Call
         stored.shards.of(taking.lane).held[write.shard] = int(taking.held[write.shard])
 
 
+def _finish_unprotected(stored: StoredRows, taking: _Taking, term: int) -> None:
+    """Bring the last chunk of a move to its end. Raises StoreError for a shard that fails, or is stale."""
+
+    def fails(shard: int, error: StoreError) -> None:
+        raise error
+
+    found = dict(taking.found)
+    number = max((there.marker.data for there in found.values()), default=0)
+    for shard in finish_migration(stored, taking.lane, found, Taking(term, number, taking.copied.ordinals), fails):
+        raise StoreError(f"store {stored.shards.urls[shard]}: lacks rows of lane {taking.lane} that moved there; {REMEDY}")
+    taking.note(found)
+
+
 def _writes(stored: StoredRows, taking: _Taking) -> list[Write]:
     """The last versions of a lane's unsure rows, with no marker."""
     rows, writes = taking.unsure.latest, []
-    shard_of = stored.placement.shards(taking.lane, rows.table, rows.ordinal)
+    shard_of = stored.shards_of(taking.lane, rows.table, rows.ordinal)
     for shape, (width, state_width) in enumerate(stored.shapes.shapes):
-        for shard in range(stored.placement.shard_count):
+        for shard in stored.placement.live:
             of_both = np.flatnonzero((stored.shapes.of_table[rows.table] == shape) & (shard_of == shard))
             for first in range(0, len(of_both), COMMAND_ROWS):
                 part = rows.select(of_both[first : first + COMMAND_ROWS])

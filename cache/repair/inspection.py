@@ -96,7 +96,11 @@ class Inspection:
 
     def _probe(self) -> None:
         lanes = [state.lane for state in self._lanes.all]
-        reads = [(lane, Read(shard, key, *NO_ROWS)) for lane in lanes for shard, key in enumerate(self._stored.keys(lane))]
+        reads = [
+            (lane, Read(shard, self._stored.key(lane, shard), *NO_ROWS))
+            for lane in lanes
+            for shard in self._stored.placement.live
+        ]
         self._rounds.exchange(reads, [])
 
     def _count(self) -> None:

@@ -16,6 +16,7 @@ from foreload.cache.protocol.background import Task
 from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import Lanes, LaneWrites
 from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.migration import Migration
 from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.shard_table import cursor_at, cursor_place
@@ -30,12 +31,13 @@ class Rebuild(Task):
         failover: Failover,
         rounds: ParityRounds,
         lanes: Lanes,
+        move: Migration,
         on_action: Callable[[str], None],
         on_rows: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._stored, self._shards, self._failover, self._rounds, self._lanes = stored, stored.shards, failover, rounds, lanes
-        self._on_action, self._on_rows = on_action, on_rows
+        self._migration, self._on_action, self._on_rows = move, on_action, on_rows
 
     @property
     def wanted(self) -> bool:
@@ -54,7 +56,7 @@ class Rebuild(Task):
         if self._shards.whole:
             return None
         for state in self._lanes.all:
-            for shard in range(self._stored.placement.shard_count):
+            for shard in self._stored.placement.live:
                 if self._shards.rebuilding(state.lane, shard):
                     return state.writes, shard
         return None
@@ -106,7 +108,10 @@ class Rebuild(Task):
     def _finish(self, writes: LaneWrites, shard: int) -> None:
         """Have the marker say that the shard is whole; once that is acknowledged, it may be read."""
         lane = writes.lane
-        last = self._stored.write(lane, shard, *NO_ROWS, Marker(writes.last_batch, writes.last_batch), 0)
+        number = writes.last_batch
+        last = self._stored.write(
+            lane, shard, *NO_ROWS, Marker(number, number), 0, self._migration.status_of(lane, shard, number)
+        )
         self._rounds.exchange([], [(lane, last)])
         if shard not in self._shards.lost:
             self._failover.rebuilt(lane, shard)

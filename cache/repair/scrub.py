@@ -268,7 +268,7 @@ def scrub_table(
     from their stripe, and so are those of the others that the parity rows single out, where r >= 2. last_batch: the number of the lane's
     last write-back batch, checked against every shard that is asked. Raises StoreError.
     """
-    stripes = stored.placement.stripes(lane, np.zeros(len(stored.layouts), np.int64))
+    stripes = stored.lane_stripes(lane, np.zeros(len(stored.layouts), np.int64))
     unreadable = stored.shards.of(lane).unreadable
     end = -(-len(rows.id) // stripes.k)
     for first in range(0, end, CHUNK_STRIPES):

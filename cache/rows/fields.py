@@ -32,3 +32,9 @@ def fields(table: np.ndarray | int, number: np.ndarray) -> np.ndarray:
 def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tables int16 [n], and numbers int64 [n]: ordinals of rows, or stripes of parity rows, of fields uint64 [n]."""
     return ((packed & ~PARITY_BIT) >> _SHIFT).astype(np.int16), (packed & _NUMBER).astype(np.int64)
+
+
+def words(packed: np.ndarray) -> list[bytes]:
+    """Fields (uint64 [n]) as the store has them, for commands made in Python: 8 bytes each, big-endian."""
+    swapped = packed.astype(">u8").tobytes()
+    return [swapped[first : first + 8] for first in range(0, len(swapped), 8)]

@@ -145,7 +145,8 @@ def rows_in(partition: Partition, slots: np.ndarray) -> EndedRows:
 
 
 class Owner:
-    """Owns lanes through a Traffic, and trains them step by step until the end, or until it dies. log, term: its own.
+    """Owns lanes through a Traffic, and trains them step by step until the end, or until it dies. log, term: its own. parity: k and r, or where rows
+    are.
 
     handed: the last boundary handed over; applied: the last step trained by all lanes; told: of each lane, what was released, by boundary.
     """
@@ -155,14 +156,15 @@ class Owner:
         store: Store,
         histories: Mapping[int, History],
         logs: Path,
-        parity: tuple[int, int],
+        parity: tuple[int, int] | Placement,
         ownership: Ownership,
         on_action: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.store, self.histories, self.logs = store, histories, logs
         self.ownership, self.on_action = ownership, on_action
         self.log = FileLog(logs)
-        self.stored = StoredRows(store, Placement.spread(store.shards, *parity), LAYOUTS, NAMESPACE)
+        placement = parity if isinstance(parity, Placement) else Placement.spread(store.shards, *parity)
+        self.stored = StoredRows(store, placement, LAYOUTS, NAMESPACE)
         self.partitions: dict[int, Partition] = {}
         self.unknown: dict[int, np.ndarray] = {}
         self.handed = self.applied = self.began = -1
@@ -291,11 +293,15 @@ class Owner:
 
 
 def check_all(
-    urls: Sequence[str], histories: Mapping[int, History], parity: tuple[int, int], last_batches: Mapping[int, int]
+    urls: Sequence[str | None],
+    histories: Mapping[int, History],
+    parity: tuple[int, int] | Placement,
+    last_batches: Mapping[int, int],
 ) -> None:
     """Every row that was ever trained is what it must be, bit for bit, and every stripe agrees."""
     with Store(urls, TIMEOUT) as store:
-        stored = StoredRows(store, Placement.spread(store.shards, *parity), LAYOUTS, NAMESPACE)
+        placement = parity if isinstance(parity, Placement) else Placement.spread(store.shards, *parity)
+        stored = StoredRows(store, placement, LAYOUTS, NAMESPACE)
         lanes = max(histories) + 1
         find_rows(stored, [last_batches.get(lane, 0) for lane in range(lanes)])
         assert not stored.shards.lost
@@ -303,7 +309,7 @@ def check_all(
             expected, names = expected_rows(lane, history.program)
             found = read_rows(stored, expected, last_batches[lane])
             assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), history.truth.of(names))
-            for table in range(len(LAYOUTS)) if parity[1] else ():
+            for table in range(len(LAYOUTS)) if placement.r else ():
                 own = expected.table == table
                 count = int(expected.ordinal[own].max(initial=-1)) + 1
                 presence, ids, tags = np.full(count, NEVER, np.uint8), np.zeros(count, np.int64), np.zeros(count, np.int32)

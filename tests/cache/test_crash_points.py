@@ -37,7 +37,8 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError, Fenced, StoreError
-from foreload.cache.parity.placement import GROUPS, Placement
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.places import GROUPS
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.lanes import LanePlan

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.placement import GROUPS, Placement
+from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.places import GROUPS
 from foreload.pipelines.base.hashing import key
 
 
@@ -54,7 +55,7 @@ def test_a_damaged_placement_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="not a placement"):
         Placement.load(path)
     path.write_text(json.dumps({**json.loads(good), "format": 99}))
-    with pytest.raises(CacheError, match="format must be 1; got 99"):
+    with pytest.raises(CacheError, match="format must be 1 or 2; got 99"):
         Placement.load(path)
     path.write_text(json.dumps({**json.loads(good), "shards": 1}))
     with pytest.raises(CacheError, match="do not fit"):

@@ -1,0 +1,297 @@
+"""Rows move to other store shards while their owner trains: every row used is the true one, wherever it is, and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+from grids import covering
+from lane_owners import NAMESPACE, TIMEOUT, Died, History, Owner, check_all, dies_at
+from lane_program import make_program
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.resp import MARKER, MIGRATED
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import StoreError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol import migration
+from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.ownership import Ownership
+
+LANES = (0, 3)
+STEPS = 30
+SERVERS = 5
+ACTIONS = ("rows to move read", "rows copied", "rows moved")
+
+
+@pytest.fixture(scope="module")
+def histories() -> Mapping[int, History]:
+    """Two lanes."""
+    return {lane: History.of(make_program(lane + 50, STEPS)) for lane in LANES}
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[LocalStores]:
+    """Five servers of a test's own."""
+    with LocalStores(SERVERS, tmp_path / "stores") as stores:
+        yield stores
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are small, so that many lie between the steps."""
+    monkeypatch.setattr(migration, "COMMAND_ROWS", 7)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A placement, and the one that rows move to; shards: how many there are at first."""
+
+    name: str
+    shards: int
+    k: int
+    r: int
+
+    @property
+    def before(self) -> Placement:
+        return Placement.spread(self.shards, self.k, self.r)
+
+    @property
+    def migrating(self) -> Placement:
+        what = self.name.split()[0]
+        if what == "add":
+            return self.before.with_added(2)
+        return self.before.without(1) if what == "remove" else self.before.with_migrated(1)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.k}+{self.r}"
+
+
+CASES = [
+    Case("add", 1, 1, 0),
+    Case("remove", 3, 1, 0),
+    Case("move", 2, 1, 0),
+    Case("add", 3, 2, 1),
+    Case("remove", 4, 2, 1),
+    Case("move", 3, 2, 1),
+    Case("move", 3, 1, 2),
+]
+PROTECTED = [case for case in CASES if case.r == 1]
+
+
+def move(owner: Owner, placement: Placement, urls: Sequence[str]) -> None:
+    assert owner.traffic is not None
+    owner.traffic.migration.begin(placement, urls[: placement.shard_count])
+
+
+def through(owner: Owner) -> Placement:
+    """Wait until all has moved, and settle; returns the placement from then on."""
+    assert owner.traffic is not None
+    assert owner.traffic.repair_shards(TIMEOUT) == []
+    assert owner.traffic.shards.migrated == 1.0
+    settled = owner.stored.placement.completed()
+    owner.traffic.migration.complete(settled)
+    return settled
+
+
+def until_dead(owner: Owner, placement: Placement, urls: Sequence[str]) -> None:
+    """Train, and move, until the owner dies."""
+
+    def go_on() -> None:
+        move(owner, placement, urls)
+        owner.train()
+        through(owner)
+
+    with pytest.raises(Died):
+        go_on()
+
+
+def live(urls: Sequence[str], placement: Placement) -> list[str | None]:
+    return [None if shard in placement.removed else url for shard, url in enumerate(urls[: placement.shard_count])]
+
+
+def finished(owner: Owner, urls: Sequence[str], settled: Placement) -> None:
+    """The owner is through with its training: look at everything."""
+    assert owner.traffic is not None
+    owner.traffic.flush()
+    last = {lane: owner.traffic.last_batch(lane) for lane in owner.histories}
+    epochs = {lane: list(owner.stored.shards.of(lane).epochs) for lane in LANES}
+    owner.abandon()
+    check_all(live(urls, settled), owner.histories, settled, last)
+    with Store(urls, TIMEOUT) as store:
+        for lane, shard in product(LANES, settled.removed):
+            names = store.command(shard, "HKEYS", lane_key(NAMESPACE, lane, epochs[lane][shard]))
+            assert sorted(names) == [MARKER, MIGRATED], "rows are left where all have moved away"  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_move_while_their_owner_trains(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case
+) -> None:
+    owner = Owner(Store(stores.urls[: case.shards], TIMEOUT), histories, tmp_path, case.before, Ownership(1)).begin()
+    owner.train(8)
+    move(owner, case.migrating, stores.urls)
+    owner.train()
+    finished(owner, stores.urls, through(owner))
+
+
+@pytest.mark.parametrize(("shards", "k", "r"), [(1, 1, 0), (3, 2, 1)])
+def test_one_move_after_the_other(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, shards: int, k: int, r: int
+) -> None:
+    owner = Owner(Store(stores.urls[:shards], TIMEOUT), histories, tmp_path, Placement.spread(shards, k, r), Ownership(1)).begin()
+    owner.train(5)
+    move(owner, owner.stored.placement.with_added(5 - shards), stores.urls)
+    owner.train(12)
+    settled = through(owner)
+    owner.train(15)
+    move(owner, settled.without(0), stores.urls)
+    owner.train(20)
+    settled = through(owner)
+    assert settled.live == [1, 2, 3, 4]
+    owner.train()
+    finished(owner, stores.urls, settled)
+
+
+DEATHS = [(case, action, count, lag) for case, action, count, lag in product(CASES, ACTIONS, (1, 2, 5), (0, 3))]
+
+
+@pytest.mark.parametrize(("case", "action", "count", "lag"), covering(DEATHS, 11), ids=str)
+def test_an_owner_dies_amid_a_move_and_the_next_goes_on_with_it(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case, action: str, count: int, lag: int
+) -> None:
+    first = Owner(
+        Store(stores.urls[: case.shards], TIMEOUT), histories, tmp_path, case.before, Ownership(1), dies_at(action, count)
+    ).begin()
+    first.train(8)
+    until_dead(first, case.migrating, stores.urls)
+    step, copies = first.copies(lag)
+    first.abandon()
+    then_another(stores, histories, tmp_path, case, step, copies)
+
+
+def then_another(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case, step: int, copies: Mapping[int, object]
+) -> Owner:
+    placement = case.migrating
+    second = Owner(
+        Store(stores.urls[: placement.shard_count], TIMEOUT, optional=bool(case.r)), histories, tmp_path, placement, Ownership(2)
+    )
+    second.take_over(step, copies)  # type: ignore[arg-type]
+    # Nothing had to be given up: whoever dies leaves every shard to be trusted.
+    assert not second.stored.shards.lost
+    assert all(second.stored.shards.complete(shard) for shard in placement.live)
+    second.train()
+    finished(second, stores.urls, through(second))
+    return second
+
+
+class Torn(Store):
+    """A Store whose n-th command of a move, copies or deletions, reaches only some shards, and then its owner dies."""
+
+    def __init__(self, urls: Sequence[str], what: str, last: int, reached: Sequence[int]) -> None:
+        super().__init__(urls, TIMEOUT)
+        self._what, self._left, self._reached = what, last, reached
+
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
+        if self._what == "copies" and any(write.migrated is not None for write in writes):
+            self._left -= 1
+            if not self._left:
+                super().attempt([], [write for write in writes if write.shard in self._reached])
+                raise Died
+        return super().attempt(reads, writes)
+
+    def ask(
+        self, commands: Mapping[int, Sequence[Sequence[bytes | str | int]]]
+    ) -> tuple[dict[int, list[object]], dict[int, StoreError]]:
+        if self._what == "deletions" and any(one and one[0] == ("MULTI",) for one in commands.values()):
+            self._left -= 1
+            if not self._left:
+                super().ask({shard: one for shard, one in commands.items() if shard in self._reached})
+                raise Died
+        return super().ask(commands)
+
+
+TORN = [
+    (case, what, last, reached, lost)
+    for case, what, last, reached, lost in product(
+        CASES, ("copies", "deletions"), (1, 3), ((), (0,), (1, 2), (0, 3), (1,)), (None, 0, 2)
+    )
+    if lost is None or case.r == 1
+]
+
+
+@pytest.mark.parametrize(("case", "what", "last", "reached", "lost"), covering(TORN, 13), ids=str)
+def test_an_owner_dies_with_shards_at_several_stages_of_a_chunk(
+    stores: LocalStores,
+    histories: Mapping[int, History],
+    tmp_path: Path,
+    case: Case,
+    what: str,
+    last: int,
+    reached: tuple[int, ...],
+    lost: int | None,
+) -> None:
+    first = Owner(Torn(stores.urls[: case.shards], what, last, reached), histories, tmp_path, case.before, Ownership(1)).begin()
+    first.train(8)
+    until_dead(first, case.migrating, stores.urls)
+    step, copies = first.copies(1)
+    first.abandon()
+    if lost is None:
+        then_another(stores, histories, tmp_path, case, step, copies)
+        return
+    with Store(stores.urls, TIMEOUT) as store:
+        store.command(lost, "FLUSHALL")
+    placement = case.migrating
+    second = Owner(Store(stores.urls[: placement.shard_count], TIMEOUT), histories, tmp_path, placement, Ownership(2))
+    second.take_over(step, copies)
+    assert [shard for shard in placement.live if not second.stored.shards.complete(shard)] == [lost]
+    second.train()
+    finished(second, stores.urls, through(second))
+
+
+LOST_SHARDS = list(product(PROTECTED, ACTIONS, (1, 4), range(5), ("dies", "forgets")))
+
+
+@pytest.mark.parametrize(("case", "action", "count", "shard", "how"), covering(LOST_SHARDS, 17), ids=str)
+def test_a_shard_is_lost_amid_a_move(
+    stores: LocalStores,
+    histories: Mapping[int, History],
+    tmp_path: Path,
+    case: Case,
+    action: str,
+    count: int,
+    shard: int,
+    how: str,
+) -> None:
+    placement = case.migrating
+    shard = min(shard, placement.shard_count - 1)
+    left = count
+
+    def act(happened: str) -> None:
+        nonlocal left
+        left -= happened == action
+        if left or happened != action:
+            return
+        if how == "dies":
+            pid = stores.pids[shard]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            stores._processes[shard].wait()
+            assert stores.restart(shard)
+        else:
+            with Store(stores.urls, TIMEOUT) as store:
+                store.command(shard, "FLUSHALL")
+
+    owner = Owner(Store(stores.urls[: case.shards], TIMEOUT), histories, tmp_path, case.before, Ownership(1), act).begin()
+    owner.train(8)
+    move(owner, placement, stores.urls)
+    owner.train()
+    settled = through(owner)
+    assert left <= 0
+    finished(owner, stores.urls, settled)

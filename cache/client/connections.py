@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 
 import numpy as np
@@ -16,6 +17,7 @@ from foreload.cache.client.channel import (
     pauses,
     reply_error,
 )
+from foreload.cache.client.load import ShardLoad
 from foreload.cache.client.resp import Request, lay_out
 from foreload.cache.errors import (
     Fenced,
@@ -34,12 +36,14 @@ class Connections:
     """One channel a store shard, with their buffers. One thread uses it.
 
     timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. commands, retries: counters.
+    loads: what each shard's server was asked, and how long that took; any thread may read it.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.channels: list[Channel] = []
         self.commands = self.retries = 0
+        self.loads: dict[int, ShardLoad] = {}
         self._closed = ""
 
     def open(self) -> None:
@@ -51,6 +55,7 @@ class Connections:
         """Use another channel for a shard from now on; the one before is closed. Nothing is under way on either."""
         self.channels[shard].close()
         self.channels[shard] = channel
+        self.loads.pop(shard, None)
         self._states[shard] = 0
         channel.place(self._states[shard], self._out[shard], self._in[shard])
 
@@ -76,8 +81,10 @@ class Connections:
         try:
             attempts = pauses(self.timeout)
             while requests:
+                began = now_ns()
                 self._begin(requests)
                 self._await_replies(list(requests), failures)
+                self._count(requests, began)
                 again = self._not_ready(
                     {shard: of_shard for shard, of_shard in requests.items() if shard not in (failures or ())}, failures
                 )
@@ -96,6 +103,22 @@ class Connections:
             # Replies may still be under way: nothing more can be asked on these connections.
             self._fail(repr(error))
             raise
+
+    def _count(self, requests: Iterable[int], began: int) -> None:
+        """Note how long the shards' answers took, all of which are in. began: by `now_ns`."""
+        took = sorted(
+            (channel.progressed_ns - began, shard) for shard in requests if (channel := self.channels[shard]).failure is None
+        )
+        if len(took) < 2:
+            return
+        loads = self.loads
+        for nanoseconds, shard in took:
+            if (load := loads.get(shard)) is None:
+                load = loads[shard] = ShardLoad()
+            load.exchanges += 1
+            load.seconds += nanoseconds * 1e-9
+            load.bytes = self.channels[shard].bytes_sent + self.channels[shard].bytes_received
+        loads[took[-1][1]].held_up += (took[-1][0] - took[-2][0]) * 1e-9
 
     def _not_ready(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None) -> dict[int, list[Request]]:
         """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -15,6 +15,7 @@ from foreload.cache.client.channel import (
     Channel,
 )
 from foreload.cache.client.connections import Connections
+from foreload.cache.client.load import ShardLoad
 from foreload.cache.client.resp import (
     HmgetReply,
     NumberReply,
@@ -191,6 +192,11 @@ class Store:
     def bytes_received(self) -> int:
         """Bytes received from all shards so far."""
         return sum(channel.bytes_received for channel in self._connections.channels)
+
+    @property
+    def loads(self) -> dict[int, ShardLoad]:
+        """How long each shard's answers took, and its bytes, of those that were asked together with others; copies, and any thread may ask."""
+        return {shard: replace(load) for shard, load in sorted(self._connections.loads.copy().items())}
 
     @property
     def down(self) -> dict[int, StoreError]:

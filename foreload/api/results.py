@@ -78,6 +78,7 @@ class TrainSummary(_Result):
     seconds: float
     trainers: int
     store_traffic: Mapping[str, float] = field(default_factory=dict)
+    store_shards: tuple[Mapping[str, Any], ...] = ()
     mixed_numerics: tuple[Mapping[str, Any], ...] = ()
     inexact: Mapping[str, Any] | None = None
     rebalanced: tuple[Mapping[str, Any], ...] = ()

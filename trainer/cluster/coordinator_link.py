@@ -71,7 +71,9 @@ class CoordinatorLink:
     def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
         """Have run requests done by the traffic of these lanes, for those that are hosted then."""
         self._traffic = lanes.traffic
-        self._requests = TrainerRequests(self._events, self._run, lanes.traffic, lambda: lanes.numbers, layouts)
+        self._requests = TrainerRequests(
+            self._events, self._run, lanes.traffic, lambda: lanes.numbers, layouts, lambda: lanes.stored.store.loads
+        )
 
     def serve_copies(self, term: int, copies: Mapping[int, LaneCopy]) -> None:
         """Tell of these copies of lanes from now on."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.errors import ForeloadError, error_of
@@ -22,6 +23,7 @@ from foreload.trainer.cluster.host_messages import HOST_GONE
 from foreload.trainer.cluster.messages import Departed, Failed, LostRows, TrainerEnd
 from foreload.trainer.compute.reports import ProcessUse
 from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
+from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.event_log import CallEnded, EventLog
 from foreload.trainer.run.kept import keep_schedule
@@ -37,15 +39,20 @@ SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a call of `foreload train` ended: its summary, the last step, the signal or request that stopped it early, if any, and what each trainer
-    used. full: why it stopped before a store shard was full; None where it did not.
+    told at its end. full: why it stopped before a store shard was full; None where it did not.
     """
 
     summary: dict[str, Any]
     step: int
     stopped: bool
     signal_number: int | None
-    uses: tuple[ProcessUse, ...] = ()
+    told: tuple[TrainerEnd | Departed, ...] = ()
     full: str | None = None
+
+    @property
+    def uses(self) -> list[ProcessUse]:
+        """What each trainer used."""
+        return [one.use for one in self.told]
 
 
 def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Status:
@@ -65,6 +72,11 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Sta
 def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
     """Of the trainer with the least number: in what all agree on it stands for all."""
     return ended[min(ended)]
+
+
+def shard_loads_of(told: Sequence[TrainerEnd | Departed], steps: int) -> list[dict[str, Any]]:
+    """What all trainers noted of the store shards' answers in so many steps, for the summary."""
+    return shard_loads.told(together(one.loads for one in told), steps)
 
 
 def stage_of(schedule: Schedule, ended: Mapping[int, TrainerEnd]) -> Stage:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from foreload.cache.client.load import ShardLoad
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Lag, Scrubbed
@@ -57,7 +58,7 @@ class TrainerEnd:
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
     last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
     shards that are not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
-    use: what its process used.
+    use: what its process used. loads: of the store shards, by their numbers.
     """
 
     step: int
@@ -71,6 +72,7 @@ class TrainerEnd:
     prefix: str
     totals: Totals
     use: ProcessUse = ProcessUse()
+    loads: dict[int, ShardLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,12 @@ class LeaveWanted:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """What a trainer did that has left in order, at (trainer). totals: of its steps in this call; traffic, use: as in TrainerEnd."""
+    """What a trainer did that has left in order, at (trainer). totals: of its steps in this call; traffic, use, loads: as in TrainerEnd."""
 
     totals: Totals
     traffic: dict[str, int | float]
     use: ProcessUse = ProcessUse()
+    loads: dict[int, ShardLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +192,15 @@ class ScrubFailed:
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """What each store shard holds of a trainer's lanes: rows, parity rows and their bytes, [shards] each; and what is on its way there."""
+    """What each store shard holds of a trainer's lanes: rows, parity rows and their bytes, [shards] each; and what is on its way there. loads: of the
+    shards, by their numbers.
+    """
 
     rows: tuple[int, ...]
     parity_rows: tuple[int, ...]
     row_bytes: tuple[int, ...]
     lag: Lag
+    loads: dict[int, ShardLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from foreload.cache.client.load import ShardLoad
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.traffic import Traffic
@@ -145,8 +146,15 @@ class TrainerRequests:
     """A trainer's side; its main thread uses it."""
 
     def __init__(
-        self, sender: EventSender, run: Path, traffic: Traffic, lanes: Callable[[], Sequence[int]], layouts: Sequence[RowLayout]
+        self,
+        sender: EventSender,
+        run: Path,
+        traffic: Traffic,
+        lanes: Callable[[], Sequence[int]],
+        layouts: Sequence[RowLayout],
+        loads: Callable[[], dict[int, ShardLoad]],
     ) -> None:
+        self._loads = loads
         self._events, self._run, self._traffic, self._lanes, self._layouts = sender, run, traffic, lanes, layouts
         self._scrub: int | None = None
         self._row_counts: int | None = None
@@ -173,6 +181,7 @@ class TrainerRequests:
                 parity_rows=tuple(counted.parity_rows.sum(axis=0).tolist()),
                 row_bytes=tuple(counted.row_bytes(self._layouts).tolist()),
                 lag=self._traffic.inspection.lag(),
+                loads=self._loads(),
             )
             self._events.send(RowsCounted(self._row_counts, held))
             self._row_counts = None

@@ -20,7 +20,7 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
-from foreload.trainer.cluster.ending import Ending, first_of, reason, stage_of, status_of
+from foreload.trainer.cluster.ending import Ending, first_of, reason, shard_loads_of, stage_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
@@ -358,7 +358,7 @@ class TrainerGroup:
 
     def _finish(self, report: RunReport, left: Sequence[Departed]) -> Ending:
         """What all trainers' ends come to: sets status and failure, and writes the summary. left: of those that left before."""
-        ended = self._ended.values()
+        told: tuple[TrainerEnd | Departed, ...] = (*self._ended.values(), *left)
         first = first_of(self._ended)
         self.failure = first.failure
         self.status = status_of(self._ended, report.totals, self._start.term)
@@ -367,17 +367,17 @@ class TrainerGroup:
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
                 "the next --resume, with a server there, rebuilds it\n"
             )
-        traffic = [one.traffic for one in ended] + [one.traffic for one in left]
         summary = report.summary(
             state=self.status.state,
             trainers=len(self._ended),
             rebalanced=self._scaling.rebalanced,
             checkpoints=self._checkpointing.summary(),
-            store_traffic={name: sum(counts[name] for counts in traffic) for name in first.traffic},
+            store_traffic={name: sum(one.traffic[name] for one in told) for name in first.traffic},
+            store_shards=shard_loads_of(told, first.totals.steps),
             **self.manifest.caveats,
         )
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
-        return Ending(summary, first.step, first.stopped, stopped_by, (*(one.use for one in ended), *(one.use for one in left)))
+        return Ending(summary, first.step, first.stopped, stopped_by, told)
 
     def _see_to_stores(self, board: Board) -> None:
         """Start dead local servers again, and tell all trainers of servers that take the place of others."""

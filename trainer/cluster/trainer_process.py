@@ -101,8 +101,7 @@ class TrainerProcess:
         self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts, *further)
         self._last_step = spec.start_step
         self._totals = Totals()  # of this call's steps
-        self._segments = 0  # how many of the schedule were begun
-        self._flushed = 0  # rows written beyond the schedule
+        self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
         # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
         self._over: PeerLost | CopyLost | None = None
         self._hosted: HostedLanes | None = None  # once there are any
@@ -197,7 +196,7 @@ class TrainerProcess:
                 self._next_term(before, why)
                 self._points.come_to("rolled back")
                 if not terms.is_member:
-                    terms.depart(Departed(self._totals, self._counters(hosted), ProcessUse.now()))
+                    terms.depart(Departed(self._totals, self._counters(hosted), ProcessUse.now(), hosted.stored.store.loads))
                     return
 
     def _serve(self, hosted: HostedLanes, parts: TrainerParts, stack: contextlib.ExitStack) -> None:
@@ -292,6 +291,7 @@ class TrainerProcess:
         end = TrainerEnd(
             step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(), lost=tuple(lost),
             traffic=self._counters(lanes), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals, use=ProcessUse.now(),
+            loads=lanes.stored.store.loads,
         )  # fmt: skip
         self._board.publish(end, term.number, self._trainer)
         self._events.send(Ended())

@@ -82,6 +82,7 @@ def _stores_status(parsed: argparse.Namespace) -> int:
             f"on the way to the store: {lag['rows']:,} rows of {lag['boundaries']:,} boundaries, {lag['batches']:,} batches not yet "
             "released"
         )
+    lines += stores.load_lines(status["loads"])
     if status["forecast"] is not None:
         end = status["forecast"]
         lines.append(

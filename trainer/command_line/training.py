@@ -11,6 +11,7 @@ from foreload.pipelines.base.settings import add_arguments, given, path
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
+from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text
 
@@ -213,6 +214,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
         f"{shown(summary['ms_exchange'], '.2f')}, waiting for rows {shown(summary['ms_waiting'], '.2f')} "
         f"({shown(summary['wait_fraction'], '.2%')} of the time)",
     ]
+    lines += shard_loads.lines(summary["store_shards"])
     if summary.get("digest"):
         lines.append(f"digest {summary['digest']}")
     if summary["mixed_numerics"]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
+from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store, server_version
@@ -26,6 +27,7 @@ from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError
+from foreload.trainer.resources import shard_loads
 from foreload.trainer.resources.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
 from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, server_seen, shortage_text
 from foreload.trainer.run.directory import STORES, Run
@@ -39,10 +41,10 @@ _SAMPLES = 200  # values of a hash that Redis looks at to tell its size
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
-    """Ask every shard; returns {"run", "namespace", "state", "parity": {"code", "state"}, "shards", "lag", "forecast"}.
+    """Ask every shard; returns {"run", "namespace", "state", "parity": {"code", "state"}, "shards", "lag", "loads", "forecast"}.
 
-    shards: {"shard", "url", "state", "rows", "parity_rows", "row_bytes", ...} each; a shard that is down is told, not raised. lag: of a run that
-    trains. forecast: of the memory at the schedule's end, None while it is not known. What cannot be told now is None or left out.
+    shards: {"shard", "url", "state", "rows", "parity_rows", "row_bytes", ...} each; a shard that is down is told, not raised. lag, loads: of a run
+    that trains. forecast: of the memory at the schedule's end, None while it is not known. What cannot be told now is None or left out.
     """
     asked_run = Run.open(path)
     manifest, status, placement = asked_run.manifest, asked_run.status, asked_run.placement
@@ -53,6 +55,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     )
     plan = _plan(asked_run)
     lag = forecast = None
+    loads: list[dict[str, Any]] = []
     if training is not None:
         answer = ask(asked_run.path, AskRowCounts())
         counted = answer.trainers if isinstance(answer, RowCountsAnswer) else ()
@@ -61,6 +64,11 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         if counted:
             lags = [asdict(part.lag) for part in counted]
             lag = {name: sum(one[name] for one in lags) for name in lags[0]}
+            before = manifest.stages[0].first_step - 1 if status is None else status.step
+            if not placement.r:  # of what is written nobody keeps account, but servers have nothing else
+                _tell(shards, "rows", np.array([told.get("entries", 0) for told in shards]))
+                _tell(shards, "row_bytes", None)
+            loads = shard_loads.told(together(part.loads for part in counted), training.step - before)
     elif plan is not None and status is not None and status.state != "training":
         schedule, rows = plan
         held = _arithmetic(placement, given_ordinals(schedule, status.step), len(rows))
@@ -77,6 +85,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         "parity": {"code": f"{placement.k}+{placement.r}" if placement.r else "off", "state": _parity_state(placement, shards)},
         "shards": shards,
         "lag": lag,
+        "loads": loads,
         "forecast": forecast,
     }
 
@@ -157,6 +166,11 @@ def _shortages(run: Run, placement: Placement, rows: list[RowLayout], servers: l
         memory.advance()
         return memory.shortages()
     return []
+
+
+def load_lines(loads: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each shard that is slow or hot."""
+    return shard_loads.lines(loads)
 
 
 def shortage_line(shortage: Mapping[str, Any]) -> str:

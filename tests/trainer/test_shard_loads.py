@@ -1,0 +1,57 @@
+"""A store shard whose answers come later than the others', or that has much more to do, is named; equal ones never are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from delay_proxy import delayed
+
+from foreload.cache.client.load import ShardLoad, together
+from foreload.cache.client.store import Store, Write
+from foreload.cache.rows.fields import fields
+from foreload.trainer.resources import shard_loads
+
+EXCHANGES = 60
+
+
+def exchanged(urls: Sequence[str], rows_of: Sequence[int] = (100, 100, 100)) -> dict[int, ShardLoad]:
+    """What a store notes of so many exchanges of so many rows with each shard."""
+    with Store(urls) as store:
+        for number in range(EXCHANGES):
+            writes = [
+                Write(shard, b"loads", fields(0, np.arange(count)), np.full((count, 400), number, np.uint8))
+                for shard, count in enumerate(rows_of)
+            ]
+            store.exchange([], writes)
+        loads = store.loads
+        for shard in range(store.shards):
+            store.command(shard, "UNLINK", "loads")
+    return loads
+
+
+def test_a_shard_with_slow_answers_is_named_with_what_it_costs(urls: Sequence[str]) -> None:
+    with delayed(urls[2], 0.03) as slow:
+        loads = exchanged([*urls[:2], slow])
+    told = shard_loads.told(loads, EXCHANGES)
+    assert [one["exchanges"] for one in told] == [EXCHANGES] * 3
+    assert [one["slow"] is not None for one in told] == [False, False, True]
+    assert told[2]["ms_answer"] >= 30
+    (line,) = shard_loads.lines(told)
+    assert line.startswith("store shard 2 is slow: its answers take ")
+    assert line.endswith(" ms a step")
+
+
+def test_a_shard_with_more_than_its_share_is_named(urls: Sequence[str]) -> None:
+    told = shard_loads.told(exchanged(urls, (100, 2000, 100)), EXCHANGES)
+    assert [one["hot"] is not None for one in told] == [False, True, False]
+    assert "store shard 1 is hot: it has " in "\n".join(shard_loads.lines(told))
+
+
+def test_equal_shards_are_never_named() -> None:
+    """What a busy machine makes of equal servers: means differ by a tenth, or, where answers are quick, by more, but not by much time."""
+    mean = {0: 0.0055, 1: 0.0060, 2: 0.0058}
+    loads = {shard: ShardLoad(1000, 1000 * seconds, 0.5, 20 << 20) for shard, seconds in mean.items()}
+    quick = {0: ShardLoad(1000, 0.1, 0.01, 1 << 24), 1: ShardLoad(1000, 0.4, 0.2, 1 << 24)}
+    for counted in (loads, quick, together([loads, loads]), {}, {0: ShardLoad(1000, 1.0, 0.0, 1 << 30)}):
+        assert shard_loads.lines(shard_loads.told(counted, 1000)) == []

@@ -1,0 +1,71 @@
+"""Which store shards are slow or hot, beside the others, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from foreload.cache.client.load import ShardLoad
+
+_SLOW = 1.5  # x the median of the others' answers
+_SLOW_SECONDS = 0.0005  # and so much longer, at least: differences below are those of processors, not of servers or links
+_SLOW_STEP_SECONDS = 0.0005  # and so much more a step
+_HOT = 1.5  # x the median of the others' bytes: groups are spread so evenly that it is 1.1 at most otherwise
+_LEAST_EXCHANGES = 50
+_LEAST_BYTES = 1 << 20
+
+
+def told(loads: Mapping[int, ShardLoad], steps: int) -> list[dict[str, Any]]:
+    """Each shard's load: {"shard", "exchanges", "ms_answer", "ms_a_step", "bytes", "slow", "hot"}.
+
+    ms_answer: how long its answers took; ms_a_step: how long others' answers were there, and its were waited for, of each of so many steps; slow,
+    hot: how many times the median of the others its answers took, or its bytes are, where that is much; None else.
+    """
+    return [
+        {
+            "shard": shard,
+            "exchanges": load.exchanges,
+            "ms_answer": 1000 * _mean(load),
+            "ms_a_step": 1000 * load.held_up / max(steps, 1),
+            "bytes": load.bytes,
+            "slow": _slow(shard, loads, steps),
+            "hot": _hot(shard, loads),
+        }
+        for shard, load in sorted(loads.items())
+    ]
+
+
+def lines(shards: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each shard that is slow, and for each that is hot, of those that `told` gives."""
+    words = []
+    for one in shards:
+        if one["slow"] is not None:
+            words.append(
+                f"store shard {one['shard']} is slow: its answers take {one['slow']:.1f} x the median of the others' ({one['ms_answer']:.1f} ms), "
+                f"which costs the traffic about {one['ms_a_step']:.1f} ms a step"
+            )
+        if one["hot"] is not None:
+            words.append(f"store shard {one['shard']} is hot: it has {one['hot']:.1f} x the bytes of the median of the others")
+    return words
+
+
+def _mean(load: ShardLoad) -> float:
+    return load.seconds / load.exchanges if load.exchanges else 0.0
+
+
+def _slow(shard: int, loads: Mapping[int, ShardLoad], steps: int) -> float | None:
+    own, others = loads[shard], [load for other, load in loads.items() if other != shard and load.exchanges]
+    if not others or own.exchanges < _LEAST_EXCHANGES:
+        return None
+    of_others = median(_mean(load) for load in others)
+    much = _mean(own) > max(_SLOW * of_others, of_others + _SLOW_SECONDS) and own.held_up > _SLOW_STEP_SECONDS * steps
+    return _mean(own) / of_others if much and of_others else None
+
+
+def _hot(shard: int, loads: Mapping[int, ShardLoad]) -> float | None:
+    others = [load.bytes for other, load in loads.items() if other != shard]
+    if not others or loads[shard].bytes < _LEAST_BYTES:
+        return None
+    of_others = median(others)
+    return loads[shard].bytes / of_others if of_others and loads[shard].bytes > _HOT * of_others else None

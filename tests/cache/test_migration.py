@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
@@ -295,3 +296,45 @@ def test_a_shard_is_lost_amid_a_move(
     settled = through(owner)
     assert left <= 0
     finished(owner, stores.urls, settled)
+
+
+OUT_OF_REACH = list(
+    product(PROTECTED, ("copies", "deletions"), (1, 3), range(4), ("record held", "empty record held", "marker written"))
+)
+
+
+@pytest.mark.parametrize(("case", "what", "last", "shard", "dies"), covering(OUT_OF_REACH, 24), ids=str)
+def test_a_shard_that_the_second_owner_does_not_reach_says_another_thing_to_the_third(
+    stores: LocalStores,
+    histories: Mapping[int, History],
+    tmp_path: Path,
+    case: Case,
+    what: str,
+    last: int,
+    shard: int,
+    dies: str,
+) -> None:
+    placement = case.migrating
+    shard = min(shard, placement.shard_count - 1)
+    first = Owner(Torn(stores.urls[: case.shards], what, last, (shard,)), histories, tmp_path, case.before, Ownership(1)).begin()
+    first.train(8)
+    until_dead(first, placement, stores.urls)
+    step, copies = first.copies(1)
+    first.abandon()
+    urls = stores.urls[: placement.shard_count]
+    pid = stores.pids[shard]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        store = Store(urls, timedelta(seconds=0.3), timedelta(seconds=0.3), optional=True)
+        second = Owner(store, histories, tmp_path, placement, Ownership(2), dies_at(dies, 1))
+        with pytest.raises(Died):
+            second.take_over(step, copies)
+        second.abandon()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    third = Owner(Store(urls, TIMEOUT), histories, tmp_path, placement, Ownership(3))
+    third.take_over(step, copies)
+    assert {one for one in placement.live if not third.stored.shards.complete(one)} <= {shard}
+    third.train()
+    finished(third, stores.urls, through(third))

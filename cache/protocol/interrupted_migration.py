@@ -11,6 +11,7 @@ from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import COMMAND_ROWS
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.migrating_rows import migrating_rows
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.fence import Found
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.migrated import Migrated
@@ -97,6 +98,30 @@ def halfway(version: int, found: Mapping[int, Found], number: int) -> Halfway:
     return at
 
 
+def agreed(placement: Placement, found: Mapping[int, Found], number: int) -> Halfway:
+    """How far a lane has moved: the furthest by which no more shards are stale than parity covers, with those that cannot be trusted otherwise.
+
+    An owner before may have gone on where the next one did not reach: what it alone says is then not what counts. found, number: as in `halfway`.
+    """
+    spared = placement.r - (len(placement.live) - len(found))
+    first = at = halfway(placement.version, found, number)
+    left = dict(found)
+    while len(at.stale) + len(found) - len(left) > spared:
+        said = {shard: _place(there, placement.version) for shard, there in left.items()}
+        furthest = max(said.values())
+        left = {shard: there for shard, there in left.items() if said[shard] != furthest}
+        if not left:
+            return first
+        at = halfway(placement.version, left, number)
+    at.stale += [shard for shard in found if shard not in left]
+    return at
+
+
+def _place(there: Found, version: int) -> tuple[int, int]:
+    one = there.migrated
+    return one.place if one is not None and one.version == version else (0, 0)
+
+
 def counted(there: Found, by_log: int) -> int:
     """How many rows and parity rows a shard must have that is as its marker says. by_log: as the log has it, which knows of no move since."""
     migrated, marker = there.migrated, there.marker
@@ -127,7 +152,7 @@ def finish_migration(
         return []
     _join(stored, lane, found, taking, lose)
     trusted = {shard: one for shard, one in found.items() if not one.marker.rebuilding}
-    at = halfway(placement.version, trusted, taking.number)
+    at = agreed(placement, trusted, taking.number)
     own.places.migrated = np.uint64(at.cursor)
     _finish_chunk(stored, lane, at, found, taking, lose, by_log)
     stamps: dict[int, list[Command]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreAuth, StoreError, StoreFull
 from foreload.cache.protocol.fence import Found, fence_all, look_at
-from foreload.cache.protocol.interrupted_migration import Taking, finish_migration, halfway
+from foreload.cache.protocol.interrupted_migration import Taking, agreed, finish_migration
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import is_of
 from foreload.cache.protocol.reading import StoredRows
@@ -158,7 +158,7 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
                 found[lane][shard] = there
     if stored.placement.migrating:
         for lane, of_lane in found.items():
-            at = halfway(stored.placement.version, of_lane, numbers[lane])
+            at = agreed(stored.placement, of_lane, numbers[lane])
             stored.shards.of(lane).places.migrated = np.uint64(at.cursor)
             for shard in at.stale:
                 stored.lose(shard, _lacks_rows(stored, shard))

@@ -50,12 +50,14 @@ def _migrating(stripes, table, first, end, whether_written, most, out):  # type:
 
 @dataclass(frozen=True, slots=True)
 class MigratingRows:
-    """Rows and parity rows of one table that move, each with its field (uint64 [n]), source and target (int64 [n], store shards).
+    """Rows and parity rows of one table that move, each with its field (uint64 [n]), stripe and place in that, source and target shard (int64 [n]).
 
     end: the stripe after the last that was looked at; whole: whether that is the table's end.
     """
 
     fields: np.ndarray
+    stripe: np.ndarray
+    place: np.ndarray
     source: np.ndarray
     target: np.ndarray
     end: int
@@ -76,4 +78,6 @@ def migrating_rows(stripes: LaneStripes, table: int, first: int, most: int, shar
     stripe, place, source, target = out[:, :count]
     is_row = place < stripes.k
     packed = fields(table, np.where(is_row, stripe * stripes.k + place, stripe))
-    return MigratingRows(np.where(is_row, packed, packed | PARITY_BIT), source, target, int(after), int(after) >= last)
+    return MigratingRows(
+        np.where(is_row, packed, packed | PARITY_BIT), stripe, place, source, target, int(after), int(after) >= last
+    )

@@ -6,6 +6,7 @@ in the hash that it changes (`moved`). From then on the lane's cursor stands beh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import COMMAND_ROWS, Read, Store
 from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import StoreUnavailable
+from foreload.cache.parity.decoding import StripePlaces, plan_decoding
 from foreload.cache.parity.migrating_rows import MigratingRows, migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
@@ -29,6 +31,9 @@ from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.protocol.shard_table import ShardSnapshot, cursor_at, cursor_place
 from foreload.cache.rows.fields import words
 
+CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
+FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where that takes longer
+TRY_AGAIN = 32  # chunks after which the slower way of getting rows is tried once more
 Command = tuple[bytes | str, ...]
 
 
@@ -83,6 +88,9 @@ class Migration(Task):
         self._stored, self._shards, self._lanes, self._rounds = stored, stored.shards, lanes, rounds
         self._monitor, self._on_action, self._on_rows, self._on_news = monitor, on_action, on_rows, on_news
         self.term = term
+        self._rows = FIRST_ROWS
+        self._since_tried = 0
+        self._row_seconds: dict[bool, float] = {}  # of a row that was read from where it is, and of one that was decoded
 
     # Any thread but the traffic's.
 
@@ -166,7 +174,13 @@ class Migration(Task):
         """Move the next rows. Raises RowsLost, RowError, StoreError."""
         for state in self._lanes.all:
             if int(self._places(state)) != ALL:
+                begun = time.monotonic()
                 self._move(state)
+                took = time.monotonic() - begun
+                if took > CHUNK_SECONDS:
+                    self._rows = max(self._rows // 2, FEWEST_ROWS)
+                elif took < CHUNK_SECONDS / 2:
+                    self._rows = min(self._rows * 2, COMMAND_ROWS)
                 self._note()
                 return
 
@@ -187,7 +201,7 @@ class Migration(Task):
         stored, lane, stripes = self._stored, state.lane, state.writes.stripes
         begin = int(self._places(state))
         chunk = self._next(lane, stripes, begin)
-        if chunk.migrating is not None and not self._read(chunk, chunk.migrating):
+        if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating):
             return
         if chunk.migrating is not None:
             self._on_action("rows to move read")
@@ -215,8 +229,9 @@ class Migration(Task):
         """The next rows of a lane that move, at most 2,048 to a shard, of one table."""
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
         table, first = cursor_place(begin)
+        most = min(self._rows, COMMAND_ROWS) if self.throttled else COMMAND_ROWS
         while table < tables:
-            migrating = migrating_rows(stripes, table, first, COMMAND_ROWS, shards)
+            migrating = migrating_rows(stripes, table, first, most, shards)
             # Where the table ends, the cursor goes on to the next: rows of this one that are written later are where they go to, too.
             following = (table + 1, 0) if migrating.whole else (table, migrating.end)
             if len(migrating.fields):
@@ -231,6 +246,42 @@ class Migration(Task):
             table, first = following
         return _Chunk(lane, tables, None, ALL, np.empty((0, 4), np.uint8))
 
+    def _get(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows) -> bool:
+        """Get a chunk's rows, from where they are or, with parity, from the others of their stripes, whichever takes less: a shard that rows are to
+        leave may be a slow one. False as `_read`."""
+        sources = np.unique(migrating.source)
+        may_decode = self._stored.placement.r > 0 and len(sources) == 1
+        known, decode = self._row_seconds, False
+        if may_decode:
+            self._since_tried += 1
+            decode = (len(known) < 2 and False in known) or known.get(True, np.inf) < known.get(False, np.inf)
+            if len(known) == 2 and self._since_tried >= TRY_AGAIN:
+                self._since_tried, decode = 0, not decode
+        begun = time.monotonic()
+        got = self._decode(stripes, chunk, migrating, int(sources[0])) if decode else self._read(chunk, migrating)
+        known[decode] = (time.monotonic() - begun) / len(migrating.fields)
+        return got
+
+    def _decode(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows, source: int) -> bool:
+        """Decode a chunk's rows, as if their shard were lost."""
+        table = np.full(len(migrating.fields), chunk.table, np.int16)
+        wanted = StripePlaces(table, migrating.stripe, migrating.place)
+        survivors = self._shards.without(source)
+        plan = plan_decoding(stripes, survivors, wanted, chunk.rows.shape[1], self._stored.keys(chunk.lane))
+        reads = [(chunk.lane, read) for read in plan.reads]
+        if not self._done(reads):
+            return False
+        chunk.rows[:] = plan.decode()
+        return True
+
+    def _done(self, reads: Sequence[tuple[int, Read]]) -> bool:
+        """Do reads; False where a shard is lost since."""
+        self._rounds.exchange(reads, [])
+        for lane, read in reads:
+            if read.shard not in self._shards.lost and read.missing is not None:
+                self._rounds.fail(read.shard, StoreUnavailable(str(missing_value(self._stored, lane, read))))
+        return not self._shards.lost
+
     def _read(self, chunk: _Chunk, migrating: MigratingRows) -> bool:
         """Read a chunk's rows; False where a shard is lost since, and another attempt is to be made later."""
         stored = self._stored
@@ -239,11 +290,7 @@ class Migration(Task):
             (chunk.lane, Read(shard, stored.key(chunk.lane, shard), migrating.fields[at], rows, any_length=True))
             for (shard, at), rows in zip(_by(migrating.source), found, strict=True)
         ]
-        self._rounds.exchange(reads, [])
-        for lane, read in reads:
-            if read.shard not in self._shards.lost and read.missing is not None:
-                self._rounds.fail(read.shard, StoreUnavailable(str(missing_value(stored, lane, read))))
-        if self._shards.lost:
+        if not self._done(reads):
             return False
         for (_, at), rows in zip(_by(migrating.source), found, strict=True):
             chunk.rows[at] = rows

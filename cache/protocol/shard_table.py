@@ -209,6 +209,10 @@ class ShardTable:
         """From what the lane's rows on shards that are not readable are decoded. Raises RowsLost where some group has lost too many shards."""
         return self._survivors_of(self.of(lane).unreadable)
 
+    def without(self, shard: int) -> Survivors:
+        """From what rows are decoded if one shard is not read; all others are. Raises RowsLost without parity."""
+        return self._survivors_of(self.placement.mask([shard]))
+
     def _survivors_of(self, unreadable: np.ndarray) -> Survivors:
         key = unreadable.tobytes()
         survivors = self._survivors.get(key)

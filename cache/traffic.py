@@ -224,7 +224,7 @@ class Traffic:
         deadline = time.monotonic() + patience.total_seconds()
         with self._monitor:
             self._monitor.wait_until(
-                lambda: (self._rounds.all_whole and not self.migration.under_way) or time.monotonic() >= deadline, REPAIR_POLL
+                lambda: (self._rounds.all_whole and self.shards.migrated == 1.0) or time.monotonic() >= deadline, REPAIR_POLL
             )
         return self.shards.lost
 

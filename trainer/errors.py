@@ -82,6 +82,12 @@ class HistoryError(TrainerError):
     code = "history"
 
 
+class PlanError(TrainerError):
+    """A plan that cannot be made: nothing fits what there is, or nothing tells how long a step takes."""
+
+    code = "plan"
+
+
 class PeerLost(TrainerError):
     """Another trainer of the job is gone, or was silent for longer than the timeout."""
 

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from typing import Any
 
+from foreload.pipelines.base.memory import total_bytes
+from foreload.pipelines.base.settings import add_arguments, given, size_bytes
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import add_json, add_plain, tell
+from foreload.trainer.run.job import TrainJob
+
+_OF_THE_JOB = (
+    *(
+        "model",
+        "model_folder",
+        "dim",
+        "model_options",
+        "seed",
+        "row_optimizer",
+        "lr",
+        "dense_optimizer",
+        "dense_lr",
+        "dense_options",
+    ),
+    *("parity", "threads", "cpu_capability", "copies"),
+)
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add_to(commands: Any) -> None:
@@ -15,12 +38,33 @@ def add_to(commands: Any) -> None:
         "Lists the profiles that runs left at their end, the oldest first: model, schedule, trainers and store, milliseconds a step, memory. "
         "`foreload plan` predicts from them.",
     )  # fmt: skip
-    add_history(listed)
+    _add_history(listed)
     add_json(listed, "profiles")
+    plan = add_plain(
+        commands, "plan", _plan, "how many trainers, store shards and slots a schedule is best trained with",
+        "Predicts, from what the schedule states of its steps and from profiles of runs on this machine, how long it would train with other numbers "
+        "of trainers, store shards and slots, and what that costs; tells which of them no other one beats, which one to take and why, and the "
+        "command lines. Where no profile tells, a few seconds of the schedule are run.",
+    )  # fmt: skip
+    plan.add_argument("schedule", metavar="SCHEDULE", help="the folder that `foreload prepare` wrote")
+    group = plan.add_argument_group("what there is, and what is wanted")
+    group.add_argument(
+        "--pool",
+        metavar="cores=N,memory=SIZE,stores=N",
+        default="",
+        help="what may be used; by default this machine's, and up to 5 store shards",
+    )
+    group.add_argument("--deadline", metavar="TIME", help="the cheapest that ends within this time, such as 90s, 10m or 2h")
+    group.add_argument("--budget", metavar="X", help="the fastest that costs at most so many core hours")
+    group.add_argument("--gb-price", metavar="X", default="0.13", help="what a GB hour costs, in core hours (default 0.13)")
+    group.add_argument("--plot", metavar="FILE", help="draw all choices there, by time and cost")
+    _add_history(group)
+    add_arguments(plan, TrainJob, _OF_THE_JOB)
+    plan.add_argument("--job", metavar="FILE.toml", help="take settings of the training from this file")
+    add_json(plan, "plan")
 
 
-def add_history(command: argparse.ArgumentParser) -> None:
-    """The flag --history of a command that reads it."""
+def _add_history(command: Any) -> None:
     command.add_argument("--history", metavar="FILE", help="the file of the profiles; by default that in the user's data folder")
 
 
@@ -29,3 +73,59 @@ def _history(parsed: argparse.Namespace) -> int:
 
     told = history.run(parsed.history)
     return tell(parsed, told, history.text(told))
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    if parsed.deadline is not None and parsed.budget is not None:
+        raise SettingError("--deadline and --budget: only one of them can be given; each names what the other is to be least in")
+    deadline = None if parsed.deadline is None else _seconds(parsed.deadline)
+    budget = None if parsed.budget is None else _positive("--budget", parsed.budget)
+    price = _positive("--gb-price", parsed.gb_price, zero=True)
+    cores, memory, stores = _pool(parsed.pool)
+    from foreload.trainer.commands import plan, plan_text
+
+    plan.check_writable(parsed.plot)
+    values = {name: value for name, value in given(parsed, TrainJob).items() if name in _OF_THE_JOB}
+    request = plan.request_of(
+        parsed.schedule, values, parsed.job, plan.Pool(cores, memory, stores), deadline=deadline, budget=budget, history=parsed.history,
+        gb_price=price,
+    )  # fmt: skip
+    planned = plan.run(request, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True))
+    if parsed.plot is not None:
+        plan_text.draw(planned, parsed.plot)
+    return tell(parsed, planned, plan_text.text(planned))
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text)
+    if match is None or not float(match[1]):
+        raise SettingError(f"--deadline: must be a time such as 90s, 10m or 2h; got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _positive(flag: str, text: str, zero: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (0 < value < float("inf") or (zero and value == 0)):
+        raise SettingError(f"{flag}: must be a number {'of at least' if zero else 'above'} 0; got {text!r}")
+    return value
+
+
+def _pool(text: str) -> tuple[int, int, int]:
+    """Cores, bytes of memory, store shards."""
+    from foreload.trainer.resources.job_shape import cores
+
+    pool = {"cores": cores(), "memory": total_bytes(), "stores": 5}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name == "memory":
+            pool[name] = size_bytes("--pool memory", value)
+        elif name in pool and re.fullmatch(r"[1-9]\d{0,3}", value):
+            pool[name] = int(value)
+        else:
+            raise SettingError(
+                f"--pool: must be cores=N, memory=SIZE and stores=N, any of them, with commas between; got {part!r}"
+            )
+    return pool["cores"], pool["memory"], pool["stores"]

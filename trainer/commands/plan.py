@@ -1,0 +1,327 @@
+"""`foreload plan`: what a schedule would take with other trainers, store shards and slots, and which of them to take."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreload.pipelines.base.memory import available_bytes
+from foreload.pipelines.base.settings import read_job_file, settings_of
+from foreload.pipelines.compiler.other_slots import LaneAccesses, lane_accesses
+from foreload.pipelines.planning.options import PrepareOptions
+from foreload.pipelines.schedule.format import PROVENANCE
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute import numerics
+from foreload.trainer.errors import HistoryError, PlanError
+from foreload.trainer.resources import history
+from foreload.trainer.resources.choices import Choice, choose, front
+from foreload.trainer.resources.features import StepCounts, step_counts, with_slots
+from foreload.trainer.resources.job_memory import JobMemory
+from foreload.trainer.resources.job_shape import alike, machine, settings_of_job
+from foreload.trainer.resources.step_model import CONFIDENCE, Setup, StepModel, loads_of, observation_of
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_values import Parity
+
+DECIDED = ("store", "trainers", "parity", "run", "schedule")
+"""Settings of `foreload train` that a plan is about."""
+_BYTES_OF_USE = 16  # of a row used at a step, while the moves for other slots are counted
+_SLOT_COUNTS = 3  # besides the schedule's own and the fewest
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What there is to be shared out: cores, memory_bytes, and how many store shards there may be."""
+
+    cores: int
+    memory_bytes: int
+    stores: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is asked. given: settings of `foreload train`, by their names; words: the same, and the schedule, as on the command line; gb_price: of a
+    GB hour, in core hours.
+    """
+
+    schedule: str
+    given: Mapping[str, Any]
+    words: Sequence[str]
+    pool: Pool
+    deadline: float | None = None
+    budget: float | None = None
+    history: str | None = None
+    gb_price: float = 0.13
+
+
+@dataclass(slots=True)
+class _Known:
+    """What profiles say of jobs like this one; probed: those that were made for it."""
+
+    profiles: list[history.Profile] = field(default_factory=list)
+    probed: list[str] = field(default_factory=list)
+
+
+def request_of(schedule: str, given: Mapping[str, Any], job_file: str | None, pool: Pool, **further: Any) -> PlanRequest:
+    """A request from what the command line gives. Raises SettingError."""
+    known = settings_of(TrainJob)
+    in_file = {} if job_file is None else read_job_file(job_file, "train", TrainJob, ["json"])
+    in_file.pop("json", None)
+    words = [schedule] + ([] if job_file is None else ["--job", job_file])
+    for name, value in given.items():
+        if name not in DECIDED:
+            words += [known[name].flag, *(value if isinstance(value, list) else [str(value)])]
+    values = {name: value for name, value in (in_file | dict(given)).items() if name not in DECIDED or name == "parity"}
+    return PlanRequest(schedule, values, words, pool, **further)
+
+
+def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
+    """Plan; gives what `--json` writes. tell: is told what takes a while. Raises SettingError, ScheduleError, PlanError."""
+    schedule = Schedule(request.schedule)
+    job = TrainJob.of({**request.given, "schedule": request.schedule, "run": "plan", "store": "local:5"})
+    numerics.set_environment(job.cpu_capability, job.threads)
+    # torch reads the environment as it is imported.
+    from foreload.trainer.run.assembly import DenseModel
+
+    model = DenseModel.build(replace(job, device="cpu"), schedule)
+    settings = settings_of_job(job, schedule, model)
+    setups = _setups(job, settings, request.pool)
+    known = _known(request, settings, setups, tell)
+    step_model = StepModel.of_profiles(known.profiles)
+    memory = JobMemory.of(schedule, model.layouts, known.profiles)
+    state = settings["columns"] - settings["weights"]
+    choices = []
+    for counts in _by_slots(schedule, tell):
+        for setup in setups:
+            load, steps = loads_of(counts, setup, settings["weights"], state, settings["dense_parameters"])
+            predicted = step_model.predict(setup, load)
+            total, low, high = (
+                float(ms @ steps) * step_model.tail / 1000 for ms in (predicted.total, predicted.low, predicted.high)
+            )
+            busy = float((setup.trainers * setup.threads * predicted.total + predicted.background) @ steps) / max(
+                float(predicted.total @ steps), 1e-9
+            )
+            choices.append(Choice(
+                setup.trainers, setup.shards, str(Parity(setup.k, setup.r)), setup.copies, counts.slots, counts.slots == max(schedule.slots),
+                total, low, high, 1000 * total / max(counts.steps, 1), min(busy, setup.cores),
+                memory.trainer_bytes(setup, counts.slots), memory.store_bytes(setup),
+            ))  # fmt: skip
+    within = [one for one in choices if one.memory_bytes <= request.pool.memory_bytes]
+    if not within:
+        least = min(one.memory_bytes for one in choices)
+        raise PlanError(
+            f"--pool: memory must be at least {least / 2**30:.2f} GiB for any choice; got {request.pool.memory_bytes / 2**30:.2f} GiB; "
+            "give more, or prepare with fewer --slots"
+        )
+    return _result(request, schedule, settings, known, step_model, within, len(choices) - len(within))
+
+
+def _result(
+    request: PlanRequest,
+    schedule: Schedule,
+    settings: Mapping[str, Any],
+    known: _Known,
+    model: StepModel,
+    choices: Sequence[Choice],
+    too_large: int,
+) -> dict[str, Any]:
+    best = front(choices, request.gb_price)
+    chosen, reason = choose(choices, request.gb_price, request.deadline, request.budget)
+
+    def told(one: Choice) -> dict[str, Any]:
+        return {
+            **asdict(one), "memory_bytes": one.memory_bytes, "core_hours": one.core_hours, "gb_hours": one.gb_hours,
+            "cost": one.cost(request.gb_price), "on_front": one in best, "commands": commands(one, request, schedule),
+        }  # fmt: skip
+
+    return {
+        "schedule": request.schedule,
+        "steps": schedule.manifest["counts"]["training_steps"],
+        "pool": asdict(request.pool),
+        "settings": {name: settings[name] for name in ("model", "dim", "batch_size", "lanes", "slots", "threads")},
+        "profiles": len(known.profiles),
+        "probed": known.probed,
+        "confidence": CONFIDENCE,
+        "margin": model.margin,
+        "gb_price": request.gb_price,
+        "terms": model.coefficients,
+        "choice": {**told(chosen), "reason": reason},
+        "front": [told(one) for one in best],
+        "choices": [told(one) for one in choices],
+        "too_large": too_large,
+    }
+
+
+def commands(one: Choice, request: PlanRequest, schedule: Schedule) -> list[str]:
+    """The command lines that come to a choice: `prepare` where it has other slots than the schedule, and `train`."""
+    train = list(request.words)
+    lines = []
+    if one.slots != max(schedule.slots):
+        out = f"{Path(request.schedule)}-{one.slots}"
+        train[0] = out
+        lines.append(_prepare_line(schedule, one.slots, out))
+    run = f"{Path(train[0]).name}-run"
+    words = ["foreload", "train", *train, "--run", run, "--store", f"local:{one.shards}", "--trainers", str(one.trainers)]
+    by_default = "2+1" if one.shards >= 3 else "off"
+    if one.parity != by_default:
+        words += ["--parity", one.parity]
+    return [*lines, shlex.join(words)]
+
+
+def _prepare_line(schedule: Schedule, slots: int, out: str) -> str:
+    """How the schedule was prepared, with other slots, and to another folder."""
+    try:
+        told = json.loads((schedule.path / PROVENANCE).read_bytes())["options"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"foreload prepare ... --slots {slots} --out {shlex.quote(out)}"
+    places: list[str] = []
+    words: list[str] = []
+    for known in settings_of(PrepareOptions).values():
+        value = told.get(known.field)
+        if known.field in ("slots", "memory_bytes", "row_bytes", "out", "overwrite", "json") or value in (
+            None,
+            [],
+            known.default,
+            "",
+        ):
+            continue
+        if known.form == "places":
+            places += map(str, value)
+        elif known.form == "repeated":
+            words += [word for one in value for word in (known.flag, str(one))]
+        else:
+            words += [known.flag] if value is True else [known.flag, str(value)]
+    return shlex.join(["foreload", "prepare", *places, *words, "--slots", str(slots), "--out", out])
+
+
+def _setups(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setup]:
+    """What may be chosen: trainers that have a core each, every number of shards, with the parity that was given, or with and without it."""
+    most = max(min(settings["lanes"], pool.cores // job.threads), 1)
+    setups = []
+    for trainers in range(1, most + 1):
+        copies = replace(job, trainers=trainers).copies_held
+        for shards in range(1, pool.stores + 1):
+            parities = [Parity(1, 0), Parity(2, 1)] if job.parity is None else [job.parity]
+            setups += [
+                Setup(
+                    trainers,
+                    job.threads,
+                    copies,
+                    shards,
+                    code.k,
+                    code.r,
+                    settings["lanes"],
+                    settings["dense_parameters"],
+                    pool.cores,
+                )
+                for code in parities
+                if not code.r or sum(code) <= shards
+            ]
+    if not setups:
+        raise PlanError(
+            f"--pool: stores must be at least {sum(job.parity or (1, 0))} for --parity {job.parity}; got {pool.stores}; give more"
+        )
+    return setups
+
+
+def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[Setup], tell: Tell) -> _Known:
+    """Profiles of jobs like this one on a machine like this; where some kind of choice has none, a moment of it is run. Raises TrainerError."""
+    from foreload.trainer.commands.plan_probe import Probe, probe
+
+    path, here = history.history_path(request.history), machine()
+    known = _Known()
+    try:
+        read = [] if path is None else history.read(path)
+    except HistoryError as error:
+        tell(f"warning: {error}")
+        path, read = None, []
+    known.profiles = [one for one in read if _tells(one, settings, here)]
+    seen = {(int(one.settings["trainers"]), int(one.settings["r"]) > 0) for one in known.profiles}
+    for setup in _corners(setups):
+        if (setup.trainers, setup.r > 0) in seen:
+            continue
+        one = Probe(setup.trainers, setup.shards, str(Parity(setup.k, setup.r)))
+        profile = probe(one, request.words, tell)
+        known.probed.append(str(one))
+        if observation_of(profile) is not None:
+            known.profiles.append(profile)
+        if path is not None:
+            try:
+                history.add(path, profile)
+            except HistoryError as error:
+                tell(f"warning: {error}")
+                path = None
+    if not known.profiles:
+        raise PlanError(
+            f"schedule {request.schedule}: is too short to tell how long a step takes; train it, or plan with a longer one"
+        )
+    return known
+
+
+def _tells(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether a profile is of a job and a machine like these, with nothing on the way that other steps do not have."""
+    return (
+        alike(profile.settings, settings)
+        and all(profile.machine.get(name) == here[name] for name in ("cpu", "cores"))
+        and profile.settings["terms"] == 1
+        and profile.settings["trainers"] == profile.settings["trainers_here"]
+        and not profile.settings["saves_checkpoints"]
+        and observation_of(profile) is not None
+    )
+
+
+def _corners(setups: Sequence[Setup]) -> list[Setup]:
+    """The fewest and the most trainers, and 2 of more: the fewest shards; with parity the fewest for one trainer, and the most for the most."""
+    trainers = sorted({one.trainers for one in setups})
+    corners = []
+    for number in sorted({trainers[0], trainers[-1], min(2, trainers[-1])}):
+        for r in sorted({one.r for one in setups}):
+            of_it = [one for one in setups if one.trainers == number and one.r == r]
+            # That several shards cost something shows with parity, too.
+            corners.append(of_it[-1] if r and number == trainers[-1] else of_it[0])
+    return corners
+
+
+def _by_slots(schedule: Schedule, tell: Tell) -> list[StepCounts]:
+    """The schedule's counts, and those for other numbers of slots: from the fewest to as many as there are rows."""
+    stated = step_counts(schedule)
+    needed = _BYTES_OF_USE * schedule.manifest["counts"]["rows_used"]
+    if needed > available_bytes() / 2:
+        tell(f"other slots are left out: counting what they would move takes {needed / 2**30:.1f} GiB")
+        return [stated]
+    accesses = [lane_accesses(schedule, lane) for lane in range(schedule.header.lanes)]
+    return [
+        stated if slots == stated.slots else with_slots(stated, accesses, slots) for slots in slot_counts(accesses, stated.slots)
+    ]
+
+
+def slot_counts(accesses: Sequence[LaneAccesses], own: int) -> list[int]:
+    """Numbers of slots to look at, in order: the schedule's own, the fewest that any step allows, all rows of a lane, and some between."""
+    least, most = max(one.least_slots for one in accesses), max(len(one.new) for one in accesses)
+    between = np.geomspace(max(least, 1), max(most, 1), _SLOT_COUNTS + 2).round().astype(int).tolist()
+    # Two digits, rounded up, are enough, and easier to read.
+    rounded = [int(-(-slots // (step := 10 ** max(len(str(slots)) - 2, 0))) * step) for slots in between[1:-1]]
+    return sorted({own, least, most, *(slots for slots in rounded if least < slots < most)})
+
+
+def check_writable(path: str | None) -> None:
+    """Raise PlanError where a picture cannot be drawn, or written there."""
+    if path is None:
+        return
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise PlanError("--plot: needs matplotlib, which is not installed; `pip install matplotlib`, or leave it out") from error
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise PlanError(f"--plot: must be a file whose name ends in .png, .svg or .pdf; got {path}")
+    folder = Path(path).absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise PlanError(f"--plot: cannot write {path}: {folder} is no folder that can be written to; give another place")

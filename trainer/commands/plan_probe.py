@@ -1,0 +1,86 @@
+"""Short runs of a schedule, for where the history has nothing like it: a few seconds of steps each, in a folder that is gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreload.trainer.errors import TrainerError
+from foreload.trainer.resources.history import Profile, read
+
+STEPS = 60  # of a short run, where they fit its time
+LEAST_SECONDS, MOST_SECONDS = 2.0, 12.0  # of its steps
+_DEADLINE_SECONDS = 300.0  # from its start to its first step, and from its end to that of its process
+_PAUSE_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A configuration to be run for a moment."""
+
+    trainers: int
+    shards: int
+    parity: str
+
+    def __str__(self) -> str:
+        parity = "" if self.parity == "off" else f", parity {self.parity}"
+        return f"{self.trainers} trainer{'s' if self.trainers > 1 else ''}, local:{self.shards}{parity}"
+
+
+def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> Profile:
+    """Train some steps, stop cleanly, and give the profile. settings: the schedule and what of the model is given, as words of `foreload train`.
+
+    Raises TrainerError where the run fails.
+    """
+    tell(f"runs a moment of it: {one}")
+    with tempfile.TemporaryDirectory(prefix="foreload-plan-") as folder:
+        history, run = Path(folder) / "history.sqlite", Path(folder) / "run"
+        command = [sys.executable, "-m", "foreload.trainer.cli", "train", *settings, "--run", str(run), "--history", str(history)]
+        command += ["--store", f"local:{one.shards}", "--trainers", str(one.trainers), "--parity", one.parity]
+        with open(Path(folder) / "said", "w+b") as said:
+            process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+            try:
+                _stop_after_steps(process, run / "metrics.jsonl")
+            finally:
+                _end(process)
+            said.seek(0)
+            words = said.read().decode(errors="replace").strip().splitlines()
+        profiles = read(history)
+        if not profiles:
+            why = next((line for line in reversed(words) if "error" in line), words[-1] if words else "it said nothing")
+            raise TrainerError(f"plan: a short run with {one} left no profile: {why}")
+        return profiles[-1]
+
+
+def _stop_after_steps(process: subprocess.Popen[bytes], metrics: Path) -> None:
+    """Ask for a clean stop once there are enough steps; returns when the process has ended or its time is over."""
+    begun, first, asked = time.monotonic(), 0.0, False
+    while process.poll() is None:
+        now = time.monotonic()
+        steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if steps and not first:
+            first = now
+        if not asked and first and ((steps >= STEPS and now - first >= LEAST_SECONDS) or now - first >= MOST_SECONDS):
+            asked, begun = True, now
+            process.send_signal(signal.SIGINT)
+        if now - max(begun, first) > _DEADLINE_SECONDS:
+            return
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Have nothing of it left: it is the leader of a session of its own, in which its trainers and servers are."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_DEADLINE_SECONDS / 10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

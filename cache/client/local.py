@@ -8,30 +8,26 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-import redis
-
 from foreload.cache.client.channel import pauses
+from foreload.cache.client.local_server import READY_TIMEOUT, LocalServer
 from foreload.cache.client.servers import (
     SERVER_VARIABLE,
     find_executable,
     saved_by,
     version_of,
 )
-from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
 from foreload.pipelines.base.files import replacing
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
 _SERVERS = "servers.json"  # in the directory: the socket of each server, by which a later command finds them
-_READY_TIMEOUT = timedelta(minutes=10)  # loading many GB of rows takes minutes
-_ANSWER_TIMEOUT = timedelta(seconds=5)
 NICENESS = 5  # added to the servers': what they do is needed later than what the trainers beside them do
 _HUGE_PAGES = {
     "MALLOC_CONF": "thp:always,metadata_thp:always",
@@ -44,122 +40,13 @@ servers save only as they stop.)"""
 _KILL_AFTER = timedelta(seconds=10)
 
 
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """One server's files. pid_file is written by the server itself, so that a later command finds it whoever was killed."""
-
-    directory: Path
-    shard: int
-    socket: Path
-
-    @property
-    def log(self) -> Path:
-        return self.directory / f"shard-{self.shard}.log"
-
-    @property
-    def saved(self) -> Path:
-        return self.directory / f"shard-{self.shard}.rdb"
-
-    @property
-    def set_aside(self) -> Path:
-        """What was saved before the server was started again, empty: it counts until its rows of today are saved."""
-        return self.directory / f"shard-{self.shard}.rdb.before"
-
-    def has_saved(self) -> bool:
-        """Whether there are saved rows to start with."""
-        return self.saved.exists() or self.set_aside.exists()
-
-    def put_back(self) -> None:
-        """Have the server start with what was set aside, if nothing was saved since."""
-        if self.set_aside.exists():
-            if self.saved.exists():
-                self.set_aside.unlink()
-            else:
-                self.set_aside.rename(self.saved)
-
-    @property
-    def pid_file(self) -> Path:
-        return self.directory / f"shard-{self.shard}.pid"
-
-    @property
-    def url(self) -> StoreUrl:
-        return parse_url(f"unix://{self.socket}", {})
-
-    def command(self, executable: str, settings: Mapping[str, str]) -> list[str]:
-        options = {
-            "port": "0",
-            "unixsocket": str(self.socket),
-            "unixsocketperm": "700",
-            "dir": str(self.directory),
-            "dbfilename": self.saved.name,
-            "pidfile": str(self.pid_file),
-            "logfile": str(self.log),
-            "daemonize": "no",
-            "save": "",
-            "appendonly": "no",
-            "rdbcompression": "no",  # floats do not compress
-            "maxmemory-policy": "noeviction",
-            "disable-thp": "no",
-            **settings,
-        }
-        return [executable, *(word for name, value in options.items() for word in ("--" + name, value))]
-
-    def pid(self) -> int | None:
-        """The process id of this server if it is alive, even if it does not answer."""
-        try:
-            pid = int(self.pid_file.read_text())
-        except (OSError, ValueError):
-            return None
-        return pid if self.is_process(pid) else None
-
-    def is_process(self, pid: int) -> bool:
-        """Whether a process id is this server's and it is alive."""
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return False
-        if not os.path.isdir("/proc/self"):
-            return self.answers()
-        # Another process may have the id by now. A server's working directory is its run's; a zombie's cannot be read.
-        with contextlib.suppress(OSError):
-            return os.path.samefile(f"/proc/{pid}/cwd", self.directory)
-        return False
-
-    def answers(self) -> bool:
-        """Whether the server answers and has loaded its rows."""
-        connection = self.url.connection(_ANSWER_TIMEOUT)
-        try:
-            connection.connect()
-            connection.send_command("PING")
-            return bool(connection.read_response() == b"PONG")
-        except (redis.RedisError, OSError):
-            return False
-        finally:
-            connection.disconnect()
-
-    def shut_down(self, save: bool) -> str | None:
-        """Ask the server to exit. Returns why it cannot save, if so; a server that does not answer is left to the caller."""
-        connection = self.url.connection(_READY_TIMEOUT if save else _ANSWER_TIMEOUT)
-        try:
-            connection.connect()
-            connection.send_command("SHUTDOWN", "SAVE" if save else "NOSAVE")
-            connection.read_response()
-        except redis.ResponseError as error:
-            return str(error)
-        except (redis.RedisError, OSError):
-            pass
-        finally:
-            connection.disconnect()
-        return None
-
-
 class LocalStores:
     """N redis-servers in one private directory.
 
     They outlive the process that starts them: `stop` ends them, here or, by way of `LocalStores.find`, in a later command. `start` loads
     what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name. adopt: servers that run in the directory already are
     used as they are (they could not be saved, or whoever started them was killed), and only the others are started. left: the shards of such
-    servers, that were left running by an earlier command.
+    servers, that were left running by an earlier command. removed: numbers below `count` of which there is no server any more.
     """
 
     def __init__(
@@ -169,25 +56,32 @@ class LocalStores:
         executable: str | None = None,
         settings: Mapping[str, str] | None = None,
         adopt: bool = False,
+        removed: Collection[int] = (),
     ) -> None:
-        if count < 1:
+        if count <= len(removed):
             raise StoreError(f"store local: needs at least one store shard; got local:{count}")
         self.directory = Path(directory).absolute()
         self.count = count
+        self._removed = set(removed)
+        self._changing = threading.Lock()  # held while a server is started again, or removed: two threads may do these
         self._executable = executable
         self._settings = dict(settings or {})
         self._adopt = adopt
         self.left: frozenset[int] = frozenset()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._servers: list[_Server] = []
+        self._servers: list[LocalServer] = []
 
     @classmethod
     def find(cls, directory: Path) -> LocalStores | None:
         """The servers that were started in a directory, whether or not they still run; None if there were none."""
         try:
             stored = json.loads((Path(directory) / _SERVERS).read_text(encoding="utf-8"))
-            stores = cls(len(stored["sockets"]), directory)
-            stores._servers = [_Server(stores.directory, shard, Path(socket)) for shard, socket in enumerate(stored["sockets"])]
+            sockets = dict(enumerate(stored["sockets"]))
+            removed = [shard for shard, socket in sockets.items() if socket is None]
+            stores = cls(len(sockets), directory, removed=removed)
+            stores._servers = [
+                LocalServer(stores.directory, shard, Path(socket)) for shard, socket in sockets.items() if socket is not None
+            ]
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -198,20 +92,22 @@ class LocalStores:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of the servers, in the order of their shards."""
-        return tuple(str(server.url) for server in self._servers)
+        """The URLs of the servers by the numbers of their shards; "" where there is none any more."""
+        urls = {server.shard: str(server.url) for server in self._servers}
+        return tuple(urls.get(shard, "") for shard in range(self.count if urls else 0))
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """The process ids of the servers that are alive, None for the others."""
-        return tuple(server.pid() for server in self._servers)
+        """The process ids of the servers that are alive by the numbers of their shards, None for the others."""
+        servers = {server.shard: server for server in self._servers}
+        return tuple(servers[shard].pid() if shard in servers else None for shard in range(self.count if self._servers else 0))
 
     def without_rows(self) -> list[int]:
         """The shards, before the servers are started, whose rows are neither saved in the directory nor in a server that runs."""
         before = LocalStores.find(self.directory)
-        pids = before.pids if before is not None else (None,) * self.count
-        servers = [_Server(self.directory, shard, self.directory) for shard in range(self.count)]
-        return [server.shard for server in servers if not pids[server.shard] and not server.has_saved()]
+        running = before._running() if before is not None else {}
+        servers = [LocalServer(self.directory, shard, self.directory) for shard in self._shards]
+        return [server.shard for server in servers if server.shard not in running and not server.has_saved()]
 
     def start(self) -> LocalStores:
         """Start the servers and wait until they answer and have loaded their rows.
@@ -220,15 +116,17 @@ class LocalStores:
         none is running that was not before.
         """
         before = LocalStores.find(self.directory)
-        running = {shard: pid for shard, pid in enumerate(before.pids) if pid} if before is not None else {}
+        running = before._running() if before is not None else {}
         if running and not self._adopt:
             named = ", ".join(map(str, running.values()))
             raise StoreError(f"store local: servers run in {self.directory} already (process {named}); stop their run first")
-        self.left = frozenset(running)
+        self.left = frozenset(running.keys() & self._shards)
         if before is not None and running:
-            self._servers = before._servers
-        else:
-            self._lay_out()
+            # One that was just being added, or removed, when who did that was killed.
+            for server in before._servers:
+                if server.shard not in self._shards:
+                    before._end(server)
+        self._lay_out(before if running else None)
         for server in self._servers:
             if server.shard not in self.left:
                 server.put_back()
@@ -246,21 +144,96 @@ class LocalStores:
             raise
         return self
 
-    def _lay_out(self) -> None:
-        """Choose the servers' files, and note them."""
+    @property
+    def _shards(self) -> list[int]:
+        """The numbers of which there is a server."""
+        return [shard for shard in range(self.count) if shard not in self._removed]
+
+    def _running(self) -> dict[int, int]:
+        """The process ids of the servers that are alive, by the numbers of their shards."""
+        return {shard: pid for shard, pid in enumerate(self.pids) if pid}
+
+    def _lay_out(self, before: LocalStores | None) -> None:
+        """Choose the servers' files, and note them; those of `before` stay where they are."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.directory.chmod(0o700)
-            sockets = self.directory
-            if len(os.fsencode(self.directory / f"shard-{self.count}.sock")) > _SOCKET_PATH_BYTES:
+            had = {} if before is None else {server.shard: server.socket for server in before._servers}
+            sockets = next((socket.parent for socket in had.values()), self.directory)
+            if not had and len(os.fsencode(self.directory / f"shard-{self.count}.sock")) > _SOCKET_PATH_BYTES:
                 sockets = Path(tempfile.mkdtemp(prefix="foreload-"))
-            self._servers = [_Server(self.directory, shard, sockets / f"shard-{shard}.sock") for shard in range(self.count)]
-            with replacing(self.directory / _SERVERS) as temporary:
-                temporary.write_text(json.dumps({"sockets": [str(server.socket) for server in self._servers]}), encoding="utf-8")
+            places = {shard: had.get(shard, sockets / f"shard-{shard}.sock") for shard in self._shards}
+            self._servers = [LocalServer(self.directory, shard, socket) for shard, socket in places.items()]
+            self._note()
         except OSError as error:
             raise StoreError(
                 f"store local: cannot write to {self.directory} ({error.strerror}); free the disk there, or make it writable"
             ) from error
+
+    def _note(self) -> None:
+        """Note the servers where `find` looks for them."""
+        sockets = {server.shard: str(server.socket) for server in self._servers}
+        with replacing(self.directory / _SERVERS) as temporary:
+            temporary.write_text(json.dumps({"sockets": [sockets.get(shard) for shard in range(self.count)]}), encoding="utf-8")
+
+    def add(self) -> int:
+        """Start one further server, empty, while the others run; returns the number of its shard. Raises StoreError where it does not start."""
+        shard = self.count
+        server = LocalServer(self.directory, shard, self._servers[0].socket.parent / f"shard-{shard}.sock")
+        for saved in (server.saved, server.set_aside):
+            # Of one that had the number in a call that came to nothing.
+            saved.unlink(missing_ok=True)
+        executable = self._executable or find_executable()
+        process = self._launch(server, executable)
+        try:
+            self._await_ready(server, process, executable)
+            self._servers = [*self._servers, server]
+            self._processes[shard] = process
+            self.count = shard + 1
+            self._note()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        return shard
+
+    def remove(self, shard: int) -> None:
+        """End the server of a shard that has no rows any more, unsaved; its number is not used again.
+
+        What it had saved before stays until the others are saved without it: until then it is what a call begins with.
+        """
+        server = self._server(shard)
+        with self._changing:
+            self._removed.add(shard)
+            self._servers = [other for other in self._servers if other is not server]
+            self.left -= {shard}
+            self._note()
+            self._end(server)
+            server.put_back()
+
+    def take_back(self, shard: int) -> None:
+        """End the server that was added last, as if it never was."""
+        server = self._server(shard)
+        self._servers = self._servers[:-1]
+        self.count = shard
+        self._note()
+        self._end(server)
+        server.clear()
+
+    def _server(self, shard: int) -> LocalServer:
+        return next(server for server in self._servers if server.shard == shard)
+
+    def _end(self, server: LocalServer) -> None:
+        """End one server, unsaved."""
+        pid = server.pid()
+        if pid is not None:
+            server.shut_down(save=False)
+            self._kill(self._await_exit({server: pid}, _KILL_AFTER))
+        process = self._processes.pop(server.shard, None)
+        if process is not None:
+            process.wait()
+        server.socket.unlink(missing_ok=True)
+        server.pid_file.unlink(missing_ok=True)
 
     def restart(self, shard: int) -> bool:
         """Start the server of a shard again if its process is gone, empty; it answers a moment later. Whether that was so.
@@ -268,13 +241,16 @@ class LocalStores:
         What it had saved before is set aside, until the servers are stopped: where nothing is saved then, it is what they start with next.
         Raises StoreError if it cannot be started.
         """
-        server, process = self._servers[shard], self._processes.get(shard)
-        if (process is not None and process.poll() is None) or server.pid() is not None:
-            return False
-        if server.saved.exists():
-            server.saved.replace(server.set_aside)
-        self._processes[shard] = self._launch(server, self._executable or find_executable())
-        return True
+        with self._changing:
+            if shard in self._removed:
+                return False
+            server, process = self._server(shard), self._processes.get(shard)
+            if (process is not None and process.poll() is None) or server.pid() is not None:
+                return False
+            if server.saved.exists():
+                server.saved.replace(server.set_aside)
+            self._processes[shard] = self._launch(server, self._executable or find_executable())
+            return True
 
     def stop(self, save: bool = True, lost: Collection[int] = ()) -> None:
         """End the servers, after writing their rows to the directory if `save`. Servers already gone are skipped.
@@ -294,7 +270,7 @@ class LocalStores:
             failures = {server: why for server, why in told if why is not None}
         # Where some could not save and run on, the others are exiting: they are reaped before the error is raised.
         for shard, process in list(self._processes.items()):
-            if failures and self._servers[shard] not in failures:
+            if failures and self._server(shard) not in failures:
                 process.wait()
         if failures:
             server, why = next(iter(failures.items()))
@@ -303,7 +279,7 @@ class LocalStores:
                 f"store local: shard {named} could not save its rows to {self.directory} and still runs, with all of them ({why}; see "
                 f"{server.log}): free disk space there; then the next command that reads or resumes the run uses them as they are, and saves them"
             )
-        for server, pid in self._await_exit(alive, _READY_TIMEOUT if save else _KILL_AFTER).items():
+        for server, pid in self._await_exit(alive, READY_TIMEOUT if save else _KILL_AFTER).items():
             if save:
                 raise StoreUnavailable(
                     f"store local: shard {server.shard} (process {pid}) does not exit, and its rows are nowhere else; see {server.log}"
@@ -322,6 +298,8 @@ class LocalStores:
             if server.socket.parent != self.directory:
                 with contextlib.suppress(OSError):
                     server.socket.parent.rmdir()
+        if save:
+            clear_removed(self.directory, self._removed)
         (self.directory / _SERVERS).unlink(missing_ok=True)
 
     def leave(self, changed: bool) -> None:
@@ -348,7 +326,7 @@ class LocalStores:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop(save=False)
 
-    def _launch(self, server: _Server, executable: str) -> subprocess.Popen[bytes]:
+    def _launch(self, server: LocalServer, executable: str) -> subprocess.Popen[bytes]:
         server.socket.unlink(missing_ok=True)
         server.pid_file.unlink(missing_ok=True)
         environment = {**os.environ, **_HUGE_PAGES}
@@ -371,8 +349,8 @@ class LocalStores:
             os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19))
         return process
 
-    def _await_ready(self, server: _Server, process: subprocess.Popen[bytes] | None, executable: str) -> None:
-        attempts = pauses(_READY_TIMEOUT)
+    def _await_ready(self, server: LocalServer, process: subprocess.Popen[bytes] | None, executable: str) -> None:
+        attempts = pauses(READY_TIMEOUT)
         while process.poll() is None if process is not None else server.pid() is not None:
             if server.socket.exists() and server.answers():
                 return
@@ -384,7 +362,7 @@ class LocalStores:
             why += f"; its rows were saved by {saved}, and this is {version}: {SERVER_VARIABLE} may name a server that loads them"
         raise StoreUnavailable(f"store local: shard {server.shard} did not start ({why}); its log is {server.log}")
 
-    def _await_exit(self, alive: dict[_Server, int], limit: timedelta) -> dict[_Server, int]:
+    def _await_exit(self, alive: dict[LocalServer, int], limit: timedelta) -> dict[LocalServer, int]:
         """Those of the servers that are still alive after `limit`, with their process ids."""
         attempts = pauses(limit)
         while True:
@@ -392,8 +370,14 @@ class LocalStores:
             if not alive or next(attempts, self) is self:
                 return alive
 
-    def _kill(self, alive: dict[_Server, int]) -> None:
+    def _kill(self, alive: dict[LocalServer, int]) -> None:
         for pid in alive.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._await_exit(alive, _KILL_AFTER)
+
+
+def clear_removed(directory: Path, shards: Iterable[int]) -> None:
+    """Delete what is left in a directory of shards that there are no more, once the others are saved without them."""
+    for shard in shards:
+        LocalServer(directory, shard, directory).clear()

@@ -151,7 +151,7 @@ def test_a_stopped_process_is_killed_when_nothing_is_to_be_saved(tmp_path: Path,
     stores = LocalStores(1, tmp_path).start()
     pids = stores.pids
     os.kill(pids[0] or 0, signal.SIGSTOP)
-    monkeypatch.setattr("foreload.cache.client.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr("foreload.cache.client.local_server.ANSWER_TIMEOUT", timedelta(seconds=0.2))
     monkeypatch.setattr("foreload.cache.client.local._KILL_AFTER", timedelta(seconds=0.2))
     stores.stop(save=False)
     assert not alive(pids)
@@ -162,7 +162,7 @@ def test_of_lost_shards_only_those_that_answer_are_saved(tmp_path: Path, monkeyp
     pids = stores.pids
     write(stores)
     os.kill(pids[1] or 0, signal.SIGSTOP)
-    monkeypatch.setattr("foreload.cache.client.local._ANSWER_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr("foreload.cache.client.local_server.ANSWER_TIMEOUT", timedelta(seconds=0.2))
     stores.stop(save=True, lost=[0, 1])
     assert not alive(pids)
     assert [(tmp_path / f"shard-{shard}.rdb").exists() for shard in range(3)] == [True, False, True]
@@ -275,3 +275,40 @@ def test_rows_saved_by_one_server_are_loaded_by_one_that_can(tmp_path: Path, mon
             LocalStores(1, tmp_path / "stores", None if named else old).start()
         assert "\n" not in str(caught.value)
     assert loaded(new)
+
+
+def test_a_server_more_and_one_less_while_the_others_run(tmp_path: Path) -> None:
+    stores = LocalStores(2, tmp_path / "stores").start()
+    write(stores)
+    stores.stop()
+    stores = LocalStores(2, tmp_path / "stores").start()
+    assert stores.add() == 2
+    assert [bool(url) for url in stores.urls] == [True, True, True]
+    stores.remove(0)
+    assert [bool(url) for url in stores.urls] == [False, True, True]
+    found = LocalStores.find(tmp_path / "stores")
+    assert found is not None
+    assert (found.urls, found.pids) == (stores.urls, stores.pids)
+    assert (found.count, found.pids[0]) == (3, None)
+    # Not saved without it, what it had saved stays; once it is, that goes.
+    stores.stop(save=False)
+    assert (tmp_path / "stores" / "shard-0.rdb").exists()
+    with LocalStores(3, tmp_path / "stores", removed=[0]) as again:
+        assert again.without_rows() == []
+        assert again.urls[0] == ""
+        again.stop()
+    assert not (tmp_path / "stores" / "shard-0.rdb").exists()
+    assert (tmp_path / "stores" / "shard-1.rdb").exists()
+
+
+def test_a_server_that_nobody_knows_of_is_ended_by_who_adopts_the_others(tmp_path: Path) -> None:
+    left = LocalStores(1, tmp_path).start()
+    left.add()
+    kept, added = left.pids
+    with LocalStores(1, tmp_path, adopt=True) as stores:
+        assert stores.pids == (kept,)
+        assert stores.left == {0}
+        left._processes[1].wait()
+        stores.add()
+        assert list(stores.pids)[1] not in (None, added)
+    left._processes[0].wait()

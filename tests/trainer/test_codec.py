@@ -63,7 +63,7 @@ MESSAGES = [
     Term(3, (4, 7), (4, 4, 7), ((7,), (7,), (4,)), ((), (7,), ()), 8),
     SegmentVerdict(False, None),
     Commanded(ReplaceServer(1, "redis://a:1")),
-    LaunchSpec(JOB, 2, -1, (0, 0), ("redis://a:1",), None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),
+    LaunchSpec(JOB, 2, -1, (0, 0), ("redis://a:1",), "{}", None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),
     TrainerEnd(9, True, None, 3, {1: 4}, {"rounds": 5, "waited": 0.5}, (), 1, "ab", Totals(steps=10)),
 ]
 

@@ -58,11 +58,11 @@ def test_the_control_socket_answers_requests_and_refuses_others(tmp_path: Path, 
             "shards": {"shards": [
                 {"url": "redis://a:1", "state": "rebuilding", "why": "", "rebuilt": 0.25},
                 {"url": "redis://b:1", "state": "ok", "why": "", "rebuilt": 1.0},
-            ]},
+            ], "version": 0, "migrated": 1.0},
             "members": [], "copies": [],
         }  # fmt: skip
         assert said(run, b'{"do": "fly"}') == {
-            "error": "cannot do 'fly'; there are status, stop, replace, scrub, scrubbed, row_counts, scale, scaled, checkpoint, checkpointed"
+            "error": "cannot do 'fly'; there are status, stop, replace, move, scrub, scrubbed, row_counts, scale, scaled, checkpoint, checkpointed"
         }
         for malformed in (b"status", b"[]", b'{"ask": 1}', b"[" * 200_000, b'{"do": ' + b"[" * 200_000):
             assert said(run, malformed) == {"error": 'a request is a line such as {"do": "status"}'}

@@ -20,6 +20,7 @@ from small_job import BATCH, arguments, rows_of, scheduler_environment, summary,
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.namespace import claim, owner
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import ShardSnapshot, ShardState, ShardStatus
@@ -561,8 +562,10 @@ def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_befo
 
 def test_a_trainer_tells_of_shards_that_it_finds_not_whole_as_it_takes_lanes_over(tmp_path: Path) -> None:
     sent: list[object] = []
-    link = CoordinatorLink(mock.Mock(), mock.Mock(send=sent.append), 1, tmp_path, True, None, 0, mock.Mock())
-    whole, rebuilding = (ShardSnapshot((ShardStatus("redis://127.0.0.1:1", state),)) for state in ("ok", "rebuilding"))
+    urls = ("redis://127.0.0.1:1",)
+    spec = mock.Mock(servers_return=True, placement=Placement.spread(1).text, stores=urls)
+    link = CoordinatorLink(mock.Mock(), mock.Mock(send=sent.append), 1, tmp_path, spec, urls, None, 0, mock.Mock())
+    whole, rebuilding = (ShardSnapshot((ShardStatus(urls[0], state),)) for state in ("ok", "rebuilding"))
     traffic = mock.Mock(shards=whole)
     link.serve(mock.Mock(traffic=traffic), [])
     link.tell_shards()

@@ -14,6 +14,7 @@ from foreload.cache.protocol.namespace import claim, remove
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status
+from foreload.trainer.run.servers import asked
 
 
 @contextlib.contextmanager
@@ -22,7 +23,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
     # A run that goes on may do so without the shards whose rows parity has.
     goes_on = job.resume and any(start.batches.values())
     spared = run.placement.r if goes_on else 0
-    with Store.connect(urls, job.store_silence, spared) as store:
+    with Store.connect(asked(urls), job.store_silence, spared) as store:
         mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
         claim(store, manifest.namespace, manifest.identity, mode, spared)
         if job.resume:
@@ -40,6 +41,6 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
     except BaseException:
         # A call that failed before it began leaves the name free, so that the next one needs no --overwrite.
         if run.status is None:
-            with contextlib.suppress(Exception), Store(urls, job.store_silence, timedelta(seconds=1)) as store:
+            with contextlib.suppress(Exception), Store(asked(urls), job.store_silence, timedelta(seconds=1)) as store:
                 remove(store, manifest.namespace)
         raise

@@ -24,6 +24,7 @@ from foreload.trainer.cluster.codec import of_json, to_json
 from foreload.trainer.cluster.messages import HeldRows
 from foreload.trainer.errors import MessageError, RunError
 from foreload.trainer.run.directory import CONTROL
+from foreload.trainer.run.store_moves import Change
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107
 _MALFORMED = 'a request is a line such as {"do": "status"}'
@@ -76,6 +77,15 @@ class Replacing:
 
     replacing: int
     by: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveBegun:
+    """Rows are about to move. version: of the placement that says where to; joining, leaving: the numbers of shards."""
+
+    version: int
+    joining: tuple[int, ...]
+    leaving: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +195,17 @@ class AskReplace(Asks[Replacing]):
 
 
 @dataclass(frozen=True, slots=True)
+class AskMove(Asks[MoveBegun]):
+    """Have shards added, or one removed or moved; change, shard, urls: as in `store_moves.ShardChange`."""
+
+    do = "move"
+    answer = MoveBegun
+    change: Change
+    shard: str = ""
+    urls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class AskScrub(Asks[ScrubBegun]):
     """Begin a scrub. rows: the folder in RUN/scrub that says which rows there are."""
 
@@ -245,8 +266,8 @@ class AskCheckpointed(Asks[CheckpointProgress]):
     number: int
 
 
-_Repair = AskReplace | AskScrub | AskScrubbed | AskRowCounts
-_RepairAnswer = Replacing | ScrubBegun | ScrubProgress | RowCountsAnswer
+_Repair = AskReplace | AskMove | AskScrub | AskScrubbed | AskRowCounts
+_RepairAnswer = Replacing | MoveBegun | ScrubBegun | ScrubProgress | RowCountsAnswer
 ControlRequest = AskStatus | AskStop | _Repair | AskScale | AskScaled | AskCheckpoint | AskCheckpointed
 Answer = RunStatus | Stopping | _RepairAnswer | ScaleBegun | ScaleProgress | CheckpointBegun | CheckpointProgress | Refused
 

@@ -9,6 +9,7 @@ from foreload.trainer.cluster.control import (
     Answer,
     AskCheckpoint,
     AskCheckpointed,
+    AskMove,
     AskReplace,
     AskRowCounts,
     AskScale,
@@ -19,6 +20,7 @@ from foreload.trainer.cluster.control import (
     AskStop,
     CheckpointBegun,
     ControlRequest,
+    MoveBegun,
     Refused,
     RunStatus,
     ScaleBegun,
@@ -26,6 +28,7 @@ from foreload.trainer.cluster.control import (
 )
 from foreload.trainer.cluster.lane_copies import LaneCopies
 from foreload.trainer.cluster.membership import Membership
+from foreload.trainer.cluster.row_moves import RowMoves
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.scaling import Scaling
 from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
@@ -51,8 +54,9 @@ class ControlAnswers:
         scaling: Scaling,
         report: RunReport,
         checkpoints: WantedCheckpoints,
+        moves: RowMoves,
     ) -> None:
-        self._checkpoints = checkpoints
+        self._checkpoints, self._moves = checkpoints, moves
         self._phase, self._members, self._trainers, self._shards, self._copies = phase, members, trainers, shards, copies
         self._run_requests, self._scaling, self._report = run_requests, scaling, report
         self.stop_wanted = False
@@ -67,6 +71,8 @@ class ControlAnswers:
                 return Stopping()
             case AskReplace():
                 return self._shards.want_replacement(request)
+            case AskMove():
+                return self._move(request)
             case AskScrub():
                 return self._run_requests.scrub(request)
             case AskScrubbed():
@@ -99,6 +105,13 @@ class ControlAnswers:
         if self._phase() == "ending" or self.stop_wanted:
             return Refused("it is about to end; save a checkpoint of it then")
         return self._checkpoints.ask(request)
+
+    def _move(self, request: AskMove) -> MoveBegun | Refused:
+        if self._phase() == "starting":
+            return Refused("its trainers are still starting; try again in a moment")
+        if self._phase() == "ending" or self.stop_wanted:
+            return Refused("it is about to end; ask again when it rests")
+        return self._moves.want(request)
 
     def _scale(self, trainers: int) -> ScaleBegun | Refused:
         if under_scheduler():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
 from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
 from foreload.cache.rows.layout import RowLayout
@@ -21,7 +22,10 @@ from foreload.trainer.cluster.messages import (
     CopiesTold,
     CountRows,
     DropCheckpoint,
+    EndMove,
     FaultInjected,
+    LaunchSpec,
+    MoveRows,
     ReplaceServer,
     Scrub,
     SeededCopy,
@@ -34,6 +38,7 @@ from foreload.trainer.cluster.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.run.directory import STORES
+from foreload.trainer.run.servers import asked, numbered
 
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
 SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at commands and at what is rebuilt
@@ -41,8 +46,10 @@ BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is
 
 
 class CoordinatorLink:
-    """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call. servers_return: whether lost shards may get
-    servers again; interrupts: of a process that a scheduler started.
+    """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call. store_urls: with passwords; interrupts: of a
+    process that a scheduler started.
+
+    placement: of the run's rows; stores: the URLs of its store shards by number, "" for those removed. Both are as the trainer is to begin with.
     """
 
     def __init__(
@@ -51,7 +58,8 @@ class CoordinatorLink:
         events: EventSender,
         trainer: int,
         run: Path,
-        servers_return: bool,
+        spec: LaunchSpec,
+        store_urls: Sequence[str],
         interrupts: Interrupts | None,
         commands: int,
         checkpoints: TrainerCheckpoints,
@@ -59,10 +67,15 @@ class CoordinatorLink:
         """commands: how many of the board's are not for this trainer, since they came before it was started."""
         self._checkpoints = checkpoints
         self._board, self._events, self._trainer, self._run = board, events, trainer, run
-        self._servers_return, self._interrupts, self._stop_asked = servers_return, interrupts, False
+        self._servers_return, self._interrupts, self._stop_asked = spec.servers_return, interrupts, False
         self._news: deque[tuple[ShardNews, float]] = deque()
         self._told: ShardSnapshot | None = None  # what the coordinator was told last
         self._commands = commands  # how many were taken from the board
+        self.placement = self._placement_after(spec.placement, commands)
+        self.stores = numbered(store_urls, self.placement, spec.stores)
+        self._later: deque[Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint] = (
+            deque()
+        )  # taken, and yet to be done
         self._copies: Callable[[], CopiesTold | None] = lambda: None
         self._copies_told: CopiesTold | None = None
         self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
@@ -84,12 +97,45 @@ class CoordinatorLink:
 
         self._copies = told
 
+    def _placement_after(self, begun_with: str, commands: int) -> Placement:
+        """Where rows live after so many commands, which were told before this trainer was started."""
+        text = begun_with
+        for number in range(commands):
+            command = self._board.read(Commanded, number).command
+            if isinstance(command, MoveRows | EndMove):
+                text = command.placement
+        return Placement.of_text(text, "the coordinator's placement")
+
     def catch_up(self) -> None:
-        """Use the servers that took the place of others since this trainer was started; what else was asked then is not for it."""
+        """Use the servers that were told of by now, and where rows are: before it serves lanes that were another trainer's, which may know more."""
         while (commanded := self._board.poll(Commanded, self._commands)) is not None:
             self._commands += 1
-            if isinstance(commanded.command, ReplaceServer):
-                self._replace(commanded.command)
+            match commanded.command:
+                case ReplaceServer() as command:
+                    self._replace(command)
+                case MoveRows(text, stores):
+                    self._traffic.migration.begin(Placement.of_text(text, "the coordinator's placement"), asked(stores))
+                case EndMove(text):
+                    self._traffic.migration.complete(Placement.of_text(text, "the coordinator's placement"))
+                case other:
+                    self._later.append(other)
+
+    def join(self) -> None:
+        """Catch up once the traffic is there; what else was asked since this trainer was started is not for it."""
+        self.catch_up()
+        self._later.clear()
+
+    def _do(self, command: Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint) -> None:
+        """Do what else the coordinator commands."""
+        match command:
+            case Scrub() | CountRows() as request:
+                self._requests.begin(request)
+            case TakeCheckpoint() as wanted:
+                self._checkpoints.begin(wanted)
+            case WriteCheckpoint() as written:
+                self._checkpoints.write(written)
+            case DropCheckpoint(number):
+                self._checkpoints.drop("it is given up", number)
 
     def _replace(self, command: ReplaceServer) -> None:
         self._traffic.replace(command.shard, command.url)
@@ -125,25 +171,15 @@ class CoordinatorLink:
             self._events.send(copies)
         self._requests.tell()
         self._checkpoints.tell()
-        while (commanded := self._board.poll(Commanded, self._commands)) is not None:
-            self._commands += 1
-            match commanded.command:
-                case ReplaceServer() as command:
-                    self._replace(command)
-                case Scrub() | CountRows() as request:
-                    self._requests.begin(request)
-                case TakeCheckpoint() as wanted:
-                    self._checkpoints.begin(wanted)
-                case WriteCheckpoint() as written:
-                    self._checkpoints.write(written)
-                case DropCheckpoint(number):
-                    self._checkpoints.drop("it is given up", number)
+        self.catch_up()
+        while self._later:
+            self._do(self._later.popleft())
 
     def tell_shards(self) -> None:
         """Tell how the store shards are for the lanes that are hosted now, where that is another state than was told last, or more is rebuilt."""
         self._tell_news()
         shards = self._traffic.shards
-        if shards != self._told and not (self._told is None and shards.whole):
+        if shards != self._told and not (self._told is None and shards.whole and not shards.version):
             self._tell_shards(shards, time.monotonic())
 
     def _tell_news(self) -> None:
@@ -161,8 +197,9 @@ class CoordinatorLink:
         self._events.send(ShardsTold(shards, at))
 
     def finish(self, term: Term, check: Callable[[], None]) -> list[int]:
-        """Bring a checkpoint under way and run requests to their end, and wait until all shards are whole again, for every trainer, as long as there
-        is hope; returns those that are not. check: called while others are waited for, raises where they are not to be waited for any more.
+        """Bring a checkpoint under way and run requests to their end, and wait until all shards are whole again and rows that move have moved, for
+        every trainer, as long as there is hope; returns the shards that are not whole. check: called while others are waited for, raises where they
+        are not to be waited for any more.
 
         A shard that one trainer finds lost may have been whole when another looked, so all look, turn by turn, until none finds a further one. There
         is hope where servers come back by themselves, for RETURN_TIMEOUT at most, and not again once a shard was given up.
@@ -176,7 +213,10 @@ class CoordinatorLink:
             while True:
                 lost = self._traffic.repair_shards(SHARDS_PAUSE)
                 self.tell()
-                if self._traffic.shards.not_whole.keys() <= set(lost) and (not lost or time.monotonic() >= deadline):
+                shards = self._traffic.shards
+                # Rows that are to move do, as long as no shard is lost.
+                through = shards.not_whole.keys() <= set(lost) if lost else shards.whole and shards.migrated >= 1.0
+                if through and (not lost or time.monotonic() >= deadline):
                     break
                 check()
             further, known = self._lost > known, self._lost

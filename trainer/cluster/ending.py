@@ -55,8 +55,10 @@ class Ending:
         return [one.use for one in self.told]
 
 
-def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Status:
-    """The status of a run whose trainers have all ended, in this term. totals: of its steps; what was written at the end is added."""
+def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, removed: Sequence[int] = ()) -> Status:
+    """The status of a run whose trainers have all ended, in this term. totals: of its steps; what was written at the end is added. removed: store
+    shards that there are no more.
+    """
     first = first_of(ended)
     written = sum(one.flushed for one in ended.values())
     if first.stopped:
@@ -65,7 +67,7 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int) -> Sta
         # The end of a schedule ends every residency.
         totals.rows_written_back += written
     batches = {str(lane): number for one in ended.values() for lane, number in one.last_batches.items()}
-    lost = sorted({shard for one in ended.values() for shard in one.lost})
+    lost = sorted({shard for one in ended.values() for shard in one.lost} - {*removed})
     return Status("stopped" if first.stopped else "ended", first.step, batches, asdict(totals), lost, term)
 
 
@@ -101,7 +103,7 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
         setattr(totals, name, getattr(totals, name) + sum(getattr(one, name) for one in own))
     for name in SHARED:
         setattr(totals, name, getattr(totals, name) + getattr(first_of(ended).totals, name))
-    status = status_of(ended, totals, run.saved_status().term)
+    status = status_of(ended, totals, run.saved_status().term, run.placement.removed)
     manifest = run.manifest
     run.come_to_rest(replace(manifest, stages=(*manifest.stages[:-1], stage_of(schedule, ended))), status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))

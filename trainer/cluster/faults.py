@@ -41,9 +41,11 @@ STEP_POINTS = (
 """Of a step: in its order, in the trainer's own thread (`compute.step`); and amid an evaluation pass, after the training step before it."""
 STORE_POINTS = (
     *("fetch leaves", "batch logged", "parity leaves", "parity acknowledged", "data leaves", "data acknowledged", "rows rebuilt"),
-    "base read",
+    *("base read", "rows to move read", "rows copied", "rows moved"),
 )
-"""Of the traffic with the store, in its thread (`cache.traffic`). rows rebuilt: a chunk of a lost shard; base read: of rows taken over."""
+"""Of the traffic with the store, in its thread (`cache.traffic`). rows rebuilt: a chunk of a lost shard; base read: of rows taken over; the last
+three: of a chunk of rows that move to other shards.
+"""
 END_POINTS = ("last write-back", "last rows written", "dense part written", "ended")
 """Of the end: before everything is written back, and after it; before the dense part's new file takes the place of the old one, which one trainer
 alone comes to; when the trainer has told that it is at its end.

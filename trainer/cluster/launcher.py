@@ -21,7 +21,7 @@ from typing import Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.client.url import StoreUrl, parse_urls
+from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.spare import check_spare
@@ -47,7 +47,7 @@ from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked, open_stores
+from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
@@ -57,6 +57,7 @@ from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.saved_run import saved_run_at
+from foreload.trainer.run.servers import asked, open_stores, servers_of
 
 _MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met
 _MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are waited for
@@ -269,10 +270,10 @@ class Launcher:
             urls = parse_urls(str(self._job.store))
             if not run.placement.r:  # else one that is gone is not waited for
                 reach(urls, self._job.store_silence)
-            self._check_spares(manifest, urls, run.placement)
+            self._check_spares(manifest, servers_of(run, str(self._job.store)), run.placement)
         return self._with_stores(run, manifest, start, schedule, open_stores(run, start))
 
-    def _check_spares(self, manifest: Manifest, urls: Sequence[StoreUrl], placement: Placement) -> None:
+    def _check_spares(self, manifest: Manifest, urls: Sequence[StoreUrl | str], placement: Placement) -> None:
         """Raise what is wrong with the servers of --spare before anything is started or deleted."""
         if self._job.spare is None:
             return
@@ -280,10 +281,11 @@ class Launcher:
             raise SettingError(
                 "--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out"
             )
+        in_use = [(shard, parse_url(url) if isinstance(url, str) else url) for shard, url in enumerate(urls) if url]
         for url in parse_urls(self._job.spare):
             try:
                 # One that had a shard before may have it again.
-                self._spare_check(manifest)(url, enumerate(urls), identity=manifest.identity)
+                self._spare_check(manifest)(url, in_use, identity=manifest.identity)
             except StoreError as error:
                 raise SettingError(f"--spare: {error}") from error
 
@@ -297,7 +299,7 @@ class Launcher:
             local.start()
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end_stores, local, start))
-            urls = list(local.urls if local is not None else self._job.store.urls)
+            urls = list(local.urls if local is not None else servers_of(run, str(self._job.store)))
             with claimed(self._job, run, manifest, start, urls):
                 if run.status is not None:
                     # Before lanes are owned in it: where this call dies, the next begins with a higher one.
@@ -334,7 +336,7 @@ class Launcher:
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
-                with Store.connect(shards.urls, self._job.store_silence, run.placement.r) as store:
+                with Store.connect(asked(shards.urls), self._job.store_silence, run.placement.r) as store:
                     ending.summary["digest"] = saved_run_at(run, store, group.status).digest()
                 write_json(run.path / SUMMARY, ending.summary)
         if group.failure is not None:
@@ -347,7 +349,7 @@ class Launcher:
         job = replace(self._job, namespace=run.manifest.namespace)
         if run.manifest.local_stores is not None:
             warn_of_machine(schedule, run.placement, self._layouts)
-        with Store.connect(urls, job.store_silence, run.placement.r) as store:
+        with Store.connect(asked(urls), job.store_silence, run.placement.r) as store:
             watch = StoreWatch.of(job, store, schedule, run.placement, self._layouts, start)
         if watch is not None:
             watch.begin(urls)

@@ -21,16 +21,16 @@ from foreload.trainer.run.report import Totals
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What of a run's folder a trainer without it needs. identity: as the manifest has it; stage: its last; placement: its text."""
+    """What of a run's folder a trainer without it needs. identity: as the manifest has it; stage: its last."""
 
     identity: dict[str, Any]
     stage: Stage
-    placement: str
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """What the coordinator tells every trainer of one call of `foreload train`. job: TrainJob.to_dict; it and the stores are without passwords.
+    stores: by the numbers of their shards, "" for those removed; placement: its text, as the call begins.
 
     first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
     batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
@@ -43,6 +43,7 @@ class LaunchSpec:
     start_step: int
     last_batches: tuple[int, ...]
     stores: tuple[str, ...]
+    placement: str
     fingerprint: dict[str, str] | None
     resumes: bool
     servers_return: bool  # servers of lost shards are started again, or others take their place
@@ -313,6 +314,21 @@ class ReplaceServer:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveRows:
+    """Rows move to other store shards from now on. placement: its text, with where they move to; stores: as LaunchSpec has them."""
+
+    placement: str
+    stores: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndMove:
+    """All rows of all lanes have moved. placement: its text; store shards that it has no more are not asked any more."""
+
+    placement: str
+
+
+@dataclass(frozen=True, slots=True)
 class Scrub:
     """Check every stripe of the lanes. rows: the folder in RUN/scrub that says which rows there are."""
 
@@ -358,7 +374,7 @@ class DropCheckpoint:
     number: int
 
 
-TrainerCommand = ReplaceServer | Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint
+TrainerCommand = ReplaceServer | MoveRows | EndMove | Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

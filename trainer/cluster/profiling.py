@@ -21,6 +21,7 @@ from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import METRICS, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
+from foreload.trainer.run.servers import asked
 
 
 class Profiling:
@@ -68,7 +69,7 @@ class Profiling:
         """What each shard's server says that it used; those that do not say are missing."""
         told: dict[int, dict[str, Any]] = {}
         try:
-            with Store.connect(urls, self._job.store_silence, self._job.code(len(urls)).r) as store:
+            with Store.connect(asked(urls), self._job.store_silence, self._job.code(sum(map(bool, urls))).r) as store:
                 for shard in range(store.shards):
                     try:
                         told[shard] = _of_server(shard, store.info(shard))

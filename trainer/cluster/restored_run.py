@@ -21,12 +21,13 @@ from foreload.trainer.checkpoints.restoring import check_restorable, restore_den
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import LOG, STORES, Run
+from foreload.trainer.run.directory import LOG, PLACEMENT, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_place
+from foreload.trainer.run.servers import asked, plain, servers_of, with_servers
 
 
 def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
@@ -36,7 +37,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     Its rows on the store are deleted, under the same name. Killed before the end, it is still broken off, and the same call can be made again.
     """
     check_place(run, job)
-    manifest, count = run.manifest, run.manifest.local_stores
+    manifest, count, placement = run.manifest, run.manifest.local_stores, run.placement
     checkpoint = _newest(run, job, before.step)
     # What local stores have saved is of that stop in any case.
     if checkpoint is None and not count and not _has_rows_of(run, job, before):
@@ -56,14 +57,12 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     except CheckpointError as error:
         raise unusable(checkpoint.place, error) from error
     if not count:
-        urls = parse_urls(str(job.store))
-        reach(urls, job.store_silence)
+        reach(parse_urls(str(job.store)), job.store_silence)
         # It is restored wherever --store says.
-        plain = tuple(url.plain for url in urls)
-        manifest = replace(manifest, store_urls=plain, job=manifest.job | {"store": ",".join(plain)})
+        manifest = with_servers(manifest, placement, plain(servers_of(run, str(job.store))))
     restored = restored_manifest(checkpoint, job, schedule, manifest)
     if not count:
-        with Store.connect(job.store.urls, job.store_silence, 0) as store:
+        with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, 0) as store:
             # Another run may have taken the name since: its rows are not to be deleted.
             claim(store, manifest.namespace, manifest.identity, "new")
     elif (left := LocalStores.find(run.path / STORES)) is not None:
@@ -72,13 +71,17 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     run.raise_term(start.term)
     shutil.rmtree(run.path / LOG, ignore_errors=True)
     run.write_manifest(restored)
+    # Nothing that local stores saved before is of any use once the rows are there.
+    placement.save(run.path / PLACEMENT)
+    run.forget_saved_placement()
     reported = run.reported_step()
     again = (
         f"; steps {contents.step + 1} to {reported} are done again" if reported is not None and reported > contents.step else ""
     )
     sys.stderr.write(f"run {run.path}: was broken off, and goes on from its newest checkpoint{again}\n")
     job = replace(job, resume=False, from_checkpoint=str(checkpoint.place), overwrite=True, namespace=manifest.namespace)
-    return restore(job, run, checkpoint, start, LocalStores(count, run.path / STORES) if count else None)
+    stores = LocalStores(placement.shard_count, run.path / STORES, removed=placement.removed) if count else None
+    return restore(job, run, checkpoint, start, stores)
 
 
 def _newest(run: Run, job: TrainJob, after: int = -1) -> Checkpoint | None:
@@ -94,9 +97,9 @@ def _newest(run: Run, job: TrainJob, after: int = -1) -> Checkpoint | None:
 def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:
     """Whether the servers of a run have the rows of its last clean stop. Raises CacheError."""
     manifest, spared = run.manifest, run.placement.r
-    with Store.connect(job.store.urls, job.store_silence, spared) as store:
-        there = [shard for shard in range(store.shards) if shard not in store.down]
-        if sum(owner(store, manifest.namespace, shard) is not None for shard in there) < store.shards - spared:
+    with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, spared) as store:
+        there = [shard for shard in run.placement.live if shard not in store.down]
+        if sum(owner(store, manifest.namespace, shard) is not None for shard in there) < len(run.placement.live) - spared:
             return False
         try:
             claim(store, manifest.namespace, manifest.identity, "resume", spared)
@@ -115,10 +118,10 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
     if local is not None:
         local.start()
     try:
-        urls = list(local.urls if local is not None else job.store.urls)
+        urls = local.urls if local is not None else servers_of(run, str(job.store))
         with claimed(job, run, manifest, start, urls):
             ownership = Ownership(start.term, manifest.identity)
-            with Store(urls, job.store_silence) as store, progress_bar(checkpoint.row_count, "row") as bar:
+            with Store(asked(urls), job.store_silence) as store, progress_bar(checkpoint.row_count, "row") as bar:
                 log = FileLog(run.path / LOG)
                 rows = restore_rows(checkpoint, store, run.placement, manifest.namespace, log, ownership, bar.update)
             restore_dense(checkpoint, run.dense(contents.step))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
@@ -16,14 +15,14 @@ from foreload.trainer.cluster.messages import LaunchSpec, RunFacts, TrainerEnd
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.dense_file import dense_bytes, load_dense, load_dense_bytes, save_dense, write_dense
-from foreload.trainer.run.directory import LOG, PLACEMENT, Run
+from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.resume import check_same
 
 
 def run_facts(run: Run, manifest: Manifest) -> RunFacts:
     """What trainers without a run's folder are told of it. manifest: as it is by now."""
-    return RunFacts(manifest.identity, manifest.stages[-1], run.placement.text)
+    return RunFacts(manifest.identity, manifest.stages[-1])
 
 
 def publish_dense(board: Board, run: Run, spec: LaunchSpec) -> None:
@@ -58,10 +57,9 @@ def save_over_hosts(board: Board, run: Run, spec: LaunchSpec, term: int, ended: 
 
 
 class RunFolder(ABC):
-    """Of one trainer. identity: of the run, as the manifest has it; placement: of its rows."""
+    """Of one trainer. identity: of the run, as the manifest has it."""
 
     identity: dict[str, Any]
-    placement: Placement
 
     @abstractmethod
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
@@ -81,7 +79,7 @@ class OwnFolder(RunFolder):
 
     def __init__(self, path: Path) -> None:
         self._run = Run.open(path)
-        self.identity, self.placement = self._run.manifest.identity, Placement.load(path / PLACEMENT)
+        self.identity = self._run.manifest.identity
 
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
         """See RunFolder. Its launcher has opened the same schedule."""
@@ -102,7 +100,7 @@ class FolderElsewhere(RunFolder):
 
     def __init__(self, board: Board, facts: RunFacts) -> None:
         self._board, self._facts = board, facts
-        self.identity, self.placement = facts.identity, Placement.of_text(facts.placement, "the coordinator's placement")
+        self.identity = facts.identity
 
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
         """See RunFolder."""

@@ -6,16 +6,17 @@ import os
 from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 
-from foreload.cache.client.url import parse_urls
 from foreload.trainer.cluster.ending import ended_how
 from foreload.trainer.cluster.host_connections import HostedTrainer
 from foreload.trainer.cluster.host_messages import HOST_GONE
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart, pause
+from foreload.trainer.run.servers import plain
 
 
 class SpawnedTrainers:
-    """The processes, by trainers' numbers. urls: of the store shards as they are now, with passwords. lock: the descriptor of the run's, if any.
+    """The processes, by trainers' numbers. urls: of the store shards by number as they are now, with passwords. lock: the descriptor of the run's,
+    if any.
 
     A trainer that outlives this process goes on holding the lock on the run. hosts: the other hosts of the job, on which trainers can be, too.
     """
@@ -62,8 +63,7 @@ class SpawnedTrainers:
     def _start_elsewhere(self, trainer: int, hosted: HostedTrainer, commands: int | None) -> None:
         assert self._hosts is not None
         self._processes[trainer] = hosted
-        stores = tuple(url.plain for url in parse_urls(",".join(self._urls())))
-        self._hosts.start(hosted, trainer, self._place[0], stores, commands)
+        self._hosts.start(hosted, trainer, self._place[0], plain(self._urls()), commands)
 
     @property
     def pids(self) -> dict[int, int]:

@@ -12,14 +12,17 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
 from foreload.cache.protocol.server_probe import ServerUnreachable
-from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
+from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, REMOVED, ShardSnapshot
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.control import AskReplace, Refused, Replacing
 from foreload.trainer.cluster.facts import StopBy
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.store_watch import StoreWatch
+from foreload.trainer.errors import RunError
 from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.servers import plain
+from foreload.trainer.run.store_moves import shard_named
 
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
 
@@ -27,8 +30,9 @@ SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
 class StoreShards:
     """The store shards of one call. Threads of the control socket call `want_replacement` and `together`, the launcher's own all else.
 
-    urls: of their servers, in order, with passwords; those that trainers were told of. protected: whether there is parity. check: called with a
-    server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises StoreError where it cannot.
+    urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers were told of. protected: whether there is
+    parity. check: called with a server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises
+    StoreError where it cannot.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class StoreShards:
         check: Callable[[StoreUrl, Sequence[tuple[int, StoreUrl]]], None],
         events: EventLog,
     ) -> None:
-        self.urls, self._events = list(urls), events
+        self.urls, self.local, self._events = list(urls), local, events
         self.protected, self._observer, self._check = protected, observer, check
         self._restarted = local if protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
@@ -56,7 +60,30 @@ class StoreShards:
     @property
     def plain_urls(self) -> tuple[str, ...]:
         """`urls` without passwords."""
-        return tuple(url.plain for url in parse_urls(self.urls, {}))
+        return plain(self.urls)
+
+    @property
+    def about_to_come(self) -> list[tuple[int, str]]:
+        """The servers that are to take the place of shards', and those shards."""
+        return list(self._wanted)
+
+    def use(self, urls: Sequence[str]) -> None:
+        """These are the URLs from now on, since shards were added or removed."""
+        self.urls[:] = urls
+
+    def share_moved(self, version: int) -> float:
+        """How much of all trainers' rows is where the placement of that version has it, from 0 to 1."""
+        before = () if self._before_term is None else (self._before_term,)
+        return min((one.migrated if one.version == version else 0.0 for one in (*self._told.values(), *before)), default=0.0)
+
+    def all_moved(self, trainers: Collection[int], version: int) -> bool:
+        """Whether each of these trainers has told that all of its rows are where the placement of that version has them."""
+        return self._told.keys() >= set(trainers) and self.share_moved(version) >= 1.0
+
+    def all_without(self, trainers: Collection[int], shards: Collection[int]) -> bool:
+        """Whether each of these trainers has told that these shards are none any more."""
+        told = [self._told.get(trainer) for trainer in trainers]
+        return all(one is not None and all(one.shards[shard].state == REMOVED for shard in shards) for one in told)
 
     @property
     def servers_return(self) -> bool:
@@ -146,15 +173,12 @@ class StoreShards:
         old = request.old
         if not self.protected:
             return Refused("the run has no parity, so a shard's rows are nowhere else; train with --parity")
-        plain = self.plain_urls
-        shard = int(old) if old.isdigit() and int(old) < len(plain) else plain.index(old) if old in plain else None
-        if shard is None:
-            return Refused(f"no store shard of the run is {old}; there are {', '.join(plain)}")
         try:
+            shard = shard_named(old, self.plain_urls)
             url = parse_url(request.new)
-            in_use = [*enumerate(self.urls), *list(self._wanted)]
+            in_use = [(number, used) for number, used in [*enumerate(self.urls), *list(self._wanted)] if used]
             self._check(url, [(number, parse_url(used)) for number, used in in_use])
-        except CacheError as error:
+        except (CacheError, RunError) as error:
             return Refused(str(error))
         self._wanted.append((shard, url.plain))
         return Replacing(shard, url.plain)

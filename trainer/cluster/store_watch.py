@@ -24,6 +24,7 @@ from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.memory_check import readable
+from foreload.trainer.run.servers import asked
 
 _LOOK = timedelta(seconds=2)  # between two looks at the servers
 _LOOKS = 3  # of which the least counts: what is on its way comes and goes
@@ -56,7 +57,7 @@ class StoreWatch:
 
         Raises StoreTooSmall where the memory will not suffice and the job does not say `--until-full`; and where not even a step would fit.
         """
-        up = [shard for shard in range(store.shards) if shard not in store.down]
+        up = [shard for shard in store.used if shard not in store.down]
         if not any(int(store.info(shard).get("maxmemory", 0)) for shard in up):
             return None
         timeline = RowTimeline(schedule, placement, layouts, start.step, _ordinals(schedule, start.step))
@@ -109,7 +110,7 @@ class StoreWatch:
         """Ask the servers what they use, and reckon anew. Raises CacheError, ScheduleError."""
         memory, step = self._memory, self.step
         memory.advance()
-        with Store.connect(self._urls, self._job.store_silence, 1) as store:
+        with Store.connect(asked(self._urls), self._job.store_silence, 1) as store:
             infos = {server.shard: store.info(server.shard) for server in memory.servers if server.shard not in store.down}
         moment = min(int(np.searchsorted(memory.timeline.steps, step)), memory.timeline.known - 1)
         for server in memory.servers:

@@ -45,7 +45,6 @@ from foreload.trainer.cluster.messages import (
     LaunchSpec,
     LeaveWanted,
     Ready,
-    ReplaceServer,
     RowsCounted,
     ScrubFailed,
     ScrubTold,
@@ -59,6 +58,7 @@ from foreload.trainer.cluster.messages import (
 )
 from foreload.trainer.cluster.processes import StartProcess
 from foreload.trainer.cluster.rebalancing import Rebalancing
+from foreload.trainer.cluster.row_moves import RowMoves
 from foreload.trainer.cluster.run_folder import publish_dense, save_over_hosts
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.scaling import Scaling
@@ -117,6 +117,7 @@ class TrainerGroup:
         self._training = False  # whether all trainers were ready once
         self._ended: dict[int, TrainerEnd] = {}
         self._failures: list[tuple[int, Failed]] = []
+        self._moves = RowMoves(run, job, shards, events, lambda: self.manifest, self._write_manifest)
         self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training, hosts is not None)
         self._scaling = Scaling(
             job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell,
@@ -166,7 +167,7 @@ class TrainerGroup:
         )  # fmt: skip
         self._answers = ControlAnswers(
             lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report,
-            self._checkpointing.wanted,
+            self._checkpointing.wanted, self._moves,
         )  # fmt: skip
         control = ControlSocket(self._run.path, self._answers.respond)
         try:
@@ -210,7 +211,8 @@ class TrainerGroup:
                 gone = True
                 self._linger(receiver, board, report)
                 continue
-            self._see_to_stores(board)
+            self._shards.see(board, self._events.step)
+            self._moves.see(members.term.members, lambda command: self._tell_all(board, command))
             for command in self._run_requests.take():
                 self._tell_all(board, command)
             self._checkpointing.see(members.term.members, self._phase == "training" and not members.changing)
@@ -329,8 +331,7 @@ class TrainerGroup:
         if not members.all_ready:
             return
         self._training = True
-        self.manifest = self.manifest.under(members.ready[members.term.members[0]].fingerprint, self._start.step + 1)
-        self._run.write_manifest(self.manifest)
+        self._write_manifest(self.manifest.under(members.ready[members.term.members[0]].fingerprint, self._start.step + 1))
         self._run.write_status(self._start)
         board.publish(Go())
         members.begin()
@@ -361,7 +362,8 @@ class TrainerGroup:
         told: tuple[TrainerEnd | Departed, ...] = (*self._ended.values(), *left)
         first = first_of(self._ended)
         self.failure = first.failure
-        self.status = status_of(self._ended, report.totals, self._start.term)
+        self._moves.finish(self._ended)
+        self.status = status_of(self._ended, report.totals, self._start.term, self._moves.removed)
         if self.status.lost:
             sys.stderr.write(
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
@@ -379,17 +381,9 @@ class TrainerGroup:
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
         return Ending(summary, first.step, first.stopped, stopped_by, told)
 
-    def _see_to_stores(self, board: Board) -> None:
-        """Start dead local servers again, and tell all trainers of servers that take the place of others."""
-        self._shards.see(board, self._events.step)
-        while (replacement := self._shards.take_replacement()) is not None:
-            shard, url = replacement
-            self._tell_all(board, ReplaceServer(shard, url))
-            if self.manifest.local_stores is None:
-                plain = self._shards.plain_urls
-                self.manifest = replace(self.manifest, store_urls=plain, job=self.manifest.job | {"store": ",".join(plain)})
-                self._run.write_manifest(self.manifest)
-            sys.stderr.write(f"store shard {shard}: {url} takes its place\n")
+    def _write_manifest(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._run.write_manifest(manifest)
 
     def _tell_all(self, board: Board, command: TrainerCommand) -> None:
         board.publish(Commanded(command), self._commands)

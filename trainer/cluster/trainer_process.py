@@ -55,6 +55,7 @@ from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.next_term import continue_term, segment_after
 from foreload.trainer.run.report import Totals
+from foreload.trainer.run.servers import asked
 from foreload.trainer.run.state_transfer import receive_state, send_state
 
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
@@ -84,12 +85,11 @@ class TrainerProcess:
         on_host: OnHost | None,
     ) -> None:
         self._board, self._events, self._interrupts = board, events, interrupts
-        self._trainer, self._spec, self._store_urls, self._ready = trainer, spec, store_urls, ready
+        self._trainer, self._spec, self._ready = trainer, spec, ready
         self._job = TrainJob.of(spec.job)
         if on_host is not None and on_host.schedule is not None:
             self._job = replace(self._job, schedule=on_host.schedule)
-        self._address, self._on_host = address, on_host
-        self._run = Path(self._job.run)
+        self._address, self._on_host, self._run = address, on_host, Path(self._job.run)
         self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
         self._leaving, self._leave_told = leaving, False
         self._terms = TrainerTerms(
@@ -98,9 +98,8 @@ class TrainerProcess:
         )  # fmt: skip
         self._checkpoints = TrainerCheckpoints(board, events, self._points.come_to)
         further = commands or 0, self._checkpoints
-        self._link = CoordinatorLink(board, events, trainer, self._run, spec.servers_return, interrupts, *further)
-        self._last_step = spec.start_step
-        self._totals = Totals()  # of this call's steps
+        self._link = CoordinatorLink(board, events, trainer, self._run, spec, store_urls, interrupts, *further)
+        self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
         self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
         # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
         self._over: PeerLost | CopyLost | None = None
@@ -121,12 +120,12 @@ class TrainerProcess:
             rehearse_takeover()
         self._checkpoints.prepare(job, dense.layouts)
         with (
-            Store.connect(self._store_urls, job.store_silence, folder.placement.r) as store,
+            Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,
             self._terms.watched(),
             contextlib.closing(self._open_log()) as log,
         ):
             access = StoreAccess(
-                store, folder.placement, job.run_namespace, log.log,
+                store, self._link.placement, job.run_namespace, log.log,
                 ownership=Ownership(self._terms.term.number, folder.identity),
                 on_shards=self._link.shard_news,
                 on_action=self._points.in_traffic if self._points.any else None,
@@ -164,7 +163,7 @@ class TrainerProcess:
             if terms.joins:
                 hosted = open_no_lanes(parts, access)
                 self._serve(hosted, parts, stack)
-                self._link.catch_up()
+                self._link.join()
                 terms.join()
             self._log.begin_term(terms.term, ())
             while True:
@@ -250,6 +249,7 @@ class TrainerProcess:
             ranks = [term.members.index(trainer) for trainer in term.joined]
             send_state(session.transport, ranks, parts, term.committed, shared_totals(self._totals))
         self._terms.await_handed_over([lane for lane in session.hosted if lane not in hosted.partitions])
+        self._link.catch_up()  # who had these lanes may know of servers that this trainer was not told of yet
         access = replace(access, ownership=replace(access.ownership, term=term.number))
         copies = dict(before.commits.copies) if before is not None and before.commits is not None else {}
         return continue_term(

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
+
+if TYPE_CHECKING:
+    from foreload.trainer.run.store_moves import Change
 
 DAMAGED = 4
 """The exit status of a scrub that found a stripe which it cannot repair."""
 
 _NAMED = 20  # stripes that scrub names on the terminal
 _REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
+_NEW_HELP = "URL of an empty server; local: one more of the run's own, where it has such"
 _SERVERS_HELP = "servers, as --store takes them"
 
 
@@ -44,6 +48,25 @@ def _add_stores(commands: Any) -> None:
     replaced.add_argument("run", metavar="RUN", help="the folder of a run that trains")
     replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
     replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
+    added = add_command(
+        commands, "add", _stores_add, "have further servers hold a part of the rows",
+        "Has rows move to further, empty servers, so that all hold alike: while the run trains, and returns at once then, or of a run that rests.",
+    )  # fmt: skip
+    added.add_argument("urls", nargs="+", metavar="URL", help=_NEW_HELP)
+    removed = add_command(
+        commands, "remove", _stores_remove, "have the other servers hold a shard's rows, and do without it",
+        "Has all rows of a store shard move to the others; then the run uses its server no more, and removes what it has there. While the run "
+        "trains, and returns at once then, or of a run that rests.",
+    )  # fmt: skip
+    removed.add_argument("shard", metavar="SHARD", help="the shard's number, or the URL of its server")
+    moved = add_command(
+        commands, "move", _stores_move, "have another server hold a shard's rows, which both serve meanwhile",
+        "Has all rows of a store shard move to another, empty server, which is a further shard; then the run uses the old one no more, and removes "
+        "what it has there. Nothing is decoded, and no loss less survived meanwhile. While the run trains, and returns at once then, or of a run "
+        "that rests.",
+    )  # fmt: skip
+    moved.add_argument("old", metavar="OLD", help="the shard's number, or the URL of its server")
+    moved.add_argument("new", metavar="NEW", help=_NEW_HELP)
     listed = add_plain(
         commands, "list", _stores_list, "what runs have rows on servers",
         "Names every namespace that has rows on the servers, with its size and the run that it is of. Exits with 2 if one is down.",
@@ -67,6 +90,11 @@ def _stores_status(parsed: argparse.Namespace) -> int:
     lines = [
         f"run {status['run']}: {status['state']}, namespace {status['namespace']}, parity {parity['code']} {parity['state'] or ''}".rstrip()
     ]
+    if (move := status["move"]) is not None:
+        joins, leaves = (", ".join(map(str, move[which])) for which in ("joining", "leaving"))
+        said = [f"to shard {joins}"] * bool(joins) + [f"from shard {leaves}, which leaves"] * bool(leaves)
+        how_far = "not all have moved yet" if move["moved"] is None else f"{move['moved']:.0%} moved"
+        lines.append(f"rows move {', '.join(said)}: {how_far}")
     for shard in status["shards"]:
         facts = [
             f"{shard[name]:,} {name.replace('_', ' ')}"
@@ -104,6 +132,30 @@ def _stores_replace(parsed: argparse.Namespace) -> int:
     if isinstance(answer, Refused):
         raise RunError(f"stores replace: {answer.error}")
     print(f"shard {answer.replacing}: {answer.by} takes its place")
+    return 0
+
+
+def _stores_add(parsed: argparse.Namespace) -> int:
+    return _stores_change(parsed, "add", "", tuple(parsed.urls))
+
+
+def _stores_remove(parsed: argparse.Namespace) -> int:
+    return _stores_change(parsed, "remove", parsed.shard, ())
+
+
+def _stores_move(parsed: argparse.Namespace) -> int:
+    return _stores_change(parsed, "move", parsed.old, (parsed.new,))
+
+
+def _stores_change(parsed: argparse.Namespace, change: Change, shard: str, urls: tuple[str, ...]) -> int:
+    from foreload.trainer.commands import store_moves
+    from foreload.trainer.run.store_moves import ShardChange
+
+    done = store_moves.run(parsed.run, parsed.store, ShardChange(change, shard, urls))
+    joins, leaves = (", ".join(map(str, done[which])) for which in ("joining", "leaving"))
+    said = [f"shard {joins} joins"] * bool(joins) + [f"shard {leaves} leaves"] * bool(leaves)
+    through = "all rows have moved" if done["moved"] == 1.0 else "rows move; foreload stores status tells how far that is"
+    tell(parsed, done, f"{', '.join(said)}: {through}")
     return 0
 
 

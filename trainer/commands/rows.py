@@ -53,9 +53,11 @@ def run(path: str, urls: str | None) -> dict[str, Any]:
     manifest = deleted_run.manifest
     shards = []
     with locked(deleted_run.path):
+        local_stores = None if manifest.local_stores is None else len(deleted_run.placement.live)
         if manifest.local_stores is None:
             shards = [
-                _delete(url, manifest.namespace, manifest.identity) for url in parse_urls(urls or ",".join(manifest.store_urls))
+                _delete(url, manifest.namespace, manifest.identity)
+                for url in parse_urls(urls or ",".join(url for url in manifest.store_urls if url))
             ]
         deleted_run.delete()
     kept = sorted(item.name for item in Path(path).iterdir()) if Path(path).exists() else []
@@ -63,7 +65,7 @@ def run(path: str, urls: str | None) -> dict[str, Any]:
         "run": path,
         "namespace": manifest.namespace,
         "shards": shards,
-        "local_stores": manifest.local_stores,
+        "local_stores": local_stores,
         "kept": kept,
     }
 

@@ -26,6 +26,7 @@ from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.saved_run import layouts_of, open_saved
+from foreload.trainer.run.servers import asked, servers_of
 
 POLL = timedelta(milliseconds=300)
 
@@ -50,19 +51,18 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     local = LocalStores.find(scrubbed_run.path / STORES)
     # Where its local servers are gone, what they saved at the last clean stop is what is left.
     if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
-        with locked(scrubbed_run.path), _broken_off(scrubbed_run, local, store) as (stored, schedule):
+        with locked(scrubbed_run.path), _broken_off(scrubbed_run, store) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
     with open_saved(path, store) as saved:
         return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
 
 
 @contextlib.contextmanager
-def _broken_off(scrubbed_run: Run, local: LocalStores | None, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
+def _broken_off(scrubbed_run: Run, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
     """The rows of a run whose trainers died, every lane's last batch finished."""
     manifest = scrubbed_run.manifest
     job, schedule = manifest.training_job, schedule_of(scrubbed_run)
-    servers = list(local.urls) if local is not None else urls.split(",") if urls else list(manifest.store_urls)
-    with Store.connect(servers, job.store_silence, scrubbed_run.placement.r) as store:
+    with Store.connect(asked(servers_of(scrubbed_run, urls)), job.store_silence, scrubbed_run.placement.r) as store:
         stored = StoredRows(store, scrubbed_run.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(scrubbed_run.path / LOG)
         term = scrubbed_run.saved_status().term + 1

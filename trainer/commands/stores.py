@@ -12,7 +12,7 @@ import numpy as np
 
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.resp import MARKER
+from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
@@ -21,7 +21,7 @@ from foreload.cache.parity.row_counts import RowCounts
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import lane_key
-from foreload.cache.protocol.shard_table import REBUILDING, ShardStatus
+from foreload.cache.protocol.shard_table import REBUILDING, ShardSnapshot, ShardStatus
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
@@ -35,13 +35,17 @@ from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.saved_run import layouts_of
+from foreload.trainer.run.servers import servers_of
 
 TIMEOUT = timedelta(seconds=5)
 _SAMPLES = 200  # values of a hash that Redis looks at to tell its size
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
-    """Ask every shard; returns {"run", "namespace", "state", "parity": {"code", "state"}, "shards", "lag", "loads", "forecast"}.
+    """Ask every shard; returns {"run", "namespace", "state", "parity": {"code", "state"}, "move", "shards", "lag", "loads",
+    "forecast"}.
+
+    move: while rows move to other shards, {"moved", "joining", "leaving"}: which share has, None where that is not known, and shards' numbers.
 
     shards: {"shard", "url", "state", "rows", "parity_rows", "row_bytes", ...} each; a shard that is down is told, not raised. lag, loads: of a run
     that trains. forecast: of the memory at the schedule's end, None while it is not known. What cannot be told now is None or left out.
@@ -66,9 +70,12 @@ def run(path: str, store: str | None) -> dict[str, Any]:
             lag = {name: sum(one[name] for one in lags) for name in lags[0]}
             before = manifest.stages[0].first_step - 1 if status is None else status.step
             if not placement.r:  # of what is written nobody keeps account, but servers have nothing else
-                _tell(shards, "rows", np.array([told.get("entries", 0) for told in shards]))
+                _tell(shards, "rows", _entries(shards, placement.shard_count))
                 _tell(shards, "row_bytes", None)
             loads = shard_loads.told(together(part.loads for part in counted), training.step - before)
+    elif placement.migrating:
+        for name in ("rows", "parity_rows", "row_bytes"):
+            _tell(shards, name, None)  # how far each lane is, the servers know
     elif plan is not None and status is not None and status.state != "training":
         schedule, rows = plan
         held = _arithmetic(placement, given_ordinals(schedule, status.step), len(rows))
@@ -77,17 +84,27 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         _tell(shards, "row_bytes", held.row_bytes(rows))
     if plan is not None:
         schedule, rows = plan
-        forecast = _forecast(asked_run, placement, schedule, rows, shards)
+        # At its end all have moved.
+        forecast = _forecast(asked_run, placement.completed(), schedule, rows, shards)
     return {
         "run": path,
         "namespace": manifest.namespace,
         "state": status.state if status else "never trained",
         "parity": {"code": f"{placement.k}+{placement.r}" if placement.r else "off", "state": _parity_state(placement, shards)},
+        "move": _move(placement, None if training is None else training.shards),
         "shards": shards,
         "lag": lag,
         "loads": loads,
         "forecast": forecast,
     }
+
+
+def _move(placement: Placement, told: ShardSnapshot | None) -> dict[str, Any] | None:
+    """How far rows are that move. told: by the trainers, of a run that trains."""
+    if not placement.migrating:
+        return None
+    moved = None if told is None or not told.shards else told.migrated if told.version == placement.version else 0.0
+    return {"moved": moved, "joining": list(placement.joining), "leaving": list(placement.leaving)}
 
 
 def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
@@ -114,6 +131,14 @@ def _tell(shards: list[dict[str, Any]], name: str, values: np.ndarray | None) ->
     for told in shards:
         there = values is not None and told["state"] not in ("down", "lost", "degraded")
         told[name] = int(values[told["shard"]]) if there and values is not None else None
+
+
+def _entries(shards: list[dict[str, Any]], count: int) -> np.ndarray:
+    """How many rows each server says that it has: int64 [shards], by number."""
+    entries = np.zeros(count, np.int64)
+    for told in shards:
+        entries[told["shard"]] = told.get("entries", 0)
+    return entries
 
 
 def _parity_state(placement: Placement, shards: list[dict[str, Any]]) -> str | None:
@@ -187,25 +212,24 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
         numbers = (int(status.batches.get(str(lane), 0)) for lane in range(manifest.lanes))
         expected = [str(Marker(number, number)) for number in numbers]
     shards: list[dict[str, Any]] = []
-    if manifest.local_stores is not None and (local := LocalStores.find(asked_run.path / STORES)) is None:
-        for shard in range(manifest.local_stores):
+    live = asked_run.placement.live
+    if manifest.local_stores is not None and LocalStores.find(asked_run.path / STORES) is None:
+        for shard in live:
             saved = asked_run.path / STORES / f"shard-{shard}.rdb"
             size = saved.stat().st_size if saved.exists() else None
             shards.append(
                 {"shard": shard, "url": str(saved), "state": "at rest" if saved.exists() else "lost", "saved_bytes": size}
             )
     else:
-        if manifest.local_stores is not None:
-            assert local is not None
-            urls = list(local.urls)
-        else:
-            urls = store.split(",") if store else list(manifest.store_urls)
-        shards = [{"shard": shard, **_ask(url, manifest.namespace, manifest.lanes)} for shard, url in enumerate(urls)]
+        urls = servers_of(asked_run, store)
+        shards = [{"shard": shard, **_ask(urls[shard], manifest.namespace, manifest.lanes)} for shard in live if urls[shard]]
     for told in shards:
         # The servers may be up: what they hold is not all that they should.
         if told["shard"] in lost and told["state"] in ("up", "at rest"):
             told["state"] = "degraded"
-        if told["state"] == "up" and expected is not None and told["markers"] != expected:
+        # One that rows are to move to may have none yet.
+        whole = expected is None or told["shard"] in asked_run.placement.joining or told.get("markers") == expected
+        if told["state"] == "up" and not whole:
             told |= {"state": "degraded" if asked_run.placement.r else "lost", "why": f"{told['url']} lacks rows of the run"}
         if told["state"] == "up" and (of_trainers := seen.get(told["shard"])) is not None:
             told["state"] = of_trainers.state
@@ -221,16 +245,17 @@ def _ask(url: str, namespace: str, lanes: int) -> dict[str, Any]:
             info = store.info(0)
             epochs = read_epochs(store, 0, namespace, lanes)
             keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
-            # One field of a lane's hash is the marker.
-            fields = [store.command(0, "HLEN", key) for key in keys]
+            # Of the fields of a lane's hash one is the marker, and one may say how far rows that move are.
+            counts = [(int(str(store.command(0, "HLEN", key))), store.command(0, "HEXISTS", key, MIGRATED)) for key in keys]
+            fields = [max(count - 1 - int(str(migrates)), 0) for count, migrates in counts]
             sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             markers = [store.command(0, "HGET", key, MARKER) for key in keys]
             return {
                 "url": str(store.urls[0]),
                 "state": "up",
                 "version": server_version(info),
-                "entries": sum(max(int(str(count)) - 1, 0) for count in fields),
-                "lane_entries": [max(int(str(count)) - 1, 0) for count in fields],
+                "entries": sum(fields),
+                "lane_entries": fields,
                 "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
                 "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],
                 "memory_bytes": int(info["used_memory"]),

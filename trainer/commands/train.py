@@ -15,6 +15,7 @@ from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.resume import FREE_SETTINGS
+from foreload.trainer.run.servers import store_setting
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
@@ -59,7 +60,8 @@ def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[
     if values.get("resume"):
         if not values.get("run"):
             raise SettingError("--run: is missing; give the run that --resume goes on with")
-        return _remembered(Run.open(values["run"]).manifest) | values, summary
+        run = Run.open(values["run"])
+        return _remembered(run.manifest) | {"store": store_setting(run.manifest, run.placement)} | values, summary
     if values.get("from_checkpoint"):
         before = _remembered(Checkpoint.open(values["from_checkpoint"]).contents.run)
         # Where it was trained says nothing of where it is to be.

@@ -85,7 +85,7 @@ class StoreMemory:
     def ask(cls, timeline: RowTimeline, store: Store, namespace: str, trainers: int) -> StoreMemory:
         """Look at each server that is there. Raises CacheError."""
         sizes, servers = sizes_of(timeline.layouts), []
-        for shard in range(store.shards):
+        for shard in store.used:
             if shard in store.down:
                 continue
             info = store.info(shard)

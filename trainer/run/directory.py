@@ -1,7 +1,8 @@
 """The folder of a run: what was trained, how far it got, and the dense part of the model.
 
 lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
-are where it says), dense-STEP.safetensors, placement.json, metrics.jsonl, events.jsonl, summary.json, tensorboard/, stores/ (rows of local stores),
+are where it says), dense-STEP.safetensors, placement.json (placement.saved.json: as it was when local stores saved last), metrics.jsonl,
+events.jsonl, summary.json, tensorboard/, stores/ (rows of local stores),
 write-back/ (with parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), checkpoints/ (of `foreload
 checkpoint save`), drill.png (of `foreload drill`), control.sock while it trains, token (by which other hosts join it, its
 owner's alone), scrub/ while that is scrubbed.
@@ -29,7 +30,6 @@ import numpy as np
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.files import persist, remove_unfinished, write_json
@@ -37,7 +37,7 @@ from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Status
 from foreload.trainer.run.storage import AnyFolder, place
 
-MANIFEST, STATUS, PLACEMENT = "manifest.json", "status.json", "placement.json"
+MANIFEST, STATUS, PLACEMENT, SAVED_PLACEMENT = "manifest.json", "status.json", "placement.json", "placement.saved.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
 EVENTS, TOKEN = "events.jsonl", "token"
 LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
@@ -48,6 +48,7 @@ _FILES = (
     KEPT,
     MANIFEST,
     PLACEMENT,
+    SAVED_PLACEMENT,
     METRICS,
     EVENTS,
     SUMMARY,
@@ -197,6 +198,8 @@ class Run:
     def write_status(self, status: Status) -> None:
         """Publish how far the run is, whole and on the disk: to be called when the rows and the dense part are there."""
         write_json(self.path / STATUS, asdict(status), durable=True)
+        if status.state != "training":
+            self.forget_saved_placement()
 
     def raise_term(self, term: int) -> None:
         """Note that lanes are owned in a term from now on. Raises RunError where a higher one was noted, OSError."""
@@ -314,8 +317,37 @@ class Run:
 
     @property
     def placement(self) -> Placement:
-        """Where the run's rows live."""
-        return Placement.load(self.path / PLACEMENT)
+        """Where the run's rows live. Of a run that was broken off, and whose local servers are gone: where those are that these saved."""
+        return Placement.load(self.path / (SAVED_PLACEMENT if self._goes_back else PLACEMENT))
+
+    def write_placement(self, placement: Placement) -> None:
+        """Publish where rows live, or move to, from now on, whole and on the disk."""
+        saved, status = self.path / SAVED_PLACEMENT, self.status
+        trains = status is not None and status.state == "training"
+        if trains and self.manifest.local_stores is not None and not saved.exists():
+            # Should this call be broken off, the next one begins with what local stores have saved.
+            self.placement.save(saved)
+        placement.save(self.path / PLACEMENT)
+        if not trains:
+            self.forget_saved_placement()
+
+    def forget_saved_placement(self) -> None:
+        """What local stores save from now on is as the placement is now."""
+        (self.path / SAVED_PLACEMENT).unlink(missing_ok=True)
+
+    @property
+    def _goes_back(self) -> bool:
+        """Whether what local stores saved is what the run has, and groups have moved since."""
+        if not (self.path / SAVED_PLACEMENT).exists() or (status := self.status) is None or status.state != "training":
+            return False
+        local = LocalStores.find(self.path / STORES)
+        return local is None or not any(local.pids)
+
+    def go_back(self) -> None:
+        """Before local stores are started: the placement is the one that goes with what they begin with."""
+        if self._goes_back:
+            self.placement.save(self.path / PLACEMENT)
+            self.forget_saved_placement()
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
@@ -349,22 +381,3 @@ def check_free(path: Path, overwrite: bool) -> None:
     # Nor is there here, but for what outlives a run that is deleted.
     if CHECKPOINTS in held and not overwrite:
         raise RunError(f"--run: {path} holds checkpoints; give --overwrite to delete them, or another folder")
-
-
-def open_stores(run: Run, status: Status) -> LocalStores | None:
-    """The local stores of a run that does not train, to be started; None if it has none. Raises CacheError where rows of `status` are missing.
-
-    Servers that still run, since they could not save or whoever started them was killed, are used as they are.
-    """
-    count = run.manifest.local_stores
-    if count is None:
-        return None
-    stores = LocalStores(count, run.path / STORES, adopt=True)
-    missing = stores.without_rows()
-    # A shard of which parity has the rows begins empty, and is noticed by that; so do all where none was ever written.
-    if len(missing) > run.placement.r and any(status.batches.values()):
-        raise CacheError(
-            f"run {run.path}: the rows of local store shard {', '.join(map(str, missing))} after step {status.step} are nowhere: neither saved in "
-            f"{stores.directory} nor in a server that runs; put the files back, or delete the run with --overwrite and train it anew"
-        )
-    return stores

@@ -155,6 +155,24 @@ class ShardRebuilt(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowsMove(RunEvent):
+    """Rows begin to move, since store shards are added, removed or moved: those that join have none before, those that leave none after."""
+
+    kind: ClassVar = "rows-move"
+    joining: tuple[int, ...]
+    leaving: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsMoved(RunEvent):
+    """All rows have moved; shards that leave are removed."""
+
+    kind: ClassVar = "rows-moved"
+    joining: tuple[int, ...]
+    leaving: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(RunEvent):
     """A checkpoint was saved while it trained. checkpoint: its folder."""
 

@@ -11,6 +11,7 @@ from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import masked
 from foreload.trainer.run.manifest import Manifest, Stage, State, remembered_folder
+from foreload.trainer.run.servers import store_setting
 
 # Settings that the trained model does not depend on: a run may go on with other ones.
 FREE_SETTINGS = (
@@ -69,11 +70,15 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
 def check_place(run: Run, job: TrainJob) -> None:
     """Raise RunError where a run that goes on as the job says would have other store shards, or another code."""
     manifest, placement = run.manifest, run.placement
-    if job.store.local != manifest.local_stores or job.store.count != placement.shard_count:
-        raise RunError(
-            f"--store: must be what the run was started with, {manifest.training_job.store}; got {masked(str(job.store))}"
+    there = len(placement.live)
+    if (job.store.local is None) != (manifest.local_stores is None) or job.store.count != there:
+        was = (
+            "the servers that the run has, in the order of their numbers"
+            if placement.version
+            else "what the run was started with"
         )
-    if job.parity is not None and job.code(placement.shard_count) != (placement.k, placement.r):
+        raise RunError(f"--store: must be {was}, {store_setting(manifest, placement)}; got {masked(str(job.store))}")
+    if job.parity is not None and job.code(there) != (placement.k, placement.r):
         was = f"{placement.k}+{placement.r}" if placement.r else "off"
         raise RunError(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
 

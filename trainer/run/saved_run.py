@@ -25,13 +25,14 @@ from foreload.trainer.models import load_model
 from foreload.trainer.run.assembly import Start, stored_rows_at
 from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
-from foreload.trainer.run.directory import Run, locked, open_stores
+from foreload.trainer.run.directory import Run, locked
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
+from foreload.trainer.run.servers import asked, open_stores, servers_of
 from foreload.trainer.run.trained_model import StoreRowReader
 
 
@@ -111,7 +112,7 @@ def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
     return layouts(features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(features))
 
 
-def _leave(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
+def leave_stores(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
     """End the servers of a command that is through. of_the_stop: their rows are those of the last clean stop; changed: some were written since."""
     if not of_the_stop:
         # What servers that were found running have must not take the place of what was saved.
@@ -147,14 +148,14 @@ def open_saved(path: str, store: str | None) -> Iterator[SavedRun]:
         opened: Store | None = None
         of_the_stop = False
         if local is not None:
-            urls = list(local.start().urls)
-            stack.callback(lambda: _leave(local, of_the_stop, changed=opened is not None and opened.rows_written > 0))
+            urls = local.start().urls
+            stack.callback(lambda: leave_stores(local, of_the_stop, changed=opened is not None and opened.rows_written > 0))
         else:
-            urls = store.split(",") if store else list(manifest.store_urls)
+            urls = servers_of(run, store)
         spared = run.placement.r
         if not spared and local is None:
-            reach(urls, manifest.training_job.store_silence)
-        opened = stack.enter_context(Store.connect(urls, manifest.training_job.store_silence, spared))
+            reach([url for url in urls if url], manifest.training_job.store_silence)
+        opened = stack.enter_context(Store.connect(asked(urls), manifest.training_job.store_silence, spared))
         # Another run may have taken the name since, with rows that look the same.
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)
         run.check_rows(opened, status)

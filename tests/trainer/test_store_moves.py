@@ -1,0 +1,251 @@
+"""`foreload stores add`, `remove` and `move`: rows move to other shards while a run trains or rests, and its model is the same to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command_line import DEADLINE_SECONDS, reached
+from small_job import BATCH, summary, synthetic_schedule
+from warm import AnyFault, Training, Warm
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.namespace import claim, owner
+from foreload.trainer.cli import main
+from foreload.trainer.cluster.control import AskStop, Stopping, ask, training_status
+from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.commands import store_moves, stores
+from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.event_log import read_events
+from foreload.trainer.run.store_moves import ShardChange
+
+POINTS = ("rows to move read", "rows copied", "rows moved")
+MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=256-256-4", "top=256-256-1")
+"""Its dense part is large, so that steps take a while, and rows can move meanwhile."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule of 100 steps in four lanes, and the digest of a run that nothing happened to."""
+
+    schedule: Path
+    digest: str
+    warm: Warm
+
+    def begin(self, run: Path, *further: object, faults: Sequence[AnyFault] = ()) -> Training:
+        """Start training in other processes."""
+        train = ["train", str(self.schedule), "--run", str(run), *MODEL, "--digest", *map(str, further)]
+        return self.warm.begin(train, run.with_suffix(".err"), faults)
+
+    def resume(self, run: Path, *further: object) -> str:
+        """Go on with a run to its end; returns what was told on stderr."""
+        train = ["train", "--run", str(run), "--resume", "--digest", "--trainers", "2", *map(str, further)]
+        status, err = self.warm.begin(train, run.with_suffix(".err")).end()
+        assert status == 0, err
+        return err
+
+    def check(self, run: Path, live: Sequence[int], protected: bool) -> None:
+        """Assert that a run at its end has the bits of the undisturbed one, on these store shards, each with what it must have."""
+        assert summary(run)["digest"] == self.digest
+        self.check_at_rest(run, live, protected)
+
+    def check_at_rest(self, run: Path, live: Sequence[int], protected: bool) -> None:
+        """Assert that a run rests on these store shards, each with what it must have; its rows are checked against its schedule."""
+        placement = Run.open(run).placement
+        assert (placement.live, placement.migrating) == (list(live), False)
+        told = stores.run(str(run), None)
+        assert [shard["shard"] for shard in told["shards"]] == list(live)
+        assert {shard["state"] for shard in told["shards"]} <= {"at rest", "up"}
+        assert told["move"] is None
+        assert main(["digest", str(run)]) == 0
+        if protected:
+            assert main(["scrub", str(run)]) == 0
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("case")
+    schedule = synthetic_schedule(folder, 100 * BATCH, lanes=4, slots=600)
+    with Warm() as warm:
+        run = folder / "run"
+        status, err = Case(schedule, "", warm).begin(run, "--store", "local:1", "--trainers", 1).end()
+        assert status == 0, err
+        yield Case(schedule, str(summary(run)["digest"]), warm)
+
+
+def asked(*arguments: object) -> None:
+    """Have a command done; a run that ends right now is asked again when it rests."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while main(["stores", *map(str, arguments)]) != 0:
+        assert time.monotonic() < deadline
+
+
+def ended(training: Training, *arguments: object) -> str:
+    """Wait for the end of a training during which this was asked; returns what it said. What came too late for it is done then."""
+    status, err = training.end()
+    assert status == 0, err
+    run = Path(str(arguments[1]))
+    assert ("not all rows have moved" in err) == Run.open(run).placement.migrating
+    if Run.open(run).placement.migrating:
+        asked(*arguments)
+    return err
+
+
+def all_moved(run: Path, version: int) -> Callable[[], bool]:
+    """Whether the rows of a run have all moved, and servers that it has no more are left."""
+
+    def satisfied() -> bool:
+        placement = Run.open(run).placement
+        urls = Run.open(run).manifest.store_urls
+        return (
+            placement.version >= version
+            and not placement.migrating
+            and not any(urls[shard] for shard in placement.removed if urls)
+        )
+
+    return satisfied
+
+
+def amid(run: Path) -> Callable[[], bool]:
+    """Whether the rows of a run that trains move right now."""
+
+    def satisfied() -> bool:
+        status = training_status(run)
+        return status is not None and 0.0 < status.shards.migrated < 1.0
+
+    return satisfied
+
+
+def test_from_one_server_of_its_own_to_four_to_three_without_parity(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    training = case.begin(run, "--store", "local:1", "--trainers", 2)
+    training.until(reached(run, 10))
+    asked("add", run, "local", "local", "local")
+    assert "shard 1, 2, 3 joins: rows move" in capsys.readouterr().out
+    # One at a time.
+    assert main(["stores", "remove", str(run), "0"]) == 2
+    assert "its rows are on their way to other store shards already" in capsys.readouterr().err
+    training.until(all_moved(run, 1))
+    asked("remove", run, "0")
+    err = ended(training, "remove", run, "0")
+    assert "shard 1 joins, shard 2 joins, shard 3 joins; rows move while training goes on" in err
+    kinds = [event["kind"] for event in read_events(run) if event["kind"].startswith("rows-")]
+    assert kinds == ["rows-move", "rows-moved"] * 2
+    case.check(run, [1, 2, 3], protected=False)
+    for wrong, why in (("7", "no store shard of the run is 7"), ("redis://127.0.0.1:1", "no store shard of the run is redis")):
+        assert main(["stores", "remove", str(run), wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert not (run / STORES / "shard-0.rdb").exists()
+
+
+def test_from_three_servers_to_five_to_four_with_parity(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    with LocalStores(6, tmp_path / "stores") as servers:
+        urls = servers.urls
+        training = case.begin(run, "--store", ",".join(urls[:3]), "--trainers", 2)
+        training.until(reached(run, 10))
+        with Store([urls[5]]) as other:
+            claim(other, "run", {"run": "another"}, "new")
+        for wrong, why in (
+            ((urls[3], urls[5]), "namespace run belongs to a run there"),
+            ((urls[3], urls[1]), "is the server of store shard 1 already"),
+            ((urls[3], urls[3]), "is the server of store shard 3 already"),
+            (("local",), "its servers are not its own"),
+            ((urls[3], "redis://127.0.0.1:1"), "cannot be reached"),
+        ):
+            assert main(["stores", "add", str(run), *wrong]) == 2
+            line = capsys.readouterr().err
+            assert line.startswith("foreload: error: stores add: ")
+            assert why in line
+        asked("add", run, urls[3], urls[4])
+        training.until(all_moved(run, 1))
+        assert main(["stores", "status", str(run)]) == 0
+        asked("remove", run, urls[1])
+        ended(training, "remove", run, urls[1])
+        assert Run.open(run).manifest.store_urls == (urls[0], "", *urls[2:5])
+        with Store([urls[1]]) as left:
+            assert owner(left, "run", 0) is None
+        case.check(run, [0, 2, 3, 4], protected=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", [0, 1])
+@pytest.mark.parametrize("change", ["add", "remove"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_trainer_that_dies_amid_a_move(case: Case, tmp_path: Path, point: str, change: str, trainer: int) -> None:
+    run = tmp_path / "run"
+    parity = ("--store", "local:4", "--trainers", 2, "--copies", 2)
+    training = case.begin(run, *parity, faults=[TrainerFault(trainer, point, 1, signal.SIGKILL)])
+    training.until(reached(run, 10))
+    asked(*(("add", run, "local") if change == "add" else ("remove", run, 1)))
+    status, err = training.end()
+    assert status == 0, err
+    assert f"trainer {trainer}: lost" in err
+    case.check(run, [0, 1, 2, 3, 4] if change == "add" else [0, 2, 3], protected=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", range(5))
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_a_shard_that_dies_amid_a_move(case: Case, tmp_path: Path, change: str, shard: int) -> None:
+    run = tmp_path / "run"
+    training = case.begin(run, "--store", "local:4", "--trainers", 2)
+    training.until(reached(run, 10))
+    asked(*(("add", run, "local") if change == "add" else ("move", run, 1, "local")))
+    training.until(amid(run))
+    local = LocalStores.find(run / STORES)
+    assert local is not None
+    pid = local.pids[shard]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    status, err = training.end()
+    assert status == 0, err
+    assert f"store shard {shard}: is whole again" in err
+    case.check(run, [0, 1, 2, 3, 4] if change == "add" else [0, 2, 3, 4], protected=True)
+
+
+def stopped_amid(case: Case, run: Path, *store: object) -> None:
+    """Have a run of two trainers stop after some steps."""
+    training = case.begin(run, *store, "--trainers", 2)
+    training.until(reached(run, 40))
+    assert ask(run, AskStop()) == Stopping()
+    status, err = training.end()
+    assert status == 0, err
+
+
+@pytest.mark.parametrize("parity", ["off", pytest.param("2+1", marks=pytest.mark.full)])
+def test_a_run_that_rests_moves_and_goes_on(
+    case: Case, tmp_path: Path, parity: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    protected = parity != "off"
+    stopped_amid(case, run, "--store", "local:3", "--parity", parity)
+    before = Run.open(run).saved_status()
+    # Broken off before all has settled, the same command goes on; another one is refused.
+    with monkeypatch.context() as broken:
+        broken.setattr(Placement, "completed", lambda placement: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store_moves.run(str(run), None, ShardChange("add", urls=("local",)))
+    assert Run.open(run).placement.migrating
+    assert stores.run(str(run), None)["move"] == {"moved": None, "joining": [3], "leaving": []}
+    capsys.readouterr()
+    assert main(["digest", str(run)]) == 0
+    assert main(["stores", "remove", str(run), "0"]) == 2
+    assert "as an earlier command asked" in capsys.readouterr().err
+    asked("add", run, "local")
+    asked("move", run, "0", "local")
+    asked("remove", run, "1")
+    case.check_at_rest(run, [2, 3, 4], protected)
+    after = Run.open(run).saved_status()
+    assert (after.state, after.step, after.batches) == (before.state, before.step, before.batches)
+    case.resume(run)
+    case.check(run, [2, 3, 4], protected)

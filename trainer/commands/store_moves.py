@@ -1,0 +1,161 @@
+"""`foreload stores add`, `remove` and `move`: a run's rows move to other store shards, beside its training or at rest."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from foreload.cache.client.local import clear_removed
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.namespace import claim
+from foreload.cache.protocol.ownership import Ownership, take_over
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.traffic import Traffic
+from foreload.trainer.cluster.control import AskMove, Refused, ask
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import LOG, STORES, Run, locked
+from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
+from foreload.trainer.run.expected_rows import given_ordinals
+from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.manifest import Status
+from foreload.trainer.run.progress_bar import progress_bar
+from foreload.trainer.run.saved_run import layouts_of, leave_stores
+from foreload.trainer.run.servers import asked, left_over, open_stores, plain, servers_of, with_servers
+from foreload.trainer.run.store_moves import NewServers, ShardChange, check_whole
+
+_ASK_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new servers first
+_PATIENCE = timedelta(milliseconds=100)  # between two looks how far it is
+_SHARES = 1000  # that the progress bar has
+
+
+def run(path: str, store: str | None, change: ShardChange) -> dict[str, Any]:
+    """Have shards added, or one removed or moved; returns {"run", "joining", "leaving", "moved"}: the numbers of shards, and how much has moved.
+
+    Where the run trains, rows move while it does, and this returns as they begin to; else when all have moved. store: URLs with passwords of the
+    servers that the run has. Raises RunError and CacheError; what is broken off goes on with the same call, or with --resume.
+    """
+    asked_run = Run.open(path)
+    answer = ask(asked_run.path, AskMove(change.change, change.shard, change.urls), _ASK_TIMEOUT)
+    if isinstance(answer, Refused):
+        raise RunError(f"stores {change.change}: {answer.error}")
+    if answer is not None:
+        return {"run": path, "joining": list(answer.joining), "leaving": list(answer.leaving), "moved": 0.0}
+    with locked(asked_run.path) as lock:
+        before = _move_at_rest(Run.open(path, lock), store, change)
+    return {"run": path, "joining": list(before.joining), "leaving": list(before.leaving), "moved": 1.0}
+
+
+def _move_at_rest(moved: Run, store: str | None, change: ShardChange) -> Placement:
+    """Move the rows of a run that does not train; returns the placement by which they did."""
+    status = _status_of(moved)
+    events = EventLog(moved.path, status.step, status.term + 1)
+    with _servers(moved, store, status) as (urls, servers):
+        if not moved.placement.migrating:
+            placement = change.placement_after(moved.placement, urls)
+            urls = servers.made_ready(change.urls, placement, urls)
+            moved.write_manifest(with_servers(moved.manifest, placement, plain(urls)))
+            moved.write_placement(placement)
+            # Whatever of this comes to pass, it goes with that.
+            moved.forget_saved_placement()
+            events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
+        elif not change.is_under_way(moved.placement, urls):
+            raise RunError(
+                f"stores {change.change}: its rows are on their way to other store shards already, as an earlier command asked; the same "
+                "command, or --resume, goes on with that"
+            )
+        with _opened(moved, urls, status) as opened:
+            _move(moved, opened, status)
+    # What local stores save goes with either placement until then.
+    before = moved.placement
+    moved.write_placement(before.completed())
+    moved.forget_saved_placement()
+    events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
+    _leave(moved, servers)
+    return before
+
+
+@contextlib.contextmanager
+def _servers(moved: Run, store: str | None, status: Status) -> Iterator[tuple[tuple[str, ...], NewServers]]:
+    """The URLs of a run's shards by number, and what makes further ones ready; its local stores run meanwhile, and are saved then.
+
+    Raises RunError and CacheError where a shard lacks rows: it is made whole first.
+    """
+    local = open_stores(moved, status)
+    whole = False
+    with contextlib.ExitStack() as stack:
+        if local is not None:
+            local.start()
+            stack.callback(lambda: leave_stores(local, whole, changed=True))
+        urls = servers_of(moved, store)
+        with _opened(moved, urls, status):
+            whole = True
+        yield urls, NewServers(moved.manifest, moved.manifest.training_job.store_silence, local)
+
+
+def _status_of(moved: Run) -> Status:
+    """The status of a run whose rows can move. Raises RunError for one that has none, or lacks shards."""
+    status = moved.saved_status()
+    if status.step < moved.manifest.stages[0].first_step:
+        raise RunError(
+            f"run {moved.path}: never stopped cleanly, so it has no rows to move; --resume it, and ask while it trains"
+        )
+    check_whole(status.lost, ())
+    return status
+
+
+@contextlib.contextmanager
+def _opened(moved: Run, urls: tuple[str, ...], status: Status) -> Iterator[Store]:
+    """The servers of a run, with all of its rows. Raises RunError and CacheError where one lacks any: it is made whole first."""
+    manifest = moved.manifest
+    with Store(asked(urls), manifest.training_job.store_silence) as opened:
+        claim(opened, manifest.namespace, manifest.identity, "resume")
+        moved.check_rows(opened, status)
+        yield opened
+
+
+def _move(moved: Run, opened: Store, status: Status) -> None:
+    """Move all rows, as the owner of every lane."""
+    manifest, placement, schedule = moved.manifest, moved.placement, schedule_of(moved)
+    layouts = layouts_of(manifest.training_job, schedule)
+    given = given_ordinals(schedule, status.step)
+    term = status.term + 1
+    moved.raise_term(term)
+    stored = StoredRows(opened, placement, layouts, manifest.namespace)
+    stored.stripes = lambda lane: placement.stripes(lane, given[lane])
+    ownership = Ownership(term, manifest.identity)
+    last = {lane: int(status.batches[str(lane)]) for lane in range(manifest.lanes)}
+    take_over(stored, ownership, last)
+    if stored.shards.lost:
+        check_whole(sorted(stored.shards.lost), ())
+    log = FileLog(moved.path / LOG) if placement.r else None
+    with Traffic(stored, 0, log=log, ownership=ownership) as traffic, progress_bar(_SHARES, "") as bar:
+        for lane, number in last.items():
+            written = np.array(given[lane], np.int64)
+            traffic.add_lane(LanePlan(lane, iter(()), number, status.step, written))
+        while traffic.shards.migrated < 1.0:
+            traffic.repair_shards(_PATIENCE)
+            shards = traffic.shards
+            bar.update(int(shards.migrated * _SHARES) - bar.n)
+            check_whole(shards.lost, ())
+    if log is not None:
+        log.close()
+
+
+def _leave(moved: Run, servers: NewServers) -> None:
+    """Remove what a run has on servers that are none of its any more, and forget them."""
+    manifest, placement = moved.manifest, moved.placement
+    for shard, url in left_over(manifest, placement).items():
+        if (why := servers.leave(url)) is not None:
+            sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
+    if manifest.local_stores is not None:
+        clear_removed(moved.path / STORES, placement.removed)
+    urls = [url if shard in placement.live else "" for shard, url in enumerate(manifest.store_urls)]
+    moved.write_manifest(with_servers(manifest, placement, urls))

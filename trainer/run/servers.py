@@ -1,0 +1,113 @@
+"""Which servers a run has: the URL of each store shard by its number, and how that is written down where shards are added, removed or moved.
+
+A shard keeps its number, and that of one that was removed is not used again: its URL is "" then. `--store` lists those that there are, in the order
+of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.url import parse_url
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.placement import Placement
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.job_values import Parity
+from foreload.trainer.run.manifest import Manifest, Status
+
+
+def by_number(urls: Iterable[str], count: int, removed: Collection[int]) -> tuple[str, ...]:
+    """The URL of each of `count` shards, "" for those removed. urls: of the others, in order; exactly as many as there are."""
+    given = iter(urls)
+    numbered = tuple("" if shard in removed else next(given) for shard in range(count))
+    assert next(given, None) is None
+    return numbered
+
+
+def numbered(urls: Sequence[str], placement: Placement, told: tuple[str, ...]) -> tuple[str, ...]:
+    """A trainer's URLs by the numbers of the shards, whether they are told so or are those that there are, in order. told: the coordinator's."""
+    if len(urls) == placement.shard_count:
+        return tuple(urls)
+    if len(urls) == len(placement.live):
+        return by_number(urls, placement.shard_count, placement.removed)
+    return told
+
+
+def asked(urls: Sequence[str]) -> list[str | None]:
+    """The same for a Store, which asks the servers that are there."""
+    return [url or None for url in urls]
+
+
+def plain(urls: Sequence[str]) -> tuple[str, ...]:
+    """The same without passwords."""
+    return tuple(parse_url(url, {}).plain if url else "" for url in urls)
+
+
+def noted(manifest: Manifest, placement: Placement) -> tuple[str, ...]:
+    """The URLs of a run's shards by number, as its manifest has them, which may be a step ahead of the placement, or behind it."""
+    urls = manifest.store_urls[: placement.shard_count]
+    return tuple("" if shard in placement.removed else url for shard, url in enumerate(urls))
+
+
+def left_over(manifest: Manifest, placement: Placement) -> dict[int, str]:
+    """The URLs of shards that were removed, but whose servers may still have something of the run."""
+    urls = enumerate(manifest.store_urls[: placement.shard_count])
+    return {shard: url for shard, url in urls if url and shard in placement.removed}
+
+
+def servers_of(run: Run, given: str | None) -> tuple[str, ...]:
+    """The URLs of a run's shards by number; of one whose stores are local, of its servers that run. given: those of the command line, with passwords,
+    in the order of their numbers. Raises RunError.
+    """
+    manifest, placement = run.manifest, run.placement
+    if manifest.local_stores is not None:
+        local = LocalStores.find(run.path / STORES)
+        return () if local is None else local.urls[: placement.shard_count]
+    if given is None:
+        return noted(manifest, placement)
+    urls, there = given.split(","), len(placement.live)
+    if len(urls) != there:
+        raise RunError(
+            f"--store: must name the {there} store shards that the run has, in the order of their numbers; got {len(urls)}"
+        )
+    return by_number(urls, placement.shard_count, placement.removed)
+
+
+def store_setting(manifest: Manifest, placement: Placement) -> str:
+    """What --store is for a run as it is now."""
+    if manifest.local_stores is not None:
+        return f"local:{len(placement.live)}"
+    return ",".join(url for url in noted(manifest, placement) if url)
+
+
+def with_servers(manifest: Manifest, placement: Placement, urls: Sequence[str]) -> Manifest:
+    """The manifest of a run whose shards are these. urls: by number, without passwords; not looked at where they are local."""
+    local = None if manifest.local_stores is None else placement.shard_count
+    changed = replace(manifest, store_urls=() if local else tuple(urls), local_stores=local)
+    # What was right by default for another number of shards is stated from now on.
+    parity = str(Parity(placement.k, placement.r))
+    return replace(changed, job=manifest.job | {"store": store_setting(changed, placement), "parity": parity})
+
+
+def open_stores(run: Run, status: Status) -> LocalStores | None:
+    """The local stores of a run that does not train, to be started; None if it has none. Raises CacheError where rows of `status` are missing.
+
+    Servers that still run, since they could not save or whoever started them was killed, are used as they are.
+    """
+    if run.manifest.local_stores is None:
+        return None
+    run.go_back()
+    placement = run.placement
+    stores = LocalStores(placement.shard_count, run.path / STORES, adopt=True, removed=placement.removed)
+    # One that is being added may have nothing yet; whether it should have, is found out by what the others have.
+    missing = [shard for shard in stores.without_rows() if shard not in placement.joining]
+    # A shard of which parity has the rows begins empty, and is noticed by that; so do all where none was ever written.
+    if len(missing) > placement.r and any(status.batches.values()):
+        raise CacheError(
+            f"run {run.path}: the rows of local store shard {', '.join(map(str, missing))} after step {status.step} are nowhere: neither saved in "
+            f"{stores.directory} nor in a server that runs; put the files back, or delete the run with --overwrite and train it anew"
+        )
+    return stores

@@ -48,6 +48,7 @@ MINUTES = {
     "checkpoint_restore": (15.0, 2.5),
     "step_model": (15.0, 3.0),
     "profiling": (4.0, 1.0),
+    "plan": (15.0, 4.0),
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foreload.cache.client.store import Store
-from foreload.cache.errors import StoreError
+from foreload.cache.errors import CacheError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.ending import Ending
 from foreload.trainer.compute.reports import ProcessUse
@@ -38,7 +38,7 @@ class Profiling:
             return
         self._metrics, self._term = run.path / METRICS, start.term
         self._told_bytes = os.path.getsize(self._metrics) if self._metrics.exists() else 0
-        self._servers = self._used_by(urls)
+        self._urls, self._servers = list(urls), self._used_by(urls)
 
     def leave(self, ending: Ending, status: Status, urls: Sequence[str]) -> None:
         """The call has come to rest: append its profile to the history. Where that cannot be, it says so in a line."""
@@ -58,8 +58,14 @@ class Profiling:
         ]
         processes = [_of_process("trainer", use) for use in ending.uses]
         processes += [_of_process("launcher", ProcessUse.now()), *servers]
-        # In further terms lanes moved on the way, so its steps are not all alike.
-        settings = {**self._settings, "state": status.state, "steps": len(lines), "terms": status.term - self._term + 1}
+        # In further terms, or with other servers, what it ran on changed on the way, so its steps are not all alike.
+        told = {
+            "state": status.state,
+            "steps": len(lines),
+            "terms": status.term - self._term + 1,
+            "same_servers": list(urls) == self._urls,
+        }
+        settings = {**self._settings, **told}
         try:
             history.add(self._path, history.Profile(settings, machine(), processes, steps, stride))
         except HistoryError as error:
@@ -69,13 +75,13 @@ class Profiling:
         """What each shard's server says that it used; those that do not say are missing."""
         told: dict[int, dict[str, Any]] = {}
         try:
-            with Store.connect(asked(urls), self._job.store_silence, self._job.code(sum(map(bool, urls))).r) as store:
+            with Store.connect(asked(urls), self._job.store_silence, self._settings["r"]) as store:
                 for shard in range(store.shards):
                     try:
                         told[shard] = _of_server(shard, store.info(shard))
-                    except (StoreError, KeyError, ValueError):
+                    except (CacheError, KeyError, ValueError):
                         continue
-        except StoreError:
+        except (CacheError, OSError):
             pass
         return told
 

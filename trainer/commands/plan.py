@@ -272,6 +272,7 @@ def _tells(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[
         alike(profile.settings, settings)
         and all(profile.machine.get(name) == here[name] for name in ("cpu", "cores"))
         and profile.settings["terms"] == 1
+        and profile.settings.get("same_servers", True)
         and profile.settings["trainers"] == profile.settings["trainers_here"]
         and not profile.settings["saves_checkpoints"]
         and observation_of(profile) is not None

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
 from math import prod
 
+from exploration import loss_sets, reached
 from protocol_model import LOST, OK, REBUILDING, Cells, Contents, Log, Marker, Rules, Server, Setting, World, WrongRead, times
 from protocol_writer import Model
 
@@ -144,29 +144,23 @@ def explore(setting: Setting, rules: Rules | None = None) -> Findings:
     check = _losses_with_log if model.rules.log else _losses_without_log
     takeover = Takeover(model)
     findings = Findings()
-    start = model.start()
-    seen, waiting = {start}, [start]
-    while waiting:
-        world = waiting.pop()
+
+    def steps(world: World) -> Iterator[World]:
+        try:
+            yield from model.steps(world)
+        except WrongRead:
+            findings.wrong_reads += 1
+
+    for world in reached(model.start(), steps):
         findings.note(setting, world, had_losses=world.kills < setting.kills or world.wipes < setting.wipes)
         cases, wrong = check(takeover, world)
         findings.cases += cases
         findings.wrong += wrong
-        try:
-            for following in model.steps(world):
-                if following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
-        except WrongRead:
-            findings.wrong_reads += 1
     return findings
 
 
 def _loss_sets(model: Model, world: World) -> Iterator[tuple[int, ...]]:
-    lost = model.unprotecting(world)
-    others = [shard for shard in range(model.setting.shards) if shard not in lost]
-    for count in range(model.setting.r - len(lost) + 1):
-        yield from combinations(others, count)
+    return loss_sets(range(model.setting.shards), model.unprotecting(world), model.setting.r)
 
 
 def _losses_with_log(takeover: Takeover, world: World) -> tuple[int, int]:

@@ -14,9 +14,9 @@ something that is not so.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import combinations
 from math import prod
 
+from exploration import loss_sets, reached
 from protocol_model import OK
 from takeover_model import Contents, Record, Rules, Scope, Shard, World
 from takeover_owner import Model, trusts
@@ -71,19 +71,17 @@ class NextOwner:
         as_is = [self._tally((shard.contents,), s, record) for s, shard in enumerate(servers)]
         if_lost = [self._tally((shard.contents, *shard.past), s, record, empty=True) for s, shard in enumerate(servers)]
         cases = wrong = 0
-        others = [shard for shard in shards if shard not in lost]
-        for count in range(r - len(lost) + 1):
-            for more in combinations(others, count):
-                tallies = [if_lost[s] if s in lost or s in more else as_is[s] for s in shards]
-                right = [1]  # by how many are not trusted, the ways in which no shard is wrong
-                for tally in tallies:
-                    right = [
-                        (right[u] if u < len(right) else 0) * tally[RIGHT] + (right[u - 1] * tally[UNTRUSTED] if u else 0)
-                        for u in range(len(right) + 1)
-                    ]
-                total = prod(map(sum, tallies))
-                cases += total
-                wrong += total - sum(right[: r + 1])
+        for more in loss_sets(shards, lost, r):
+            tallies = [if_lost[s] if s in lost or s in more else as_is[s] for s in shards]
+            right = [1]  # by how many are not trusted, the ways in which no shard is wrong
+            for tally in tallies:
+                right = [
+                    (right[u] if u < len(right) else 0) * tally[RIGHT] + (right[u - 1] * tally[UNTRUSTED] if u else 0)
+                    for u in range(len(right) + 1)
+                ]
+            total = prod(map(sum, tallies))
+            cases += total
+            wrong += total - sum(right[: r + 1])
         return cases, wrong
 
     def _tally(self, contents: tuple[Contents, ...], shard: int, record: Record, empty: bool = False) -> tuple[int, ...]:
@@ -152,10 +150,7 @@ def explore(scope: Scope, rules: Rules | None = None, first_wrong: bool = False)
         model = UnprotectedModel(scope, rules or Rules())
         next_owner = NextUnprotectedOwner(model)
     findings = Findings()
-    start = model.start()
-    seen, waiting = {start}, [start]
-    while waiting and not (first_wrong and (findings.found or model.wrong)):
-        world = waiting.pop()
+    for world in reached(model.start(), model.steps):
         owner = world.owners[-1]
         findings.worlds += 1
         findings.overlapping += owner.trains and any(
@@ -172,10 +167,8 @@ def explore(scope: Scope, rules: Rules | None = None, first_wrong: bool = False)
         elif not owner_reads_right(model, world):
             findings.wrong_worlds += 1
             findings.note("an owner would read something else")
-        for following in model.steps(world):
-            if following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        if first_wrong and (findings.found or model.wrong):
+            break
     for error in model.wrong:
         findings.wrong_steps += 1
         findings.note(error)

@@ -44,12 +44,9 @@ class Case:
         train = ["train", str(self.schedule), "--run", str(run), *MODEL, "--digest", *map(str, further)]
         return self.warm.begin(train, run.with_suffix(".err"), faults)
 
-    def resume(self, run: Path, *further: object) -> str:
-        """Go on with a run to its end; returns what was told on stderr."""
-        train = ["train", "--run", str(run), "--resume", "--digest", "--trainers", "2", *map(str, further)]
-        status, err = self.warm.begin(train, run.with_suffix(".err")).end()
-        assert status == 0, err
-        return err
+    def begin_again(self, run: Path) -> Training:
+        """Go on with a run, in other processes."""
+        return self.warm.begin(["train", "--run", str(run), "--resume", "--digest", "--trainers", "2"], run.with_suffix(".err"))
 
     def check(self, run: Path, live: Sequence[int], protected: bool) -> None:
         """Assert that a run at its end has the bits of the undisturbed one, on these store shards, each with what it must have."""
@@ -127,8 +124,10 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
     case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    training = case.begin(run, "--store", "local:1", "--trainers", 2)
-    training.until(reached(run, 10))
+    stopped_amid(case, run, 10, "--store", "local:1")
+    # Rows that an earlier call wrote move, too.
+    training = case.begin_again(run)
+    training.until(reached(run, 20))
     asked("add", run, "local", "local", "local")
     assert "shard 1, 2, 3 joins: rows move" in capsys.readouterr().out
     # One at a time.
@@ -213,10 +212,10 @@ def test_a_shard_that_dies_amid_a_move(case: Case, tmp_path: Path, change: str, 
     case.check(run, [0, 1, 2, 3, 4] if change == "add" else [0, 2, 3, 4], protected=True)
 
 
-def stopped_amid(case: Case, run: Path, *store: object) -> None:
-    """Have a run of two trainers stop after some steps."""
+def stopped_amid(case: Case, run: Path, steps: int, *store: object) -> None:
+    """Have a run of two trainers stop after so many steps, or a few more."""
     training = case.begin(run, *store, "--trainers", 2)
-    training.until(reached(run, 40))
+    training.until(reached(run, steps))
     assert ask(run, AskStop()) == Stopping()
     status, err = training.end()
     assert status == 0, err
@@ -228,7 +227,7 @@ def test_a_run_that_rests_moves_and_goes_on(
 ) -> None:
     run = tmp_path / "run"
     protected = parity != "off"
-    stopped_amid(case, run, "--store", "local:3", "--parity", parity)
+    stopped_amid(case, run, 40, "--store", "local:3", "--parity", parity)
     before = Run.open(run).saved_status()
     # Broken off before all has settled, the same command goes on; another one is refused.
     with monkeypatch.context() as broken:
@@ -247,5 +246,6 @@ def test_a_run_that_rests_moves_and_goes_on(
     case.check_at_rest(run, [2, 3, 4], protected)
     after = Run.open(run).saved_status()
     assert (after.state, after.step, after.batches) == (before.state, before.step, before.batches)
-    case.resume(run)
+    status, err = case.begin_again(run).end()
+    assert status == 0, err
     case.check(run, [2, 3, 4], protected)

@@ -211,7 +211,7 @@ def _host(
     """Put lanes that were taken over among the hosted ones, and begin their traffic."""
     for lane, partition in partitions.items():
         # What was given an ordinal was trained, and so written back when the lane was closed.
-        written = np.array(position.lanes[lane].ordinals, np.int64) if hosted.stored.placement.r else None
+        written = np.array(position.lanes[lane].ordinals, np.int64)
         plan = _plan(parts.schedule, position, lane)
         hosted.add(partition, LanePlan(lane, plan, start.last_batches[lane], start.step, written), position.lanes[lane].ordinals)
 

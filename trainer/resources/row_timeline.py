@@ -170,11 +170,11 @@ class RowTimeline:
         of_arrival = np.repeat(moment, counts)
         new = tag[1] == 0
         self._add(self.given, state, lane, table[1][new], ordinal[1][new], of_arrival[new], None)
-        again = np.bincount(moment, np.diff(ends[0]), len(self.steps)) + np.bincount(of_arrival[~new], minlength=len(self.steps))
-        self.work[:, lane] += again.astype(np.int64)
         out = np.empty(len(ends[1]), np.int16), np.empty(len(ends[1]), np.int64), np.empty(len(ends[1]), np.int64)
         first = _first_stored(moment, ends, (*slot, table[1], ordinal[1], tag[1]), (state.tables, state.ordinals), out)
         self._add(self.stored, state, lane, out[0][:first], out[1][:first], out[2][:first], state.protected)
+        again = np.bincount(moment, np.diff(ends[0]), len(self.steps)) - np.bincount(out[2][:first], minlength=len(self.steps))
+        self.work[:, lane] += again.astype(np.int64) + np.bincount(of_arrival[~new], minlength=len(self.steps))
 
     def _add(
         self,

@@ -15,13 +15,14 @@ from foreload.trainer.resources.hash_memory import KEY_BYTES, HashMemory, statis
 from foreload.trainer.resources.row_timeline import RowTimeline, sizes_of
 from foreload.trainer.run.memory_check import readable
 
-CLIENT_BYTES = 40 << 10  # of a trainer's connection while nothing is on its way, about: buffers that a server keeps
+CLIENT_BYTES = 16 << 10  # of a trainer's connection, about
+_BUFFER_BYTES = 24 << 10  # that a server keeps for each once rows came by it, about
 _SHARED_BYTES = 128 << 10  # a buffer that Valkey reads all commands into, as long as the longest was
 _ARGUMENT_BYTES = (
     120  # of a row in a command that a server has read but not yet done, beside the row: two strings and their objects
 )
 _UNCERTAIN = 0.005  # of what rows take: how far a rehearsal may be wrong
-_PARITY_WORK = 0.75  # of a row written, on each parity shard: rows of one stripe share its parity row
+_PARITY_WORK = 0.5  # of a row read or written again, on each parity shard, and half as much of a new one: rows of a stripe share its parity row
 
 
 @dataclass(slots=True)
@@ -116,13 +117,14 @@ class StoreMemory:
         a_command = min(
             COMMAND_ROWS, math.ceil(1.5 * slots * (placement.k + placement.r) / placement.k / max(len(self.servers), 1)) + 64
         )
-        return _SHARED_BYTES + self.trainers * (CLIENT_BYTES + a_command * (2 * row + _ARGUMENT_BYTES))
+        return _SHARED_BYTES + self.trainers * (CLIENT_BYTES + _BUFFER_BYTES + a_command * (2 * row + _ARGUMENT_BYTES))
 
     def used(self, server: ShardServer) -> np.ndarray:
         """What a server uses while training goes on, after each step that is known (`timeline.steps`): float64 [known]."""
         if server.shard not in self._stored:
             self._stored[server.shard] = self._of_rows(server, self.timeline.stored, exact=True)
-        return self._stored[server.shard] + server.used_bytes + server.correction_bytes + self.trainers * CLIENT_BYTES
+        buffers = np.where(self.timeline.stored[: self.timeline.known, :, server.shard].any(axis=(1, 2)), _BUFFER_BYTES, 0)
+        return self._stored[server.shard] + server.used_bytes + server.correction_bytes + self.trainers * (CLIENT_BYTES + buffers)
 
     def at_stop(self, server: ShardServer) -> np.ndarray:
         """The most that a server has used once training has stopped after a step, every row written back: float64 [known]."""
@@ -149,7 +151,7 @@ class StoreMemory:
         parity = placement.r * _PARITY_WORK
         added = entries - started(server.hashes, entries)
         work = self.timeline.work[: len(own), lane]
-        done = growth.steps * added + (work - work[first]) * (1 + parity) / placement.shard_count + parity * added
+        done = growth.steps * added + (work - work[first]) * (1 + parity) / placement.shard_count + parity * 0.5 * added
         moved: np.ndarray = done / growth.moving(size)
         # One that was there when training began had all the time that it needed.
         moved[size == growth.size(self.timeline.before[lane, server.shard].sum() + 1)] = 1.0

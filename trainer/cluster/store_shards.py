@@ -24,6 +24,7 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.servers import plain
 from foreload.trainer.run.store_moves import shard_named
 
+_NEVER = 1 << 62  # a step that no schedule has
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
 
 
@@ -96,9 +97,10 @@ class StoreShards:
         if self.memory is None:
             return
         self.memory.step = step
-        if (stop_by := self.memory.stop_by) is not None and stop_by != self._stop_by:
+        if (stop_by := self.memory.stop_by) != self._stop_by:
             self._stop_by = stop_by
-            board.publish(StopBy(stop_by))
+            # Where it suffices by now, since a server was given more, what was said before must not stand.
+            board.publish(StopBy(_NEVER if stop_by is None else stop_by))
 
     def _restart_dead(self) -> None:
         """Start dead local servers again, empty, where that is wanted."""

@@ -162,7 +162,7 @@ def test_one_move_after_the_other(
 DEATHS = [(case, action, count, lag) for case, action, count, lag in product(CASES, ACTIONS, (1, 2, 5), (0, 3))]
 
 
-@pytest.mark.parametrize(("case", "action", "count", "lag"), covering(DEATHS, 11), ids=str)
+@pytest.mark.parametrize(("case", "action", "count", "lag"), covering(DEATHS, 23), ids=str)
 def test_an_owner_dies_amid_a_move_and_the_next_goes_on_with_it(
     stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case, action: str, count: int, lag: int
 ) -> None:
@@ -227,7 +227,7 @@ TORN = [
 ]
 
 
-@pytest.mark.parametrize(("case", "what", "last", "reached", "lost"), covering(TORN, 13), ids=str)
+@pytest.mark.parametrize(("case", "what", "last", "reached", "lost"), covering(TORN, 29), ids=str)
 def test_an_owner_dies_with_shards_at_several_stages_of_a_chunk(
     stores: LocalStores,
     histories: Mapping[int, History],
@@ -259,7 +259,7 @@ def test_an_owner_dies_with_shards_at_several_stages_of_a_chunk(
 LOST_SHARDS = list(product(PROTECTED, ACTIONS, (1, 4), range(5), ("dies", "forgets")))
 
 
-@pytest.mark.parametrize(("case", "action", "count", "shard", "how"), covering(LOST_SHARDS, 17), ids=str)
+@pytest.mark.parametrize(("case", "action", "count", "shard", "how"), covering(LOST_SHARDS, 37), ids=str)
 def test_a_shard_is_lost_amid_a_move(
     stores: LocalStores,
     histories: Mapping[int, History],
@@ -303,7 +303,7 @@ OUT_OF_REACH = list(
 )
 
 
-@pytest.mark.parametrize(("case", "what", "last", "shard", "dies"), covering(OUT_OF_REACH, 24), ids=str)
+@pytest.mark.parametrize(("case", "what", "last", "shard", "dies"), covering(OUT_OF_REACH, 41), ids=str)
 def test_a_shard_that_the_second_owner_does_not_reach_says_another_thing_to_the_third(
     stores: LocalStores,
     histories: Mapping[int, History],

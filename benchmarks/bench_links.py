@@ -106,6 +106,15 @@ class Link:
         finally:
             _libc("setns", self._near, CLONE_NEWNET)
 
+    @contextmanager
+    def near(self) -> Iterator[None]:
+        """In here, where `far` is, what is started is at this end."""
+        _libc("setns", self._near, CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            _libc("setns", self._far, CLONE_NEWNET)
+
     def limit(self, megabits: int) -> None:
         """Hold both directions to so many Mbit/s each."""
         shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", f"{BURST_KB}kb", "latency", "100ms")

@@ -47,6 +47,7 @@ MINUTES = {
     "checkpoint_stall": (12.0, 2.5),
     "checkpoint_restore": (15.0, 2.5),
     "step_model": (15.0, 3.0),
+    "migration": (25.0, 3.0),
     "profiling": (4.0, 1.0),
     "plan": (15.0, 4.0),
 }

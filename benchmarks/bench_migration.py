@@ -1,0 +1,214 @@
+"""Rows that move to another store shard while a run trains: a shard whose link drops to a tenth, and what moving costs a step.
+
+python benchmarks/bench_migration.py [--quick] [--out DIR]
+
+Needs root: see bench_links.py. One of three servers is behind a link of its own; a quarter into the run that drops to a tenth. Nothing is done; or
+`foreload stores move` has a spare take the shard's rows while the run trains; or the run is stopped, the shard moved, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench_links import Link, Unavailable, listen
+from comparison import Cell, Claim, Results, Table, arguments, save, tell
+from foreload.cache.client.local import LocalStores
+from workload import BATCH, SEED
+
+TRAINERS, PARITY = 1, "2+1"
+PORT = 7100
+SLOW_SHARD, SPARE = 2, 3
+NORMAL_USE = 1 / 3  # of the slow shard's link, before it drops: a tenth of it is then less than training asks for
+DROP = 10
+GAP_SECONDS, GAP_STEPS = 0.5, 5
+POLL_SECONDS = 0.05
+WARM_UP = 20  # steps that no median counts
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run went. seconds: from the start of its first call to the end of its last; ms: of each step; moving: the steps while rows moved."""
+
+    seconds: float
+    ms: Sequence[float]
+    quarter: int
+    moving: range
+    digest: str
+
+    @property
+    def gap(self) -> float:
+        """The longest step from the quarter on, in seconds."""
+        return max(self.ms[self.quarter :]) / 1000
+
+    def median(self, steps: range) -> float:
+        """ms of a step, the median of these."""
+        return statistics.median([self.ms[step] for step in steps]) if len(steps) else float("nan")
+
+
+class Runs:
+    """Runs of one schedule on three servers, one of them behind a link, and a spare."""
+
+    def __init__(self, folder: Path, schedule: Path, link: Link) -> None:
+        self.folder, self.schedule, self.link = folder, schedule, link
+
+    @contextmanager
+    def servers(self, name: str) -> Iterator[list[str]]:
+        """The URLs of three servers and of a spare, all empty."""
+        near = LocalStores(3, self.folder / name / "near")
+        with near, self.link.far(), LocalStores(1, self.folder / name / "far") as far, self.link.near():
+            behind = listen(far.urls, PORT)[0]
+            urls = list(near.urls)
+            yield [*urls[:SLOW_SHARD], behind, urls[SLOW_SHARD]]
+
+    def call(self, *words: str) -> None:
+        """A command of Foreload's; SystemExit where it fails."""
+        done = subprocess.run([sys.executable, "-m", "foreload.trainer.cli", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"foreload {' '.join(words)}: {done.stderr.strip()}")
+
+    def start(self, run: Path, *more: str) -> subprocess.Popen[bytes]:
+        """Training begins, or goes on."""
+        words = [sys.executable, "-m", "foreload.trainer.cli", "train", str(self.schedule), "--run", str(run), "--history", "off"]
+        log = (self.folder / f"{run.name}.log").open("ab")
+        return subprocess.Popen([*words, *more], stdout=log, stderr=log)
+
+    def until(self, training: subprocess.Popen[bytes], run: Path, step: int) -> None:
+        """Wait until a step is through; SystemExit where the training ends before."""
+        while len(steps_of(run)) <= step:
+            if training.poll() is not None:
+                raise SystemExit(f"{run.name}: ended before step {step}; see {self.folder / run.name}.log")
+            time.sleep(POLL_SECONDS)
+
+    def train(self, way: str, megabits: int, quarter: int) -> Ending:
+        """One run. way: "nothing is done", "stores move" or "stop, move, resume"; "fast link" where it does not drop."""
+        run = self.folder / way.replace(" ", "-").replace(",", "")
+        with self.servers(f"{run.name}-servers") as urls:
+            spare = urls.pop(SPARE)
+            self.link.limit(megabits)
+            begun = time.monotonic()
+            new = ("--store", ",".join(urls), "--parity", PARITY, "--trainers", str(TRAINERS), "--dim", "16", "--overwrite")
+            training = self.start(run, *new)
+            moving = range(0)
+            try:
+                self.until(training, run, quarter)
+                if way != "fast link":
+                    self.link.limit(max(megabits // DROP, 1))
+                if way == "stores move":
+                    first = len(steps_of(run))
+                    self.call("stores", "move", str(run), str(SLOW_SHARD), spare)
+                    while training.poll() is None and json.loads((run / "placement.json").read_text()).get("target") is not None:
+                        time.sleep(POLL_SECONDS)
+                    moving = range(first, len(steps_of(run)))
+                elif way == "stop, move, resume":
+                    training.send_signal(signal.SIGINT)
+                    training.wait()
+                    self.call("stores", "move", str(run), str(SLOW_SHARD), spare)
+                    training = self.start(run, "--resume")
+                if training.wait():
+                    raise SystemExit(f"{run.name}: failed; see {self.folder / run.name}.log")
+            finally:
+                if training.poll() is None:
+                    training.kill()
+                    training.wait()
+            seconds = time.monotonic() - begun
+            self.link.limit(megabits)
+            done = subprocess.run(
+                [sys.executable, "-m", "foreload.trainer.cli", "digest", str(run)], capture_output=True, text=True, check=True
+            )
+            return Ending(seconds, steps_of(run), quarter, moving, done.stdout.strip())
+
+
+def steps_of(run: Path) -> list[float]:
+    """ms of each step that a run has told of; a line that is being written counts later."""
+    if not (run / "metrics.jsonl").exists():
+        return []
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record["ms"] for record in records if record["kind"] == "step"]
+
+
+def prepare(folder: Path, quick: bool) -> Path:
+    """Epochs over the same samples with few slots, so that rows go to and fro in every step."""
+    out = folder / "schedule"
+    if not (out / "schedule.json").exists():
+        rows, epochs = (100_000, 2) if quick else (400_000, 24)
+        tell(f"preparing {epochs} epochs of {rows:,} samples: {out}")
+        given = ["--format", "synthetic", "--rows", str(rows), "--values", "20000", "--epochs", str(epochs), "--slots", "40000"]
+        command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, "--seed", str(SEED), "--batch-size", str(BATCH)]
+        subprocess.run([*command, "--out", str(out)], stdout=subprocess.DEVNULL, check=True)
+    return out
+
+
+def measure(given: argparse.Namespace, link: Link) -> None:
+    """All ways, and the claims."""
+    folder = given.out / "work" / ("migration-quick" if given.quick else "migration")
+    folder.mkdir(parents=True, exist_ok=True)
+    schedule = prepare(folder, given.quick)
+    steps = json.loads((schedule / "schedule.json").read_text())["training_steps"]
+    quarter = steps // 4
+    runs = Runs(folder.absolute(), schedule.absolute(), link)
+    before = sum(link.bytes_passed())
+    fast = runs.train("fast link", 10_000, quarter)
+    # Both ways together, less than what the busier one takes twice.
+    per_second = (sum(link.bytes_passed()) - before) / 2 * 8 / (sum(fast.ms) / 1000)
+    megabits = max(round(per_second / 1e6 / NORMAL_USE), DROP)
+    tell(f"the link: {megabits} Mbit/s, {megabits // DROP} from step {quarter} on")
+    ways = {way: runs.train(way, megabits, quarter) for way in ("nothing is done", "stores move", "stop, move, resume")}
+    moved, nothing, stopped = ways["stores move"], ways["nothing is done"], ways["stop, move, resume"]
+    if len({ending.digest for ending in (fast, *ways.values())}) != 1:
+        raise SystemExit("the digests differ: " + ", ".join(f"{way} {ending.digest}" for way, ending in ways.items()))
+    most = max(GAP_SECONDS, GAP_STEPS * moved.median(range(WARM_UP, quarter)) / 1000)
+    saved, over_stop = (1 - moved.seconds / other.seconds for other in (nothing, stopped))
+    claims = [
+        Claim("time in all that stores move saves", "nothing is done", ">= 0.36", saved, least=0.36),
+        Claim("time in all that stores move saves", "stop, move, resume", ">= 0.27", over_stop, least=0.27),
+        Claim(
+            "longest step from the drop on, s",
+            "stores move",
+            f"<= {most:.2f}: the larger of 0.5 and 5 steps",
+            moved.gap,
+            most=most,
+        ),
+    ]
+    rows: list[list[Cell]] = [
+        [
+            way, f"{of.seconds:.1f}", f"{of.median(range(WARM_UP, quarter)):.1f}", f"{of.median(of.moving):.1f}",
+            f"{of.median(range(max(of.moving.stop, quarter), len(of.ms))):.1f}", f"{1000 * of.gap:.0f}", len(of.moving),
+        ]
+        for way, of in {"the link does not drop": fast, **ways}.items()
+    ]  # fmt: skip
+    columns = ["", "s in all", "ms a step before", "while rows move", "afterwards", "longest step, ms", "steps while rows move"]
+    note = f"{steps:,} steps; the link of one of three shards ({PARITY}) drops from {megabits} to {megabits // DROP} Mbit/s after step {quarter}."
+    table = Table("A shard whose link drops to a tenth", columns, rows, f"{note} One run each; all digests are equal.")
+    save(Results("migration", "Rows that move while a run trains", claims, [table], notes=[note]), given.out)
+
+
+def main() -> None:
+    """Measure, print, save."""
+    given = arguments(__doc__, pairs=(1, 1))
+    try:
+        link = Link()
+    except Unavailable as error:
+        tell(f"skipped: {error}")
+        note = f"not measured: {error}"
+        claim = Claim("time in all that stores move saves", "nothing is done", ">= 0.36", None, least=0.36, note=note)
+        save(Results("migration", "Rows that move while a run trains", [claim], notes=[note]), given.out)
+        return
+    try:
+        measure(given, link)
+    finally:
+        link.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from foreload.cache.parity.migrating_rows import migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.fence import Found
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.migrated import Migrated
+from foreload.cache.protocol.migrated import ALL, Migrated
 from foreload.cache.protocol.migration import Command, deletion
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.shard_table import cursor_place
@@ -62,18 +62,19 @@ def halfway(version: int, found: Mapping[int, Found], number: int) -> Halfway:
         raise StoreError(
             "store: rows have moved by a later placement than the run's; RUN/placement.json is not the run's last: put that one back"
         )
-    # One that says nothing of this move is at its beginning.
-    mine = {
-        shard: one if one is not None and one.version == version else Migrated(version, 0, 0, 0, False, number, 0)
-        for shard, one in said.items()
-    }
+    mine = {shard: own for shard, one in said.items() if (own := _of_this(version, one, number)) is not None}
+    others = [shard for shard in found if shard not in mine]
     last = max((one.place for one in mine.values()), default=(0, 0))
     latest = [one for one in mine.values() if one.place == last]
     chunk = next((one for one in latest if one.begin < one.end), None)
     if chunk is None:
         # The last word is that of a takeover: there may be copies that it has not come to undo.
         half = next((one for one in mine.values() if one.copied and one.begin == last[1] and one.number == number), None)
-        at = Halfway(last[1]) if half is None else Halfway(last[1], half.begin, half.end, half.term, half.targets)
+        at = (
+            Halfway(last[1], stale=others)
+            if half is None
+            else Halfway(last[1], half.begin, half.end, half.term, half.targets, others)
+        )
         for shard, one in mine.items():
             if half is not None and (one.copied, one.begin, one.end) == (True, half.begin, half.end):
                 at.undone.append(shard)
@@ -81,7 +82,7 @@ def halfway(version: int, found: Mapping[int, Found], number: int) -> Halfway:
                 at.stale.append(shard)
         return at
     done = any(not one.copied for one in latest)
-    at = Halfway(chunk.end if done else chunk.begin, chunk.begin, chunk.end, chunk.term, chunk.targets)
+    at = Halfway(chunk.end if done else chunk.begin, chunk.begin, chunk.end, chunk.term, chunk.targets, others)
     whole = Marker(chunk.number, chunk.number)
     for shard, one in mine.items():
         if one.place == last and not one.copied:
@@ -98,6 +99,31 @@ def halfway(version: int, found: Mapping[int, Found], number: int) -> Halfway:
     return at
 
 
+def _of_this(version: int, one: Migrated | None, number: int) -> Migrated | None:
+    """What a shard says of a move to a placement of this version: where the one before ended, this begins. None for one that says neither.
+
+    Moves change no number of a batch, so that what a server says that came back with what it had in the middle of another move looks right otherwise.
+    """
+    if one is not None and one.version == version:
+        return one
+    if version == 1 if one is None else one.version == version - 1 and complete(one):
+        return Migrated(version, 0, 0, 0, False, number, 0)
+    return None
+
+
+def complete(one: Migrated) -> bool:
+    """Whether all of a lane has moved."""
+    return one.end == ALL and not one.copied
+
+
+def strangers(placement: Placement, found: Mapping[int, Found]) -> list[int]:
+    """The shards that do not say that all of a lane is where a placement has it by which nothing moves any more."""
+    if not placement.version:
+        return []
+    said = {shard: there.migrated for shard, there in found.items()}
+    return [shard for shard, one in said.items() if one is None or one.version != placement.version or not complete(one)]
+
+
 def agreed(placement: Placement, found: Mapping[int, Found], number: int) -> Halfway:
     """How far a lane has moved: the furthest by which no more shards are stale than parity covers, with those that cannot be trusted otherwise.
 
@@ -107,7 +133,8 @@ def agreed(placement: Placement, found: Mapping[int, Found], number: int) -> Hal
     first = at = halfway(placement.version, found, number)
     left = dict(found)
     while len(at.stale) + len(found) - len(left) > spared:
-        said = {shard: _place(there, placement.version) for shard, there in left.items()}
+        ones = {shard: _of_this(placement.version, there.migrated, number) for shard, there in left.items()}
+        said = {shard: (-1, 0) if one is None else one.place for shard, one in ones.items()}
         furthest = max(said.values())
         left = {shard: there for shard, there in left.items() if said[shard] != furthest}
         if not left:
@@ -117,9 +144,13 @@ def agreed(placement: Placement, found: Mapping[int, Found], number: int) -> Hal
     return at
 
 
-def _place(there: Found, version: int) -> tuple[int, int]:
-    one = there.migrated
-    return one.place if one is not None and one.version == version else (0, 0)
+def stamp_of_nothing(stored: StoredRows, lane: int, term: int) -> Migrated | None:
+    """What the shards say of a lane of which they have nothing; None where rows never moved."""
+    placement = stored.placement
+    if not placement.version:
+        return None
+    at = int(stored.shards.of(lane).places.migrated) if placement.migrating else ALL
+    return Migrated(placement.version, term, at, at, False, 0, 0)
 
 
 def counted(there: Found, by_log: int) -> int:
@@ -149,7 +180,7 @@ def finish_migration(
     for shard, one in found.items():
         own.migrated[shard] = one.migrated
     if not placement.migrating:
-        return []
+        return strangers(placement, {shard: one for shard, one in found.items() if taking.number and not one.marker.rebuilding})
     _join(stored, lane, found, taking, lose)
     trusted = {shard: one for shard, one in found.items() if not one.marker.rebuilding}
     at = agreed(placement, trusted, taking.number)

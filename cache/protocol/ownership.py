@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from foreload.cache.client.resp import MIGRATED
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreAuth, StoreError, StoreFull
 from foreload.cache.protocol.fence import Found, fence_all, look_at
-from foreload.cache.protocol.interrupted_migration import Taking, agreed, finish_migration
+from foreload.cache.protocol.interrupted_migration import Taking, agreed, finish_migration, stamp_of_nothing, strangers
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import is_of
 from foreload.cache.protocol.reading import StoredRows
@@ -87,6 +88,12 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
             if not last_batches[lane] and (there.marked or there.rows):
                 # Batch 0: nothing of this run is there. It is what an earlier owner wrote between the removal of its rows and the fence.
                 stored.store.command(shard, "UNLINK", stored.key(lane, shard))
+                own.migrated[shard] = None
+                there = replace(there, marked=False, rows=0)
+            if not last_batches[lane]:
+                if stamp := stamp_of_nothing(stored, lane, ownership.term):
+                    stored.store.command(shard, "HSET", stored.key(lane, shard), MIGRATED, stamp.stored())
+                    own.migrated[shard] = stamp
                 continue
             if there.marked:
                 own.held[shard] = int(expected[lane][shard])
@@ -156,6 +163,10 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
                 lose(stored, shard)
             else:
                 found[lane][shard] = there
+    for lane, of_lane in found.items():
+        for shard in strangers(stored.placement, of_lane) if stored.placement.r and numbers[lane] else ():
+            if not stored.placement.migrating:
+                lose(stored, shard)
     if stored.placement.migrating:
         for lane, of_lane in found.items():
             at = agreed(stored.placement, of_lane, numbers[lane])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from move_model import Command, Contents, Moved, Owner, SomeCells, World
+from move_model import Command, Contents, Migrated, Owner, SomeCells, World
 from move_rounds import JOINING, NONE, Commands, Rounds
 from protocol_model import OK, Marker
 
@@ -68,21 +68,21 @@ class Chunks(Rounds):
             return world
         return self._with(world, i, owner._replace(phase="copy", chunk=(owner.at, upto), copies=copies))
 
-    def _moves(self, owner: Owner, copied: bool) -> tuple[Commands, tuple[Moved | None, ...]]:
+    def _moves(self, owner: Owner, copied: bool) -> tuple[Commands, tuple[Migrated | None, ...]]:
         """By shard, the command that copies, or that deletes; and what the shards then say."""
         scope, rules, b = self.scope, self.rules, owner.batch
         assert owner.chunk is not None
         start, upto = owner.chunk
         targets = tuple(shard for shard, copies in enumerate(owner.copies) if copies)
         commands: list[tuple[Command, ...]] = []
-        says: list[Moved | None] = []
+        says: list[Migrated | None] = []
         for shard, copies in enumerate(owner.copies):
             leaving = scope.moving(shard, start, upto)[1]
             cells, alone = scope.cells(shard, b, b, start), rules.deleted_alone
             told = owner.views[shard] == OK and (not copied or bool(copies))
             if not told:
                 commands.append(())
-                says.append(owner.moved[shard])
+                says.append(owner.migrated[shard])
                 continue
             if not copied:
                 here = dict(enumerate(cells)) | dict(copies)
@@ -91,9 +91,9 @@ class Chunks(Rounds):
                 rows = sum(cell != 0 for cell in cells) - len(changed)
             else:
                 changed, rows, alone = copies, sum(cell != 0 for cell in cells) + len(copies), rules.copied_alone
-            moved, marker = Moved(start, upto, not copied, owner.n, rows, owner.term, targets), Marker(owner.n, owner.n)
-            command = Command(changed, marker if rules.marked else None, moved, Contents(cells, marker, owner.moved[shard]))
-            says.append(moved)
+            migrated, marker = Migrated(start, upto, not copied, owner.n, rows, owner.term, targets), Marker(owner.n, owner.n)
+            command = Command(changed, marker if rules.marked else None, migrated, Contents(cells, marker, owner.migrated[shard]))
+            says.append(migrated)
             commands.append(self._parts(command, alone))
         return commands, tuple(says)
 
@@ -101,27 +101,27 @@ class Chunks(Rounds):
         """A command, or two."""
         if not alone or not command.cells:
             return (command,)
-        moved, rows = command._replace(cells=(), before=None), Command(command.cells)
-        return (moved, rows) if alone == "moved" else (rows, moved)
+        migrated, rows = command._replace(cells=(), before=None), Command(command.cells)
+        return (migrated, rows) if alone == "migrated" else (rows, migrated)
 
     def _copies(self, world: World, i: int) -> World:
         owner = world.owners[i]
-        copies, moved = self._moves(owner, copied=True)
+        copies, migrated = self._moves(owner, copied=True)
         if self.rules.copies_awaited:
-            return self._send(world, i, owner._replace(phase="copied", moved=moved), copies)
-        deletions, moved = self._moves(owner._replace(moved=moved), copied=False)
+            return self._send(world, i, owner._replace(phase="copied", migrated=migrated), copies)
+        deletions, migrated = self._moves(owner._replace(migrated=migrated), copied=False)
         both = [(*one, *other) for one, other in zip(copies, deletions, strict=True)]
-        return self._send(world, i, owner._replace(phase="delete", moved=moved), both)
+        return self._send(world, i, owner._replace(phase="delete", migrated=migrated), both)
 
     def _deletes(self, world: World, i: int) -> World:
         owner = world.owners[i]
-        deletions, moved = self._moves(owner, copied=False)
-        world = self._send(world, i, owner._replace(phase="delete", moved=moved), deletions)
+        deletions, migrated = self._moves(owner, copied=False)
+        world = self._send(world, i, owner._replace(phase="delete", migrated=migrated), deletions)
         if self.rules.done_awaited:
             return world
-        return self._moved(self._with(world, i, world.owners[i]._replace(awaited=self.none_awaited)), i)
+        return self._migrated(self._with(world, i, world.owners[i]._replace(awaited=self.none_awaited)), i)
 
-    def _moved(self, world: World, i: int) -> World:
+    def _migrated(self, world: World, i: int) -> World:
         owner = world.owners[i]
         assert owner.chunk is not None
         return self._with(world, i, owner._replace(phase="idle", at=owner.chunk[1], chunk=None, copies=()))

@@ -30,7 +30,7 @@ class Findings:
     """What was explored. worlds: distinct; cases: worlds x losses; wrong: cases; wrong_worlds, wrong_steps; unnoticed: worlds in which an owner
     takes a shard for whole that was emptied and written to since.
 
-    finished: worlds in which all rows have moved, and all batches are stored; halfway: in which some shards say that a chunk is done, and others do
+    finished: worlds in which all rows have migrated, and all batches are stored; halfway: in which some shards say that a chunk is done, and others do
     not; undone: in which a new owner rolled one back; restored: finished after a loss, with all shards OK again.
     """
 
@@ -54,9 +54,15 @@ class Findings:
         """Count a world."""
         scope, owner = model.scope, world.owners[-1]
         self.worlds += 1
-        says = [shard.contents.moved for shard in world.shards if shard.contents is not None and shard.contents.moved is not None]
-        self.halfway += owner.phase == "delete" and len({moved.done and moved.upto for moved in says}) > 1
-        self.undone += any(moved.start == moved.upto and moved.term > 1 for moved in says) and owner.phase == "resolve"
+        says = [
+            shard.contents.migrated
+            for shard in world.shards
+            if shard.contents is not None and shard.contents.migrated is not None
+        ]
+        self.halfway += owner.phase == "delete" and len({migrated.done and migrated.upto for migrated in says}) > 1
+        self.undone += (
+            any(migrated.start == migrated.upto and migrated.term > 1 for migrated in says) and owner.phase == "resolve"
+        )
         if (
             owner.phase == "idle"
             and owner.batch == len(scope.batches)
@@ -98,16 +104,16 @@ class NextOwner:
         record, lost = self.model.valid(world), frozenset(self.model.unprotecting(world))
         servers = tuple((shard.contents, shard.past) for shard in world.shards)
         given_up = frozenset[int]().union(*(owner.lost for owner in world.owners))
-        key = servers, record, lost, given_up, world.settled, world.announced
+        key = servers, record, lost, given_up, world.current, world.announced
         if key not in self._counted:
             self._counted[key] = self._count(world, record, lost, given_up)
         return self._counted[key]
 
     def _count(self, world: World, record: Record, lost: frozenset[int], given_up: frozenset[int]) -> tuple[int, int]:
-        scope, versions = self.model.scope, (world.settled, world.announced)
+        scope, versions = self.model.scope, (world.current, world.announced)
         asked = scope.asked(*versions)
         cases = wrong = 0
-        for more in loss_sets(asked, lost & asked, scope.r + scope.beyond):
+        for more in loss_sets(asked, lost & asked, scope.r + scope.uncorrectable):
             gone = (lost & asked) | set(more)
             bad = {Outcome.WRONG} if len(gone) > scope.r else {Outcome.WRONG, Outcome.TOO_FEW}
             options = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from move_model import UNMOVED, Command, Contents, Moved, Record, Rules, Scope
+from move_model import UNMIGRATED, Command, Contents, Migrated, Record, Rules, Scope
 from protocol_model import NO_MARKER, Marker, times
 
 LAST_TERM = 99
@@ -35,22 +35,22 @@ class Judge:
 
     def trusts(self, record: Record, shard: int, contents: Contents) -> bool:
         """Whether a shard has what it takes to play the record, by its marker and its number of rows."""
-        marker, moved = contents.marker, contents.moved
+        marker, migrated = contents.marker, contents.migrated
         if marker.rebuilding or not {marker.p, marker.d} <= {record.number, record.before}:
             return False
         held = record.held[shard][(marker.p == record.number) + (marker.d == record.number)]
-        if self.rules.held and moved is not None and moved.n == marker.p == marker.d:
-            held = moved.held
+        if self.rules.held and migrated is not None and migrated.n == marker.p == marker.d:
+            held = migrated.held
         return contents.rows == held
 
     def judge(self, found: tuple[Contents | None, ...], record: Record, versions: tuple[int, int], term: int) -> Judged | None:
         """found: None where a shard is lost; versions: of the placement that is, and of that which rows move to. None: no shard can be trusted."""
-        scope, (settled, announced) = self.scope, versions
-        asked = scope.asked(settled, announced)
+        scope, (current, announced) = self.scope, versions
+        asked = scope.asked(current, announced)
         there = {s: one for s, one in enumerate(found) if s in asked and one is not None and self.trusts(record, s, one)}
         if not self.rules.versions:
-            begun = UNMOVED._replace(upto=settled * scope.stripes)
-            there = {s: one if one.at.upto > begun.upto else one._replace(moved=begun) for s, one in there.items()}
+            begun = UNMIGRATED._replace(upto=current * scope.stripes)
+            there = {s: one if one.at.upto > begun.upto else one._replace(migrated=begun) for s, one in there.items()}
         joining = self._joining(found, there, versions, record.number, term)
         if not there:
             return None
@@ -67,22 +67,22 @@ class Judge:
         self, found: tuple[Contents | None, ...], there: dict[int, Contents], versions: tuple[int, int], number: int, term: int
     ) -> dict[int, Command]:
         """The shards that come in, and to which no owner has come yet; what has them take part."""
-        (settled, announced), scope = versions, self.scope
-        begun = settled * scope.stripes
+        (current, announced), scope = versions, self.scope
+        begun = current * scope.stripes
         if not self.rules.joining or any(one.at.upto > begun for one in there.values()):
             return {}
         command = self.joined(number, begun, term)
         return {
             s: command
-            for s in scope.of_version[announced] - scope.of_version[settled]
+            for s in scope.of_version[announced] - scope.of_version[current]
             if found[s] == Contents((0,) * scope.stripes, NO_MARKER)
         }
 
-    def _judged_by(self, top: Moved, there: dict[int, Contents], record: Record, term: int) -> Judged:
+    def _judged_by(self, top: Migrated, there: dict[int, Contents], record: Record, term: int) -> Judged:
         """What follows if the cursor is where the newest of the shards that are right is."""
         says_top = [one.at for one in there.values() if self._order(one.at) == self._order(top)]
-        chunk = min(says_top, key=lambda moved: moved.start)
-        done = any(moved.done for moved in says_top) or not self.rules.rolled_back
+        chunk = min(says_top, key=lambda migrated: migrated.start)
+        done = any(migrated.done for migrated in says_top) or not self.rules.rolled_back
         judged = Judged(chunk.upto if done else chunk.start, {})
         for shard, one in there.items():
             trusted, command = self._finished(shard, one, record, chunk, term) if done else self._undone(shard, one, chunk, term)
@@ -90,38 +90,38 @@ class Judge:
                 judged.commands[shard] = command
         return judged
 
-    def _order(self, moved: Moved) -> tuple[int, int]:
+    def _order(self, migrated: Migrated) -> tuple[int, int]:
         """By which what a shard says is older or newer."""
-        return (moved.term if self.rules.rolled_back_by_term else 0), moved.upto
+        return (migrated.term if self.rules.rolled_back_by_term else 0), migrated.upto
 
     def joined(self, number: int, at: int, term: int) -> Command:
         """What makes a shard one that has no rows."""
-        moved = Moved(at, at, True, number, 0, term) if self.rules.joined_moved else None
-        return Command(tuple((stripe, 0) for stripe in range(self.scope.stripes)), Marker(number, number), moved)
+        migrated = Migrated(at, at, True, number, 0, term) if self.rules.joined_moved else None
+        return Command(tuple((stripe, 0) for stripe in range(self.scope.stripes)), Marker(number, number), migrated)
 
-    def _undone(self, shard: int, one: Contents, chunk: Moved, term: int) -> tuple[bool, Command | None]:
+    def _undone(self, shard: int, one: Contents, chunk: Migrated, term: int) -> tuple[bool, Command | None]:
         """Whether a shard is trusted where a chunk is only copied, and what rolls it back."""
-        moved = one.at
-        if self._order(moved) != self._order(chunk):
-            return (moved.done and moved.upto == chunk.start) or not self.rules.others_left, None
+        migrated = one.at
+        if self._order(migrated) != self._order(chunk):
+            return (migrated.done and migrated.upto == chunk.start) or not self.rules.others_left, None
         return True, self._without_copies(shard, one, term)
 
     def _without_copies(self, shard: int, one: Contents, term: int) -> Command:
         """What takes the copies of a chunk from a shard."""
         start, upto = one.at.start, one.at.upto
         coming = [(g, 0) for g in self.scope.moving(shard, start, upto)[0] if one.cells[g]]
-        return Command(tuple(coming), one.marker, Moved(start, start, True, one.at.n, one.rows - len(coming), term))
+        return Command(tuple(coming), one.marker, Migrated(start, start, True, one.at.n, one.rows - len(coming), term))
 
-    def _finished(self, shard: int, one: Contents, record: Record, chunk: Moved, term: int) -> tuple[bool, Command | None]:
+    def _finished(self, shard: int, one: Contents, record: Record, chunk: Migrated, term: int) -> tuple[bool, Command | None]:
         """Whether a shard is trusted where some say that a chunk is done, and what does it."""
-        rules, moved = self.rules, one.at
+        rules, migrated = self.rules, one.at
         coming, leaving = self.scope.moving(shard, chunk.start, chunk.upto)
-        if moved.done and moved.upto == chunk.upto:
+        if migrated.done and migrated.upto == chunk.upto:
             return True, None
-        if not moved.done and moved.start == chunk.upto:
+        if not migrated.done and migrated.start == chunk.upto:
             return True, self._without_copies(shard, one, term)
-        before = moved.done and moved.upto == chunk.start
-        if self._order(moved) != self._order(chunk) and not before:
+        before = migrated.done and migrated.upto == chunk.start
+        if self._order(migrated) != self._order(chunk) and not before:
             return not rules.others_left, None
         if before and rules.stale_targets and (shard in chunk.targets if rules.targets_named else coming):
             return False, None

@@ -28,16 +28,16 @@ class Rules:
     """The rules of a move; each False (or another word) is a move with one of them left out.
 
     Of a chunk: flushed_first: it is read while no batch is under way. copies_awaited: copies are acknowledged before anything is deleted.
-    done_awaited: deletions are acknowledged before a batch goes by the new cursor. copied_alone, deleted_alone: "": moved and the rows that come, or
-    leave, in one command; "moved" or "rows": these first, by a command of their own. targets_named: moved names the shards that got copies, so that
+    done_awaited: deletions are acknowledged before a batch goes by the new cursor. copied_alone, deleted_alone: "": migrated and the rows that come, or
+    leave, in one command; "migrated" or "rows": these first, by a command of their own. targets_named: migrated names the shards that got copies, so that
     one which got none need not be told. marked: commands of a chunk have the marker. whole: a chunk begins only while all shards are whole.
     Of a new owner: fenced: the shards of "both" placements, of the "old" or the "new" one. stale_targets: a target at the cursor before, while
     another says done, is not trusted; at_n: nor is one that does not say so where a later batch is in the log; others_left: nor any that says
     something else; versions: which is what one that speaks of an earlier placement does. rolled_back: where only copies are, they are.
     rolled_back_by_term: what is rolled back has a later term than what it undoes; stamped: so has then every shard that is trusted.
-    fewest: what would leave more than r shards not trusted is not so. held: rows are counted by moved where its n is the marker's. joining: a
+    fewest: what would leave more than r shards not trusted is not so. held: rows are counted by migrated where its n is the marker's. joining: a
     shard that comes in, and has nothing yet, is whole.
-    Of shards: joined_moved, rebuilt_moved: moved is written when a shard joins, and at the end of a rebuild. moved_compared: after a broken
+    Of shards: joined_moved, rebuilt_moved: migrated is written when a shard joins, and at the end of a rebuild. moved_compared: after a broken
     connection, too. answers_counted: how many fields were new, or deleted, is compared with what the owner knows.
     told_in_term: only the owner of this term is told of a further move.
     """
@@ -68,7 +68,7 @@ class Rules:
     told_in_term: bool = True
 
 
-class Moved(NamedTuple):
+class Migrated(NamedTuple):
     """How far a shard is. Positions are stripes of one placement after the other: version w ends at w x stripes.
 
     start, upto: the last chunk; done: its rows are deleted where they were; n: the last batch before it; held: rows and parity rows on the shard;
@@ -84,7 +84,7 @@ class Moved(NamedTuple):
     targets: tuple[int, ...] = ()
 
 
-UNMOVED = Moved(0, 0, True, -1, 0, 0)  # what a shard says that says nothing
+UNMIGRATED = Migrated(0, 0, True, -1, 0, 0)  # what a shard says that says nothing
 
 
 class Contents(NamedTuple):
@@ -92,7 +92,7 @@ class Contents(NamedTuple):
 
     cells: Cells
     marker: Marker
-    moved: Moved | None = None
+    migrated: Migrated | None = None
 
     @property
     def rows(self) -> int:
@@ -100,30 +100,32 @@ class Contents(NamedTuple):
         return sum(cell != 0 for cell in self.cells)
 
     @property
-    def at(self) -> Moved:
+    def at(self) -> Migrated:
         """How far the shard is."""
-        return self.moved or UNMOVED
+        return self.migrated or UNMIGRATED
 
     def after(self, command: Command) -> Contents:
         """The contents after a command."""
         changed = dict(command.cells)
         cells = tuple(changed.get(stripe, cell) for stripe, cell in enumerate(self.cells))
-        return Contents(cells, command.marker or self.marker, command.moved or self.moved)
+        return Contents(cells, command.marker or self.marker, command.migrated or self.migrated)
 
     def answer(self, command: Command) -> tuple[int, int]:
         """How many fields of a command are not there, and how many of those that it deletes are."""
         cells = command.cells
         new = sum(cell != 0 and self.cells[stripe] == 0 for stripe, cell in cells)
-        new += (command.marker is not None and self.marker == NO_MARKER) + (command.moved is not None and self.moved is None)
+        new += (command.marker is not None and self.marker == NO_MARKER) + (
+            command.migrated is not None and self.migrated is None
+        )
         return new, sum(cell == 0 and self.cells[stripe] != 0 for stripe, cell in cells)
 
 
 class Command(NamedTuple):
-    """One atomic write: some cells, a marker and moved, None: left as they are. before: what its owner takes to be there."""
+    """One atomic write: some cells, a marker and migrated, None: left as they are. before: what its owner takes to be there."""
 
     cells: SomeCells = ()
     marker: Marker | None = None
-    moved: Moved | None = None
+    migrated: Migrated | None = None
     before: Contents | None = None
 
 
@@ -168,7 +170,7 @@ class Owner(NamedTuple):
     phase: of a takeover "fence" "judge" "resolve" "stamp" "play parity" "play data" "hold" "mark"; then "idle" "held" "parity" "data" "copy" "copied"
     "delete" "join" "rebuild" "finish"; at last perhaps "dead". n: its last batch that is stored, or is under way; batch: how many of the scope's
     batches that makes. at: where the cursor is. views: of a shard: "" not fenced yet, "fenced", then OK, LOST or REBUILDING; "none": no
-    placement that it knows has it; "joining": new. moved: what the shards say. out: sent, not yet applied, in order; awaited: acknowledgements.
+    placement that it knows has it; "joining": new. migrated: what the shards say. out: sent, not yet applied, in order; awaited: acknowledgements.
     told: the version of the placement that rows move to. chunk: from where to where; copies: by shard, what was read for it. record: what
     a new owner read from the log.
     """
@@ -179,7 +181,7 @@ class Owner(NamedTuple):
     batch: int
     at: int
     views: tuple[str, ...]
-    moved: tuple[Moved | None, ...]
+    migrated: tuple[Migrated | None, ...]
     out: tuple[tuple[Command, ...], ...]
     awaited: tuple[int, ...]
     told: int = 0
@@ -194,13 +196,13 @@ class Owner(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything. settled: the version of the placement that is; announced: the one that rows move to, or the same; in_charge: the last owner that
+    """Everything. current: the version of the placement that is; announced: the one that rows move to, or the same; in_charge: the last owner that
     holds a record; kills, cuts, wipes: yet to come, at most."""
 
     shards: tuple[Shard, ...]
     logs: tuple[Record | None, ...]
     owners: tuple[Owner, ...]
-    settled: int
+    current: int
     announced: int
     in_charge: int
     kills: int
@@ -214,7 +216,7 @@ class Scope:
 
     batches: the rows that each changes; stored: those there at the start. owners: how many at most; one more looks at every world. kills, cuts,
     wipes: how many times at most a shard dies, an owner gives one up though nothing is wrong with it, and a shard loses a row or all and stays
-    connected. rebuilds: whether owners rebuild what they lost. chunks: how many stripes a chunk may have. beyond: how many shards more than r may be
+    connected. rebuilds: whether owners rebuild what they lost. chunks: how many stripes a chunk may have. uncorrectable: how many shards more than r may be
     lost when the owner dies: then it is enough that no shard is trusted that should not be.
     """
 
@@ -229,7 +231,7 @@ class Scope:
     wipes: int = 0
     rebuilds: bool = False
     chunks: tuple[int, ...] = (1, 2)
-    beyond: int = 0
+    uncorrectable: int = 0
 
     @property
     def stripes(self) -> int:
@@ -251,9 +253,9 @@ class Scope:
         """By version, the shards that it names."""
         return tuple(frozenset(shard for members in placement for shard in members) for placement in self.placements)
 
-    def asked(self, settled: int, announced: int) -> frozenset[int]:
+    def asked(self, current: int, announced: int) -> frozenset[int]:
         """The shards of a placement, and of the one that rows move to."""
-        return self.of_version[settled] | self.of_version[announced]
+        return self.of_version[current] | self.of_version[announced]
 
     def place(self, shard: int, stripe: int, at: int) -> int | None:
         """Which place of a stripe a shard holds, the cursor being there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from move_chunks import Chunks
-from move_model import NUMBERS_PER_TERM, Command, Moved, Record, World
+from move_model import NUMBERS_PER_TERM, Command, Migrated, Record, World
 from move_rounds import NONE
 from protocol_model import LOST, OK, Marker, put
 
@@ -32,7 +32,7 @@ class Model(Chunks):
         else:
             following_of = {
                 "judge": self._judges, "resolve": self._stamps, "stamp": self._plays_parity, "play parity": self._plays_data,
-                "play data": self._holds_empty, "hold": self._marks, "copy": self._copies, "copied": self._deletes, "delete": self._moved,
+                "play data": self._holds_empty, "hold": self._marks, "copy": self._copies, "copied": self._deletes, "delete": self._migrated,
                 "rebuild": self._finishes, "finish": self._rebuilt,
             }  # fmt: skip
             yield following_of[phase](world, i)
@@ -61,7 +61,7 @@ class Model(Chunks):
     def _judges(self, world: World, i: int) -> World:
         """Read the log, hold a copy of its record, and finish or undo the chunk that was under way."""
         owner, scope = world.owners[i], self.scope
-        record, versions = self.valid(world), (world.settled, world.announced)
+        record, versions = self.valid(world), (world.current, world.announced)
         asked, fenced = scope.asked(*versions), [view == "fenced" for view in owner.views]
         if sum(fenced) <= scope.r:
             # It goes on only because the others are known to be dead.
@@ -74,11 +74,11 @@ class Model(Chunks):
                 self.wrong.append("too few shards have what the log says")
             return self._with(world, i, owner._replace(phase="dead"))
         commands = [judged.commands.get(s) for s in range(scope.shards)]
-        said = [None if one is None else one.moved for one in found]
+        said = [None if one is None else one.migrated for one in found]
         owner = owner._replace(
             phase="resolve", n=record.number, batch=record.batch, at=judged.at, record=record, told=world.announced,
             views=tuple(NONE if s not in asked else OK if s in judged.commands else LOST for s in range(scope.shards)),
-            moved=tuple(one if command is None else command.moved for command, one in zip(commands, said, strict=True)),
+            migrated=tuple(one if command is None else command.migrated for command, one in zip(commands, said, strict=True)),
         )  # fmt: skip
         world = world._replace(logs=put(world.logs, owner.term - 1, record), in_charge=max(world.in_charge, i))
         return self._send(world, i, owner, [() if command is None else (command,) for command in commands])
@@ -89,9 +89,9 @@ class Model(Chunks):
         if not self.rules.stamped or not world.announced:
             return self._with(world, i, owner._replace(phase="stamp"))
         held = scope.held(owner.batch, owner.at)
-        moved = tuple(Moved(owner.at, owner.at, True, owner.n, rows, owner.term) for _, _, rows in held)
-        commands = [(Command((), None, one),) for one in moved]
-        return self._send(world, i, owner._replace(phase="stamp", moved=moved), commands)
+        migrated = tuple(Migrated(owner.at, owner.at, True, owner.n, rows, owner.term) for _, _, rows in held)
+        commands = [(Command((), None, one),) for one in migrated]
+        return self._send(world, i, owner._replace(phase="stamp", migrated=migrated), commands)
 
     def _plays_parity(self, world: World, i: int) -> World:
         return self._plays(world, i, "play parity")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from move_judge import Judge
-from move_model import NUMBERS_PER_TERM, Command, Contents, Moved, Owner, Record, Rules, Scope, Shard, World
+from move_model import NUMBERS_PER_TERM, Command, Contents, Migrated, Owner, Record, Rules, Scope, Shard, World
 from protocol_model import LOST, NO_MARKER, OK, REBUILDING, Marker, put
 
 NONE, JOINING = "none", "joining"  # views of a shard
@@ -124,7 +124,7 @@ class Rounds:
     def _as_it_was(self, contents: Contents, sent: Command) -> bool:
         """Whether a shard lacks nothing but a command of a batch that was under way."""
         assert sent.before is not None
-        if self.rules.moved_compared and contents.moved != sent.before.moved:
+        if self.rules.moved_compared and contents.migrated != sent.before.migrated:
             return False
         before = sent.before if contents.marker == sent.before.marker else sent.before.after(sent)
         return contents.marker == before.marker and contents.rows == before.rows
@@ -137,8 +137,8 @@ class Rounds:
 
     def _lost(self, world: World, i: int, shard: int) -> World:
         owner = world.owners[i]
-        views, awaited, moved = put(owner.views, shard, LOST), put(owner.awaited, shard, 0), put(owner.moved, shard, None)
-        return self._with(world, i, owner._replace(views=views, awaited=awaited, moved=moved))
+        views, awaited, migrated = put(owner.views, shard, LOST), put(owner.awaited, shard, 0), put(owner.migrated, shard, None)
+        return self._with(world, i, owner._replace(views=views, awaited=awaited, migrated=migrated))
 
     def _fenced(self, world: World, i: int, shard: int) -> World:
         """A shard fenced: what was sent before, and what earlier owners send later, is refused."""
@@ -166,8 +166,8 @@ class Rounds:
 
     def _next_owner(self, world: World) -> World:
         scope, rules = self.scope, self.rules
-        asked = scope.asked(world.settled, world.announced)
-        fenced = {"old": scope.of_version[world.settled], "new": scope.of_version[world.announced]}.get(rules.fenced, asked)
+        asked = scope.asked(world.current, world.announced)
+        fenced = {"old": scope.of_version[world.current], "new": scope.of_version[world.announced]}.get(rules.fenced, asked)
         views = tuple("" if s in fenced else "fenced" if s in asked else NONE for s in range(scope.shards))
         owner = Owner(len(world.owners) + 1, "fence", 0, 0, 0, views, (None,) * scope.shards, self.nothing, self.none_awaited)
         return world._replace(owners=(*world.owners, owner))
@@ -177,9 +177,9 @@ class Rounds:
         owner, scope = world.owners[i], self.scope
         if i < len(world.owners) - 1 or owner.told != world.announced or owner.at != world.announced * scope.stripes:
             return
-        if world.settled < world.announced:
+        if world.current < world.announced:
             views = tuple(view if s in scope.of_version[owner.told] else NONE for s, view in enumerate(owner.views))
-            yield self._with(world._replace(settled=owner.told), i, owner._replace(views=views))
+            yield self._with(world._replace(current=owner.told), i, owner._replace(views=views))
         elif world.announced + 1 < len(scope.placements):
             asked = scope.of_version[world.announced + 1]
             views = tuple(JOINING if view == NONE and s in asked else view for s, view in enumerate(owner.views))
@@ -196,8 +196,8 @@ class Rounds:
             world = self._fenced(world, i, shard)
         command = self.judge.joined(owner.n, owner.at, owner.term)
         views = tuple(OK if view == JOINING else view for view in owner.views)
-        moved = tuple(command.moved if s in joining else one for s, one in enumerate(owner.moved))
-        joins = owner._replace(phase="join", views=views, moved=moved, out=world.owners[i].out)
+        migrated = tuple(command.migrated if s in joining else one for s, one in enumerate(owner.migrated))
+        joins = owner._replace(phase="join", views=views, migrated=migrated, out=world.owners[i].out)
         yield self._send(world, i, joins, [(command,) if s in joining else () for s in range(self.scope.shards)])
 
     # A batch.
@@ -222,7 +222,7 @@ class Rounds:
             here = scope.cells(shard, b - ahead, b - 1, owner.at)
             after = scope.cells(shard, b, b - ahead, owner.at)
             cells = tuple((g, cell) for g, cell in enumerate(after) if cell != here[g])
-            before = Contents(here, Marker(n - ahead, n - 1), owner.moved[shard])
+            before = Contents(here, Marker(n - ahead, n - 1), owner.migrated[shard])
             commands.append((Command((), marker) if view == REBUILDING else Command(cells, marker, None, before),))
         return commands
 
@@ -252,9 +252,9 @@ class Rounds:
             return self._with(world, i, owner._replace(phase="idle"))
         shard = owner.views.index(REBUILDING)
         rows = sum(cell != 0 for cell in scope.cells(shard, owner.batch, owner.batch, owner.at))
-        moved = Moved(owner.at, owner.at, True, owner.n, rows, owner.term) if self.rules.rebuilt_moved else None
-        owner = owner._replace(phase="finish", moved=put(owner.moved, shard, moved))
-        return self._send(world, i, owner, put(self.nothing, shard, (Command((), Marker(owner.n, owner.n), moved),)))
+        migrated = Migrated(owner.at, owner.at, True, owner.n, rows, owner.term) if self.rules.rebuilt_moved else None
+        owner = owner._replace(phase="finish", migrated=put(owner.migrated, shard, migrated))
+        return self._send(world, i, owner, put(self.nothing, shard, (Command((), Marker(owner.n, owner.n), migrated),)))
 
     def _rebuilt(self, world: World, i: int) -> World:
         owner = world.owners[i]

@@ -27,7 +27,7 @@ SCOPES = {
     "2+2, a member": Scope(2, 2, (((0, 1, 2, 3),), ((4, 1, 2, 3),)), ((A,),), (A, B)),
     "2+1, rows vanish": replace(TWO, batches=(), wipes=1),
     "2+1, two targets, a loss": replace(TWO, batches=(), kills=1, rebuilds=True),
-    "without parity": replace(LEAVES, beyond=1),
+    "without parity": replace(LEAVES, uncorrectable=1),
 }
 FULL = {
     "2+1, a member, two owners": replace(ADDED, batches=((A,),), owners=2),
@@ -57,11 +57,11 @@ LEFT_OUT = [
     ("a chunk is read while no batch is under way", Rules(flushed_first=False), "2+1, two targets"),
     ("copies are acknowledged before anything is deleted", Rules(copies_awaited=False), "2+1, two targets"),
     ("deletions are acknowledged before a batch goes by the new cursor", Rules(done_awaited=False), "2+1, a member"),
-    ("rows and moved in one command: moved first", Rules(copied_alone="moved"), "2+1, a shard that takes and gives"),
-    ("rows and moved in one command: rows first", Rules(copied_alone="rows"), "2+1, a shard that takes and gives"),
-    ("deletion and moved in one transaction: moved first", Rules(deleted_alone="moved"), "2+1, a member"),
-    ("deletion and moved in one transaction: deletion first", Rules(deleted_alone="rows"), "2+1, a member"),
-    ("moved names the targets", Rules(targets_named=False), "2+1, parity rows"),
+    ("rows and migrated in one command: migrated first", Rules(copied_alone="migrated"), "2+1, a shard that takes and gives"),
+    ("rows and migrated in one command: rows first", Rules(copied_alone="rows"), "2+1, a shard that takes and gives"),
+    ("deletion and migrated in one transaction: migrated first", Rules(deleted_alone="migrated"), "2+1, a member"),
+    ("deletion and migrated in one transaction: deletion first", Rules(deleted_alone="rows"), "2+1, a member"),
+    ("migrated names the targets", Rules(targets_named=False), "2+1, parity rows"),
     ("commands of a chunk have the marker", Rules(marked=False), "2+1, a member, rows vanish"),
     ("answers are counted", Rules(answers_counted=False), "2+1, rows vanish"),
     ("the shards of both placements are fenced, not of the old", Rules(fenced="old"), "without parity, two owners"),
@@ -72,11 +72,11 @@ LEFT_OUT = [
     ("what speaks of an earlier placement is not trusted", Rules(versions=False), "2+1, a member"),
     ("where only copies are, they are rolled back", Rules(rolled_back=False), "2+1, two targets"),
     ("what is rolled back has a later term", Rules(rolled_back_by_term=False), "2+1, a member, two owners, a shard out of reach"),
-    ("rows are counted by moved", Rules(held=False), "2+1, a member"),
+    ("rows are counted by migrated", Rules(held=False), "2+1, a member"),
     ("a shard that comes in is whole", Rules(joining=False), "2+1, a member"),
-    ("the end of a rebuild writes moved", Rules(rebuilt_moved=False), "2+1, two targets, a loss"),
-    ("moved is compared after a broken connection", Rules(moved_compared=False), "2+1, a member, a loss"),
-    ("a shard that joins writes moved", Rules(joined_moved=False), "2+1, two moves, a loss and a rebuild"),
+    ("the end of a rebuild writes migrated", Rules(rebuilt_moved=False), "2+1, two targets, a loss"),
+    ("migrated is compared after a broken connection", Rules(moved_compared=False), "2+1, a member, a loss"),
+    ("a shard that joins writes migrated", Rules(joined_moved=False), "2+1, two moves, a loss and a rebuild"),
 ]
 
 

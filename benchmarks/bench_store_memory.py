@@ -128,6 +128,7 @@ def table(runs: Sequence[Compared]) -> str:
 
 
 def main() -> None:
+    """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     parser.add_argument("--schedule", type=Path, help="one that is there")

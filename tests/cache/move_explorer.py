@@ -30,8 +30,8 @@ class Findings:
     """What was explored. worlds: distinct; cases: worlds x losses; wrong: cases; wrong_worlds, wrong_steps; unnoticed: worlds in which an owner
     takes a shard for whole that was emptied and written to since.
 
-    finished: worlds in which all rows have migrated, and all batches are stored; halfway: in which some shards say that a chunk is done, and others do
-    not; undone: in which a new owner rolled one back; restored: finished after a loss, with all shards OK again.
+    finished: worlds in which all rows have migrated, and all batches are stored; halfway: in which some shards say that a chunk is done, and others
+    do not; undone: in which a new owner rolled one back; restored: finished after a loss, with all shards OK again.
     """
 
     worlds: int = 0

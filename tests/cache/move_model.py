@@ -28,9 +28,9 @@ class Rules:
     """The rules of a move; each False (or another word) is a move with one of them left out.
 
     Of a chunk: flushed_first: it is read while no batch is under way. copies_awaited: copies are acknowledged before anything is deleted.
-    done_awaited: deletions are acknowledged before a batch goes by the new cursor. copied_alone, deleted_alone: "": migrated and the rows that come, or
-    leave, in one command; "migrated" or "rows": these first, by a command of their own. targets_named: migrated names the shards that got copies, so that
-    one which got none need not be told. marked: commands of a chunk have the marker. whole: a chunk begins only while all shards are whole.
+    done_awaited: deletions are acknowledged before a batch goes by the new cursor. copied_alone, deleted_alone: "": migrated and the rows that
+    come, or leave, in one command; "migrated" or "rows": these first, by a command of their own. targets_named: migrated names the shards that got
+    copies, so that one which got none need not be told. marked: commands of a chunk have the marker. whole: a chunk begins only while all shards are whole.
     Of a new owner: fenced: the shards of "both" placements, of the "old" or the "new" one. stale_targets: a target at the cursor before, while
     another says done, is not trusted; at_n: nor is one that does not say so where a later batch is in the log; others_left: nor any that says
     something else; versions: which is what one that speaks of an earlier placement does. rolled_back: where only copies are, they are.
@@ -216,8 +216,8 @@ class Scope:
 
     batches: the rows that each changes; stored: those there at the start. owners: how many at most; one more looks at every world. kills, cuts,
     wipes: how many times at most a shard dies, an owner gives one up though nothing is wrong with it, and a shard loses a row or all and stays
-    connected. rebuilds: whether owners rebuild what they lost. chunks: how many stripes a chunk may have. uncorrectable: how many shards more than r may be
-    lost when the owner dies: then it is enough that no shard is trusted that should not be.
+    connected. rebuilds: whether owners rebuild what they lost. chunks: how many stripes a chunk may have. uncorrectable: how many shards more than
+    r may be lost when the owner dies: then it is enough that no shard is trusted that should not be.
     """
 
     k: int

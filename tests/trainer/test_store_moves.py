@@ -221,7 +221,8 @@ def stopped_amid(case: Case, run: Path, steps: int, *store: object) -> None:
     assert status == 0, err
 
 
-@pytest.mark.parametrize("parity", ["off", pytest.param("2+1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("parity", ["off", "2+1"])
 def test_a_run_that_rests_moves_and_goes_on(
     case: Case, tmp_path: Path, parity: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

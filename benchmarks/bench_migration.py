@@ -154,7 +154,7 @@ def measure(given: argparse.Namespace, link: Link) -> None:
     folder = given.out / "work" / ("migration-quick" if given.quick else "migration")
     folder.mkdir(parents=True, exist_ok=True)
     schedule = prepare(folder, given.quick)
-    steps = json.loads((schedule / "schedule.json").read_text())["training_steps"]
+    steps = json.loads((schedule / "schedule.json").read_text())["counts"]["training_steps"]
     quarter = steps // 4
     runs = Runs(folder.absolute(), schedule.absolute(), link)
     before = sum(link.bytes_passed())

@@ -175,11 +175,11 @@ class Migration(Task):
         for state in self._lanes.all:
             if int(self._places(state)) != ALL:
                 begun = time.monotonic()
-                self._move(state)
+                tried = self._move(state)
                 took = time.monotonic() - begun
-                if took > CHUNK_SECONDS:
+                if took > CHUNK_SECONDS and not tried:
                     self._rows = max(self._rows // 2, FEWEST_ROWS)
-                elif took < CHUNK_SECONDS / 2:
+                elif took < CHUNK_SECONDS / 2 and not tried:
                     self._rows = min(self._rows * 2, COMMAND_ROWS)
                 self._note()
                 return
@@ -197,12 +197,14 @@ class Migration(Task):
         self._shards.note_migrated(share if self.under_way else 1.0)
         self._on_news(self._shards.snapshot)
 
-    def _move(self, state: LaneTraffic) -> None:
+    def _move(self, state: LaneTraffic) -> bool:
+        """Move a lane's next rows; returns whether only few were tried."""
         stored, lane, stripes = self._stored, state.lane, state.writes.stripes
         begin = int(self._places(state))
-        chunk = self._next(lane, stripes, begin)
-        if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating):
-            return
+        decode, tried = self._choose()
+        chunk = self._next(lane, stripes, begin, tried)
+        if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating, decode):
+            return tried
         if chunk.migrating is not None:
             self._on_action("rows to move read")
         own = self._shards.of(lane)
@@ -224,12 +226,30 @@ class Migration(Task):
         own.places.migrated = np.uint64(chunk.end)
         self._on_action("rows moved")
         self._on_rows(int(arrive.sum()))
+        return tried
 
-    def _next(self, lane: int, stripes: LaneStripes, begin: int) -> _Chunk:
+    def _choose(self) -> tuple[bool, bool]:
+        """Whether the next rows are decoded rather than read from where they are, whichever takes less; and whether that is only tried, with few.
+
+        Rows that all leave one shard can be had from the others of their stripes, with parity: it may be a slow one.
+        """
+        known = self._row_seconds
+        if not self._stored.placement.r or len(self._stored.placement.leaving) != 1:
+            return False, False
+        if len(known) < 2:
+            return False in known, True
+        self._since_tried += 1
+        faster = known[True] < known[False]
+        if self._since_tried < TRY_AGAIN:
+            return faster, False
+        self._since_tried = 0
+        return not faster, True
+
+    def _next(self, lane: int, stripes: LaneStripes, begin: int, few: bool) -> _Chunk:
         """The next rows of a lane that move, at most 2,048 to a shard, of one table."""
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
         table, first = cursor_place(begin)
-        most = min(self._rows, COMMAND_ROWS) if self.throttled else COMMAND_ROWS
+        most = min(FEWEST_ROWS if few else self._rows if self.throttled else COMMAND_ROWS, COMMAND_ROWS)
         while table < tables:
             migrating = migrating_rows(stripes, table, first, most, shards)
             # Where the table ends, the cursor goes on to the next: rows of this one that are written later are where they go to, too.
@@ -246,27 +266,18 @@ class Migration(Task):
             table, first = following
         return _Chunk(lane, tables, None, ALL, np.empty((0, 4), np.uint8))
 
-    def _get(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows) -> bool:
-        """Get a chunk's rows, from where they are or, with parity, from the others of their stripes, whichever takes less: a shard that rows are to
-        leave may be a slow one. False as `_read`."""
-        sources = np.unique(migrating.source)
-        may_decode = self._stored.placement.r > 0 and len(sources) == 1
-        known, decode = self._row_seconds, False
-        if may_decode:
-            self._since_tried += 1
-            decode = (len(known) < 2 and False in known) or known.get(True, np.inf) < known.get(False, np.inf)
-            if len(known) == 2 and self._since_tried >= TRY_AGAIN:
-                self._since_tried, decode = 0, not decode
+    def _get(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows, decode: bool) -> bool:
+        """Get a chunk's rows; False as `_read`."""
         begun = time.monotonic()
-        got = self._decode(stripes, chunk, migrating, int(sources[0])) if decode else self._read(chunk, migrating)
-        known[decode] = (time.monotonic() - begun) / len(migrating.fields)
+        got = self._decode(stripes, chunk, migrating) if decode else self._read(chunk, migrating)
+        self._row_seconds[decode] = (time.monotonic() - begun) / len(migrating.fields)
         return got
 
-    def _decode(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows, source: int) -> bool:
-        """Decode a chunk's rows, as if their shard were lost."""
+    def _decode(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows) -> bool:
+        """Decode a chunk's rows, as if the shard that they leave were lost."""
         table = np.full(len(migrating.fields), chunk.table, np.int16)
         wanted = StripePlaces(table, migrating.stripe, migrating.place)
-        survivors = self._shards.without(source)
+        survivors = self._shards.without(self._stored.placement.leaving[0])
         plan = plan_decoding(stripes, survivors, wanted, chunk.rows.shape[1], self._stored.keys(chunk.lane))
         reads = [(chunk.lane, read) for read in plan.reads]
         if not self._done(reads):

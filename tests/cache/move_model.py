@@ -29,17 +29,17 @@ class Rules:
 
     Of a chunk: flushed_first: it is read while no batch is under way. copies_awaited: copies are acknowledged before anything is deleted.
     done_awaited: deletions are acknowledged before a batch goes by the new cursor. copied_alone, deleted_alone: "": migrated and the rows that
-    come, or leave, in one command; "migrated" or "rows": these first, by a command of their own. targets_named: migrated names the shards that got
-    copies, so that one which got none need not be told. marked: commands of a chunk have the marker. whole: a chunk begins only while all shards are whole.
+    come, or leave, in one command; "migrated" or "rows": these first, by a command of their own. targets_named: migrated names the shards that
+    got copies, so that one which got none need not be told. marked: commands of a chunk have the marker. whole: a chunk begins only while all
+    shards are whole.
     Of a new owner: fenced: the shards of "both" placements, of the "old" or the "new" one. stale_targets: a target at the cursor before, while
     another says done, is not trusted; at_n: nor is one that does not say so where a later batch is in the log; others_left: nor any that says
     something else; versions: which is what one that speaks of an earlier placement does. rolled_back: where only copies are, they are.
-    rolled_back_by_term: what is rolled back has a later term than what it undoes; stamped: so has then every shard that is trusted.
-    fewest: what would leave more than r shards not trusted is not so. held: rows are counted by migrated where its n is the marker's. joining: a
-    shard that comes in, and has nothing yet, is whole.
-    Of shards: joined_moved, rebuilt_moved: migrated is written when a shard joins, and at the end of a rebuild. moved_compared: after a broken
-    connection, too. answers_counted: how many fields were new, or deleted, is compared with what the owner knows.
-    told_in_term: only the owner of this term is told of a further move.
+    rolled_back_by_term: what is rolled back has a later term than what it undoes; stamped: so has then every shard that is trusted. fewest: what
+    would leave more than r shards not trusted is not so. held: rows are counted by migrated where its n is the marker's. joining: a shard that
+    comes in, and has nothing yet, is whole. Of shards: joined_moved, rebuilt_moved: migrated is written when a shard joins, and at the end of a
+    rebuild. moved_compared: after a broken connection, too. answers_counted: how many fields were new, or deleted, is compared with what the
+    owner knows. told_in_term: only the owner of this term is told of a further move.
     """
 
     flushed_first: bool = True

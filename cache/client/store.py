@@ -248,6 +248,10 @@ class Store:
         """Bring back a shard that failed in `attempt`, over the connection of `other`, a Store of that one server, which has none from then on."""
         self._connections.replace(shard, other._connections.channels.pop())
 
+    def forget_loads(self) -> None:
+        """Count `loads` anew: what was asked before, of shards that had other rows, says nothing of what follows."""
+        self._connections.loads = {}
+
     def extend(self, others: Sequence[Store]) -> None:
         """Have further shards, over the connections of others, Stores of one server each, which have none from then on."""
         for other in others:

@@ -154,6 +154,7 @@ class Migration(Task):
         for shard in set(placement.removed) - set(self._stored.placement.removed):
             self._stored.store.remove(shard)
         self._stored.placement = placement
+        self._stored.store.forget_loads()
         self._shards.place(placement)
         self._on_news(self._shards.snapshot)
 

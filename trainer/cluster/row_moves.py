@@ -122,6 +122,7 @@ class RowMoves:
         self._shards.use((*self._shards.urls, *urls[len(before) :]))
         self._write_servers()
         self._run.write_placement(placement)
+        self._watch()
         self._events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
         sys.stderr.write(f"store shards: {said_of(placement)}; rows move while training goes on\n")
 
@@ -129,11 +130,16 @@ class RowMoves:
         before = self._placement
         self._placement = before.completed()
         self._run.write_placement(self._placement)
+        self._watch()
         self._leaving = {shard: self._shards.plain_urls[shard] for shard in before.leaving}
         self._shards.use([url if shard in self._placement.live else "" for shard, url in enumerate(self._shards.urls)])
         self._events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
         sys.stderr.write(f"store shards: all rows have moved; {said_of(before)}\n")
         self._write_servers()
+
+    def _watch(self) -> None:
+        if self._shards.memory is not None:
+            self._shards.memory.use(self._placement)
 
     def _leave(self) -> None:
         """Nobody asks these servers any more: remove what the run has there, in a thread, since one may not answer."""

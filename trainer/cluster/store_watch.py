@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -36,10 +36,13 @@ class StoreWatch:
 
     stop_by: the step after which training must stop, so that all rows can be written back; None while all that is known of the schedule fits. A
     thread of its own looks at the servers from `begin` to `close`; what it finds goes into `stop_by`.
+
+    placed: the forecast of rows that are where a placement has them.
     """
 
-    def __init__(self, job: TrainJob, memory: StoreMemory) -> None:
-        self._job, self._memory = job, memory
+    def __init__(self, job: TrainJob, memory: StoreMemory, placed: Callable[[Placement, Store], StoreMemory]) -> None:
+        self._job, self._memory, self._placed = job, memory, placed
+        self._placement = memory.timeline.placement
         self.stop_by: int | None = None
         self.shortages: Sequence[Shortage] = ()
         self.step = memory.timeline.start_step  # the last that is known to be trained; the launcher says so
@@ -60,8 +63,12 @@ class StoreWatch:
         up = [shard for shard in store.used if shard not in store.down]
         if not any(int(store.info(shard).get("maxmemory", 0)) for shard in up):
             return None
-        timeline = RowTimeline(schedule, placement, layouts, start.step, _ordinals(schedule, start.step))
-        watch = cls(job, StoreMemory.ask(timeline, store, job.run_namespace, job.trainers))
+
+        def placed(placement: Placement, store: Store) -> StoreMemory:
+            timeline = RowTimeline(schedule, placement, layouts, start.step, _ordinals(schedule, start.step))
+            return StoreMemory.ask(timeline, store, job.run_namespace, job.trainers)
+
+        watch = cls(job, placed(placement, store), placed)
         watch._memory.advance()
         watch._conclude()
         if watch.shortages:
@@ -79,6 +86,10 @@ class StoreWatch:
             raise StoreTooSmall(f"{told}; there is no room for the rows of a further step: {help_}")
         self._told.update(one.shard for one in self.shortages)
         sys.stderr.write(f"{told}; training stops after step {self.stop_by:,}\n")
+
+    def use(self, placement: Placement) -> None:
+        """Rows are where a placement has them from now on; while they are on their way there, nothing is said of what is to come."""
+        self._placement = placement
 
     def begin(self, urls: Sequence[str]) -> None:
         """Look at the servers now and then. urls: with passwords; those of all shards, as they change."""
@@ -108,15 +119,24 @@ class StoreWatch:
 
     def look(self) -> None:
         """Ask the servers what they use, and reckon anew. Raises CacheError, ScheduleError."""
-        memory, step = self._memory, self.step
-        memory.advance()
+        placement, step = self._placement, self.step
+        if placement.migrating:
+            return
         with Store.connect(asked(self._urls), self._job.store_silence, 1) as store:
+            if anew := placement is not self._memory.timeline.placement:
+                self._memory = self._placed(placement, store)
+                self._seen.clear()
+            memory = self._memory
+            memory.advance()
             infos = {server.shard: store.info(server.shard) for server in memory.servers if server.shard not in store.down}
         moment = min(int(np.searchsorted(memory.timeline.steps, step)), memory.timeline.known - 1)
         for server in memory.servers:
             if (info := infos.get(server.shard)) is None or moment < 0:
                 continue
             server.limit_bytes = int(info.get("maxmemory", 0)) or None
+            if anew:
+                # Its rows of now are in what it uses.
+                server.used_bytes += int(info["used_memory"]) - float(memory.used(server)[moment])
             beyond = int(info["used_memory"]) - float(memory.used(server)[moment]) + server.correction_bytes
             seen = self._seen.setdefault(server.shard, deque(maxlen=_LOOKS))
             seen.append(beyond)

@@ -119,7 +119,7 @@ class Migration(Task):
             return
         self._rounds.flush_pending()
         further = [url for url in urls[self._stored.placement.shard_count : placement.shard_count] if url is not None]
-        servers = [Store([url], self._stored.store.timeout, optional=bool(placement.r)) for url in further]
+        servers = [Store.connect([url], self._stored.store.timeout, placement.r) for url in further]
         down = [server.down for server in servers]
         self._stored.store.extend(servers)
         first = self._stored.placement.shard_count

@@ -62,6 +62,7 @@ def check_picture(path: Path) -> None:
         pytest.param(LAST, ["--digest"], marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_killed_shard_is_rebuilt_and_the_model_is_that_of_an_undisturbed_run(
     schedule: Path, undisturbed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int, further: list[str]
 ) -> None:

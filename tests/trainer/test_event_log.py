@@ -87,6 +87,7 @@ def test_every_kind_and_its_fields_are_documented() -> None:
     }
 
 
+@pytest.mark.full
 def test_events_are_kept_over_resumes_and_refusals_are_among_them(tmp_path: Path, launched: type[Command]) -> None:
     schedule, run = synthetic_schedule(tmp_path, 12_000), tmp_path / "run"
     job = launched(*arguments(schedule, run, "--store", "local:1"))

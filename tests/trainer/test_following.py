@@ -68,6 +68,7 @@ def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
 
 
 @pytest.mark.parametrize("trainers", [pytest.param("1", marks=pytest.mark.full), "2"])
+@pytest.mark.full
 def test_a_follower_that_waits_heeds_ctrl_c_and_goes_on_later(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], trainers: str
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_run_leaves_its_figures_and_no_name_or_place(
     )
 
 
+@pytest.mark.full
 def test_a_history_that_cannot_be_written_costs_a_run_a_line(
     clicks: Clicks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ from foreload.trainer.cluster.messages import TermLeft
 from foreload.trainer.cluster.terms import first_term, next_term
 from foreload.trainer.run.directory import Run
 
+MOVE_POINTS = ("rows to move read", "rows copied", "rows moved")  # at which test_store_moves.py has trainers killed
 TRAINERS, LANES, STEPS = 4, 4, 82
 PLAIN, PARITY = "local:1", "local:3"
 
@@ -131,7 +132,9 @@ TAKEOVERS = [
 
 def test_every_point_is_there() -> None:
     named = [fault.point for _, faults in (*ONE_BY_ONE, *AT_THE_END) for fault in faults]
-    assert {*named, *(point for _, point in TAKEOVERS), "rows rebuilt"} == set(TRAINER_POINTS) - set(CHECKPOINT_POINTS)
+    assert {*named, *(point for _, point in TAKEOVERS), "rows rebuilt", *MOVE_POINTS} == set(TRAINER_POINTS) - set(
+        CHECKPOINT_POINTS
+    )
     assert not set(STEP_POINTS) & {*STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS}
     with pytest.raises(ValueError, match="point: must be one of before fetch, "):
         killed(0, "rows lost", 3)

@@ -357,6 +357,7 @@ def test_rows_that_cannot_be_saved_stay_where_they_are_and_are_used_from_there(
     assert capsys.readouterr().out.splitlines()[-1] == summary(undisturbed)["digest"]
 
 
+@pytest.mark.full
 def test_trainers_of_a_scheduler_give_the_same_model(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:

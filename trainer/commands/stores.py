@@ -72,7 +72,8 @@ def run(path: str, store: str | None) -> dict[str, Any]:
             if not placement.r:  # of what is written nobody keeps account, but servers have nothing else
                 _tell(shards, "rows", _entries(shards, placement.shard_count))
                 _tell(shards, "row_bytes", None)
-            loads = shard_loads.told(together(part.loads for part in counted), training.step - before)
+            if not placement.migrating:  # until then shards have what they will not have
+                loads = shard_loads.told(together(part.loads for part in counted), training.step - before)
     elif placement.migrating:
         for name in ("rows", "parity_rows", "row_bytes"):
             _tell(shards, name, None)  # how far each lane is, the servers know

@@ -288,6 +288,12 @@ class Failover:
         if self._table.complete(shard):
             self._on_news(self._table.snapshot)
 
+    def forget(self, shard: int) -> None:
+        """A shard is used no more: its server is not looked for, if it was lost."""
+        self._probe.forget(shard)
+        for shards in (self._seen_to, self._kept):
+            shards.discard(shard)
+
     def close(self) -> None:
         """Stop looking for lost shards."""
         self._probe.close()

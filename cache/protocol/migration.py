@@ -152,6 +152,7 @@ class Migration(Task):
     def _complete(self, placement: Placement) -> None:
         self._rounds.flush_pending()
         for shard in set(placement.removed) - set(self._stored.placement.removed):
+            self._rounds.forget(shard)
             self._stored.store.remove(shard)
         self._stored.placement = placement
         self._shards.place(placement)

@@ -106,6 +106,10 @@ class ParityRounds(Rounds):
         if shard not in self._shards.lost:
             self._failover.lose(shard, str(error), not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
 
+    def forget(self, shard: int) -> None:
+        """Look for its server no more."""
+        self._failover.forget(shard)
+
     @property
     def all_whole(self) -> bool:
         """Whether every shard is whole, and none is to have another server."""

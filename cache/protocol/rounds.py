@@ -83,6 +83,10 @@ class Rounds(ABC):
         """A shard does not do what it must: it is lost. Raises the error where its rows are nowhere else, and RowsLost."""
 
     @abstractmethod
+    def forget(self, shard: int) -> None:
+        """A shard is used no more, since its rows have moved away."""
+
+    @abstractmethod
     def see_to_shards(self) -> bool:
         """Do what is to be done about shards before a round; returns whether anything was sent for it. Raises as `run` does."""
 
@@ -197,6 +201,9 @@ class PlainRounds(Rounds):
     def fail(self, shard: int, error: StoreError) -> None:
         """An error."""
         raise error
+
+    def forget(self, shard: int) -> None:
+        """It is not looked for."""
 
     def see_to_shards(self) -> bool:
         """Nothing: they all are there."""

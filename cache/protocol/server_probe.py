@@ -76,6 +76,14 @@ class ServerProbe:
         if stale is not None:
             stale.close()
 
+    def forget(self, shard: int) -> None:
+        """Look for the server of a shard no more."""
+        with self._condition:
+            self._wanted.pop(shard, None)
+            found = self._ready.pop(shard, None)
+        if found is not None:
+            found.close()
+
     def ready(self) -> dict[int, Store]:
         """The shards whose server answers, each with a Store of its own; they are looked for no more."""
         with self._condition:

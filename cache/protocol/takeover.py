@@ -308,6 +308,7 @@ def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], on_act
             trusted = shard in taking.unfinished.markers
             if not trusted:
                 emptied.setdefault(shard, []).append(("UNLINK", stored.key(taking.lane, shard)))
+                own.migrated[shard] = None
             marked = trusted and taking.fields[shard] > taking.rows_on(shard)
             own.held[shard] = taking.rows_on(shard) if marked else None
             marker = Marker(taking.number, taking.number, rebuilding=not trusted)

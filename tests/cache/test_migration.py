@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +22,9 @@ from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol import migration
-from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.server_probe import PROBE_PAUSE
 
 LANES = (0, 3)
 STEPS = 30
@@ -254,6 +256,39 @@ def test_an_owner_dies_with_shards_at_several_stages_of_a_chunk(
     assert [shard for shard in placement.live if not second.stored.shards.complete(shard)] == [lost]
     second.train()
     finished(second, stores.urls, through(second))
+
+
+def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path
+) -> None:
+    case = Case("remove", 4, 2, 1)
+    ownership = Ownership(1, {"run": "x"})
+    store = Store(stores.urls[: case.shards], TIMEOUT)
+    claim(store, NAMESPACE, {"run": "x"}, "new")
+    owner = Owner(store, histories, tmp_path, case.before, ownership).begin()
+    assert owner.traffic is not None
+    owner.train(8)
+    move(owner, case.migrating, stores.urls)
+    assert owner.traffic.repair_shards(TIMEOUT) == []
+    pid = stores.pids[1]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    stores._processes[1].wait()
+    owner.traffic.probe()
+    assert owner.traffic.shards.lost == [1]
+    settled = owner.stored.placement.completed()
+    owner.traffic.migration.complete(settled)
+    assert owner.traffic.shards.whole
+    assert stores.restart(1)
+    with Store(stores.urls, TIMEOUT) as other:
+        # Who looks for a server notes there whose it is.
+        until = time.monotonic() + 10 * PROBE_PAUSE.total_seconds()
+        while time.monotonic() < until:
+            assert other.command(1, "DBSIZE") == 0
+    owner.train()
+    last = {lane: owner.traffic.last_batch(lane) for lane in LANES}
+    owner.abandon()
+    check_all(live(stores.urls, settled), histories, settled, last)
 
 
 LOST_SHARDS = list(product(PROTECTED, ACTIONS, (1, 4), range(5), ("dies", "forgets")))

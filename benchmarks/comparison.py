@@ -46,6 +46,7 @@ MINUTES = {
     "checkpoint_bytes": (10.0, 2.5),
     "checkpoint_stall": (12.0, 2.5),
     "checkpoint_restore": (15.0, 2.5),
+    "memory_forecast": (8.0, 3.0),
     "step_model": (15.0, 3.0),
     "migration": (25.0, 3.0),
     "profiling": (4.0, 1.0),

@@ -66,9 +66,12 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a configuration: means a step. unit_ms: of the pieces of work around it; total, thread, background: times in units."""
+    """A turn of a configuration: means a step. unit_ms: of the pieces of work around it; drift: by how much the slower of the two took longer, of the
+    faster one; total, thread, background: times in units.
+    """
 
     unit_ms: float
+    drift: float
     total: float
     thread: float
     background: float
@@ -148,7 +151,8 @@ def turn(ranks: Ranks, stores: LocalStores, piece: Piece, steps: int) -> Turn:
     before, servers = piece.seconds(), processor_seconds(stores.pids)
     answers = ranks.run(steps, 1)
     servers = processor_seconds(stores.pids) - servers
-    unit = (before + piece.seconds()) / 2
+    after = piece.seconds()
+    unit = (before + after) / 2
 
     def of(answer: Mapping[str, Any], name: str) -> float:
         return statistics.mean(answer["further"][name])
@@ -163,7 +167,7 @@ def turn(ranks: Ranks, stores: LocalStores, piece: Piece, steps: int) -> Turn:
     thread = max(statistics.median(answer["further"]["seconds_thread"]) for answer in answers)
     processor = sum(statistics.median(answer["further"]["seconds_processor"]) for answer in answers)
     background = max(processor - len(answers) * thread, 0.0) + servers / (steps + 1)
-    return Turn(1000 * unit, total / unit, thread / unit, background / unit, load)
+    return Turn(1000 * unit, max(before, after) / min(before, after) - 1, total / unit, thread / unit, background / unit, load)
 
 
 def observation(configuration: Configuration, dense: int, turns: list[Turn]) -> Observation:

@@ -359,9 +359,7 @@ class Traffic:
         worked |= self._background.work(self._rounds.flush_pending)
         fetches: list[PlannedFetch] = []
         for state in self._lanes.all:
-            initial = state.pull(self._monitor, self._stored, self._ahead)
-            with self._monitor:
-                self._counters.rows_initial += initial
+            state.pull(self._monitor, self._stored, self._ahead, self._note_initial)
             state.stage(self._monitor)
             fetches += state.due(self._monitor)
         return self._rounds.run(fetches + self.snapshots.fetches()) or worked
@@ -369,6 +367,10 @@ class Traffic:
     def _tell_shards(self, news: ShardNews) -> None:
         self._on_shards(news)
         self._monitor.wake()
+
+    def _note_initial(self, rows: int) -> None:
+        with self._monitor:
+            self._counters.rows_initial += rows
 
     def _note_migrated(self, rows: int) -> None:
         with self._monitor:

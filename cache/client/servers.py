@@ -48,12 +48,24 @@ def find_executable(saved: Sequence[Path] = ()) -> str:
 
 def version_of(executable: str) -> str:
     """A server's kind and version as it says them: "redis 7.0.15", "valkey 9.1.2". Raises StoreError where it cannot be run."""
+    said = _of_itself(executable)
+    return f"{said[0].lower()} {_named(said, 'v', 'of unknown version')}"
+
+
+def allocator_of(executable: str) -> str:
+    """The allocator that a server was built with, as INFO names it: "jemalloc-5.1.0", "libc". Raises StoreError where it cannot be run."""
+    return _named(_of_itself(executable), "malloc", "")
+
+
+def _of_itself(executable: str) -> list[str]:
     try:
-        said = subprocess.run([executable, "--version"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([executable, "--version"], capture_output=True, text=True, check=True).stdout.split() or ["unknown"]
     except (OSError, subprocess.CalledProcessError) as error:
         raise StoreError(f"store local: cannot run {executable} ({error}); {SERVER_VARIABLE} may name another server") from error
-    version = next((word[2:] for word in said.split() if word.startswith("v=")), "of unknown version")
-    return f"{said.split(' ', 1)[0].lower()} {version}"
+
+
+def _named(words: list[str], name: str, otherwise: str) -> str:
+    return next((word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")), otherwise)
 
 
 def saved_by(path: Path) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,20 +149,18 @@ class LaneTraffic:
             monitor.notify_all()
         return False
 
-    def pull(self, monitor: Monitor, stored: StoredRows, ahead: Ahead) -> int:
-        """Stage the arrivals of coming events, as far as there is room; make the initial ones, and return how many these are."""
-        initial = 0
+    def pull(self, monitor: Monitor, stored: StoredRows, ahead: Ahead, on_initial: Callable[[int], None]) -> None:
+        """Stage the arrivals of coming events, as far as there is room; make the initial ones, and tell, under the monitor, how many."""
         while self.next is not None or self.advance(monitor):
             assert self.next is not None
             index, arrivals = self.next
             with monitor:
                 room = len(self.events) < ahead.events and self.staged_rows + len(arrivals) <= ahead.rows
                 if self.events and not room and index > self.wanted:
-                    return initial
+                    return
             self.next = None
             event = EventStaging(arrivals, stored.shapes)
             made = event.fill_initial(ahead.seed, stored.layouts)
-            initial += len(made)
             places = np.flatnonzero(arrivals.tag)
             if len(places):
                 self.fetches.append(Fetch(event, places))
@@ -172,8 +170,8 @@ class LaneTraffic:
                 self.events[index] = event
                 self.pulled = index
                 self.staged_rows += len(arrivals)
+                on_initial(len(made))
                 monitor.notify_all()
-        return initial
 
     def stage(self, monitor: Monitor) -> None:
         """Move what the trainer handed over to write-back staging."""

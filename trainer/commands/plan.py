@@ -96,7 +96,7 @@ def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
     setups = _setups(job, settings, request.pool)
     known = _known(request, settings, setups, tell)
     step_model = StepModel.of_profiles(known.profiles)
-    memory = JobMemory.of(schedule, model.layouts, known.profiles)
+    memory = JobMemory.of(schedule, model.layouts, known.profiles, job.saves_checkpoints)
     state = settings["columns"] - settings["weights"]
     choices = []
     for counts in _by_slots(schedule, tell):
@@ -112,7 +112,7 @@ def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
             choices.append(Choice(
                 setup.trainers, setup.shards, str(Parity(setup.k, setup.r)), setup.copies, counts.slots, counts.slots == max(schedule.slots),
                 total, low, high, 1000 * total / max(counts.steps, 1), min(busy, setup.cores),
-                memory.trainer_bytes(setup, counts.slots), memory.store_bytes(setup),
+                memory.trainer_bytes(setup, counts), memory.store_bytes(setup),
             ))  # fmt: skip
     within = [one for one in choices if one.memory_bytes <= request.pool.memory_bytes]
     if not within:

@@ -266,11 +266,13 @@ def _warm_up(points: int) -> int:
     return min(max(5, points // 10), points // 2)
 
 
-def setup_of(settings: Mapping[str, object], cores: int) -> Setup:
+def setup_of(profile: Profile) -> Setup:
     """The setup of a profile."""
+    settings = profile.settings
     names = ("trainers", "threads", "copies", "shards", "k", "r", "lanes")
-    given = {name: int(str(settings[name])) for name in names}
-    return Setup(**given, dense=int(str(settings["dense_parameters"])), cores=cores, local=bool(settings["local_store"]))
+    given = {name: int(settings[name]) for name in names}
+    cores = int(profile.machine["cores"])
+    return Setup(**given, dense=int(settings["dense_parameters"]), cores=cores, local=bool(settings["local_store"]))
 
 
 def observation_of(profile: Profile) -> Observation | None:
@@ -279,7 +281,7 @@ def observation_of(profile: Profile) -> Observation | None:
     windows = min((profile.points - first) // _WINDOW_STEPS, WINDOWS)
     if windows < 1:
         return None
-    setup = setup_of(profile.settings, int(profile.machine["cores"]))
+    setup = setup_of(profile)
     parts = np.array_split(np.arange(first, profile.points), windows)
 
     def means(name: str) -> np.ndarray:

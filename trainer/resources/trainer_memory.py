@@ -2,57 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.planning.sizing import OCCUPANT_BYTES, slot_bytes, staging_rows
 from foreload.pipelines.schedule.format import Segment
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.resources.features import StepCounts
+from foreload.trainer.resources.history import Profile
+from foreload.trainer.resources.step_model import Setup, setup_of
 
 BASE_BYTES = 415 << 20  # of a trainer without lanes: interpreter, torch, compiled kernels, connections; by measurement
+_LEAST_BASE_BYTES = BASE_BYTES // 2
 _SEGMENTS = 3  # that are mapped at once: threads read ahead and behind by some steps
 _DENSE_COPIES = 5  # of a parameter: itself, its gradient, the sum of all trainers', and two of an optimizer's state
 _SHARD_BYTES = (1 << 17) + (1 << 18)  # buffers of a connection to a store shard
+_STEPS_ARRIVING, _STEPS_LEAVING = 8, 4  # whose rows are staged at most, on their way in and out
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSetup:
-    """What of a job a trainer's memory depends on. lanes, copies: how many it hosts, and how many copies of others' it holds; shards: of the store;
-    with_base: there is parity; dense_parameters: of the model; snapshots: checkpoints are saved while it trains.
+class LaneLoad:
+    """Of a lane, on average. slots: that it has; occupied: of these, that rows ever sit in; used, arrived, ended: rows a step."""
+
+    slots: int
+    occupied: float
+    used: float
+    arrived: float
+    ended: float
+
+    @classmethod
+    def of_schedule(cls, counts: StepCounts) -> LaneLoad:
+        """Over the whole of it."""
+        lanes = counts.used.shape[1]
+        a_step = (float(column.sum()) / max(counts.steps * lanes, 1) for column in (counts.used, counts.arrived, counts.ended))
+        return cls(counts.slots, counts.occupied / lanes, *a_step)
+
+    @classmethod
+    def of_profile(cls, profile: Profile) -> LaneLoad:
+        """Over the steps that it tells of."""
+        lanes, slots = int(profile.settings["lanes"]), int(profile.settings["slots"])
+        used, arrived, ended = (profile.mean(name) / lanes for name in ("rows_used", "rows_arrived", "rows_written_back"))
+        return cls(slots, min((arrived - ended) * profile.points * profile.stride, slots), used, arrived, ended)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Of the trainers of a schedule.
+
+    columns: of a slot; evaluation_slots: of a lane; batch_size: samples of a step; mapped_bytes: the most of the schedule that is mapped at once;
+    base_bytes: of a trainer without lanes.
     """
 
-    lanes: int
-    copies: int
-    shards: int
-    with_base: bool
-    dense_parameters: int
-    snapshots: bool = False
+    columns: int
+    evaluation_slots: int
+    batch_size: int
+    mapped_bytes: int
+    base_bytes: int = BASE_BYTES
+
+    @classmethod
+    def of(cls, schedule: Schedule, layouts: Sequence[RowLayout]) -> TrainerMemory:
+        """Read what it needs from a complete schedule."""
+        columns = max(row.width for row in layouts) + max(row.state_width for row in layouts)
+        evaluation = max(schedule.manifest["evaluation_slots"], default=0)
+        return cls(columns, evaluation, schedule.header.batch_size, _mapped_bytes(schedule))
+
+    def with_profiles(self, profiles: Iterable[Profile]) -> TrainerMemory:
+        """The same, knowing what trainers of like jobs had at their peaks: what their lanes do not explain is the base's, the median of it."""
+        bare = replace(self, base_bytes=0)
+        bases = [
+            peak - bare.peak_bytes(LaneLoad.of_profile(one), setup_of(one), bool(one.settings["saves_checkpoints"]))
+            for one in profiles
+            if (peak := one.peak_bytes("trainer")) and one.points
+        ]
+        return replace(self, base_bytes=max(round(median(bases)), _LEAST_BASE_BYTES)) if bases else self
+
+    def peak_bytes(self, load: LaneLoad, setup: Setup, snapshots: bool = False) -> int:
+        """The most that the trainer with most lanes holds at once, resident. snapshots: checkpoints are saved while it trains."""
+        lanes = -(-setup.lanes // setup.trainers)
+        copies, with_base = lanes * (setup.copies - 1), setup.r > 0
+        plain, protected = slot_bytes(self.columns, False), slot_bytes(self.columns, with_base)
+        # Of slots that no row ever sits in, nothing is resident.
+        staged = staging_rows(load.slots)
+        arriving = min(staged, _STEPS_ARRIVING * load.arrived + self.batch_size)
+        leaving = min(staged, _STEPS_LEAVING * load.ended + self.batch_size)
+        lane = protected * (load.occupied + leaving) + plain * (self.evaluation_slots + arriving)
+        # At the end all rows are on their way to the store at once, out of their slots: a copy is told of them, too.
+        at_end = 4 * self.columns * load.occupied * (lanes * (1 + with_base) + copies)
+        # Local rows of a step: their weights in a block, gradients, and what can be undone of them.
+        block = 4 * (4 * self.columns + OCCUPANT_BYTES) * load.used
+        held = lanes * (lane + block) + copies * (plain * load.occupied + block) + snapshots * lanes * plain * load.occupied
+        dense = 4 * _DENSE_COPIES * setup.dense
+        return self.base_bytes + round(held + at_end) + dense + setup.shards * _SHARD_BYTES + self.mapped_bytes
 
 
-def peak_bytes(schedule: Schedule, layouts: Sequence[RowLayout], setup: TrainerSetup, base_bytes: int = BASE_BYTES) -> int:
-    """The most that a trainer of a complete schedule holds at once, resident. base_bytes: of one without lanes."""
-    columns = max(row.width for row in layouts) + max(row.state_width for row in layouts)
-    slots, evaluation = max(schedule.slots), max(schedule.manifest["evaluation_slots"], default=0)
-    events = max(schedule.header.batch_size, 1)
-    counts = schedule.manifest["counts"]
-    steps = max(schedule.header.steps_per_epoch * schedule.header.epochs, 1)
-    # Staging is bounded, and holds no more than some steps' rows.
-    arrive = min(staging_rows(slots), 8 * counts["arrivals"] // (steps * schedule.header.lanes) + events)
-    leave = min(staging_rows(slots), 4 * counts["write_backs"] // (steps * schedule.header.lanes) + events)
-    lane = slot_bytes(columns, setup.with_base) * slots + slot_bytes(columns, False) * evaluation
-    lane += slot_bytes(columns, False) * arrive + slot_bytes(columns, setup.with_base) * leave
-    copy = slot_bytes(columns, False) * slots
-    # At the end all rows are on their way to the store at once, out of their slots: a copy is told of them, too.
-    at_end = 4 * columns * slots * (setup.lanes * (1 + setup.with_base) + setup.copies)
-    # Local rows of a step: their weights in a block, gradients, and what can be undone of them.
-    block = 4 * (4 * columns + OCCUPANT_BYTES) * counts["rows_used"] // (steps * schedule.header.lanes)
-    held = setup.lanes * (lane + block) + setup.copies * (copy + block) + setup.snapshots * setup.lanes * copy + at_end
-    dense = 4 * _DENSE_COPIES * setup.dense_parameters
-    return base_bytes + held + dense + setup.shards * _SHARD_BYTES + mapped_bytes(schedule)
-
-
-def mapped_bytes(schedule: Schedule) -> int:
+def _mapped_bytes(schedule: Schedule) -> int:
     """The most of the schedule that is mapped at once; it is page cache, and counts as the trainer's as long as it is mapped."""
     sizes = [_bytes_of(segment) for segment in schedule.segments()]
     return max((sum(sizes[first : first + _SEGMENTS]) for first in range(max(len(sizes) - _SEGMENTS + 1, 1))), default=0)

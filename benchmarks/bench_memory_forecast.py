@@ -1,0 +1,288 @@
+"""Memory that was predicted before a run, beside that which was measured: of store shards at every hundredth of it, of trainers at their peak.
+
+python benchmarks/bench_memory_forecast.py [--quick] [--out DIR]
+
+Used memory is what INFO says, sampled all the time. Which step a sample is of is known to a step, so the prediction of that step, of the one before
+and of the one after are looked at, and the nearest counts. Servers are local ones, started as `--store local:N` starts them, of each kind there is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from comparison import Cell, Claim, Results, Series, Table, arguments, save, tell
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.servers import available, version_of
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.cluster.messages import StepEnded, TrainerEvent
+from foreload.trainer.commands.train import train
+from foreload.trainer.compute.layouts import layouts
+from foreload.trainer.models import load_model
+from foreload.trainer.resources import history
+from foreload.trainer.resources.features import step_counts
+from foreload.trainer.resources.row_timeline import RowTimeline
+from foreload.trainer.resources.step_model import setup_of
+from foreload.trainer.resources.store_memory import StoreMemory
+from foreload.trainer.resources.trainer_memory import LaneLoad, TrainerMemory
+from foreload.trainer.run.job import TrainJob
+
+PARTS = 100
+PAUSE_SECONDS = 0.01
+SHARDS = 3
+LIMITS = 40  # of each shard: what it used at as many moments, as limits that it might have had
+MOST_STORE, MOST_STEP, MOST_TRAINER = 0.03, 0.01, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A training whose memory is looked at. rows, batch, lanes, slots: of its schedule; server: its kind, "" for that which `local:N` takes."""
+
+    rows: int
+    batch: int
+    lanes: int
+    slots: int
+    dim: int
+    trainers: int
+    parity: str
+    server: str = ""
+
+    @property
+    def schedule(self) -> str:
+        """Words of `prepare`."""
+        shape = f"--rows {self.rows} --batch-size {self.batch} --lanes {self.lanes} --slots {self.slots}"
+        return f"--format synthetic {shape}"
+
+
+def trainings(quick: bool) -> list[Trained]:
+    """Those of which each server's memory is looked at, then those of which only that of trainers is."""
+    rows = 20_000 if quick else 150_000
+    sampled = [Trained(rows, 64, 2, 6000, 16, 2, parity, server) for server in sorted(available()) for parity in ("off", "2+1")]
+    if quick:
+        return sampled
+    wide = [Trained(300_000, 1024, 2, 60_000, 64, *more) for more in ((1, "off"), (2, "off"), (2, "2+1"))]
+    others = [
+        Trained(300_000, 1024, 4, 20_000, 32, 3, "2+1"), Trained(300_000, 1024, 4, 20_000, 128, 4, "off"),
+        Trained(100_000, 4096, 1, 100_000, 128, 1, "2+1"), Trained(20_000, 128, 2, 3_000, 8, 2, "off"),
+    ]  # fmt: skip
+    return sampled + wide + others
+
+
+@dataclass(slots=True)
+class _Steps(RunObserver):
+    """When each step ended: by the trainer that said so first."""
+
+    at: dict[int, float] = field(default_factory=dict)
+
+    def see(self, trainer: int, event: TrainerEvent) -> None:
+        if isinstance(event, StepEnded):
+            self.at.setdefault(event.report.step, event.at)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCompared:
+    """What was predicted of servers, and measured. predicted, measured: float64 [parts, shards], bytes at each hundredth of the run; steps: of each
+    of these; off: of each limit looked at, by how many of all steps the one at which it is reached was missed; doubling: whether it falls into one.
+    """
+
+    steps: np.ndarray
+    predicted: np.ndarray
+    measured: np.ndarray
+    off: np.ndarray
+    doubling: np.ndarray
+
+    @property
+    def errors(self) -> np.ndarray:
+        """By how much the prediction is more than what was measured, of that."""
+        errors: np.ndarray = self.predicted / self.measured - 1
+        return errors
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A training. trainer_bytes: predicted and measured peak of a trainer; stores: where they were sampled."""
+
+    trained: Trained
+    trainer_bytes: tuple[int, int]
+    stores: StoreCompared | None
+
+    @property
+    def trainer_error(self) -> float:
+        """Relative."""
+        return self.trainer_bytes[0] / self.trainer_bytes[1] - 1
+
+
+def schedule_of(one: Trained, folder: Path) -> Path:
+    """Prepared where it was not yet."""
+    out = folder / f"{one.rows}-{one.batch}-{one.lanes}-{one.slots}"
+    if not out.exists():
+        command = [sys.executable, "-m", "foreload.pipelines.prepare", *one.schedule.split(), "--out", str(out)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return out
+
+
+def compare(one: Trained, schedule: Path, folder: Path) -> Compared:
+    """Predict, then train, and sample meanwhile."""
+    whole, log = Schedule(schedule), folder / "history.sqlite"
+    executable = available()[one.server] if one.server else None
+    with LocalStores(SHARDS, folder / "stores", executable) as stores, Store(stores.urls) as store:
+        job = TrainJob.of(
+            {
+                "schedule": str(schedule), "run": str(folder / "run"), "store": ",".join(stores.urls), "parity": one.parity, "dim": one.dim,
+                "trainers": one.trainers, "history": str(log),
+            }
+        )  # fmt: skip
+        features = whole.header.features
+        rows = layouts(features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(features))
+        placement = Placement.spread(SHARDS, *job.code(SHARDS))
+        nothing = np.zeros((whole.header.lanes, len(rows)), np.int64)
+        timeline = RowTimeline(whole, placement, rows, whole.header.first_step - 1, nothing)
+        memory = StoreMemory.ask(timeline, store, "bench", one.trainers)
+        memory.advance()
+        predicted = np.stack([memory.used(server) for server in memory.servers], axis=1)
+        samples: list[tuple[float, list[int]]] = []
+        over = threading.Event()
+
+        def sample() -> None:
+            while not over.wait(PAUSE_SECONDS):
+                samples.append((time.monotonic(), [int(store.info(shard)["used_memory"]) for shard in range(SHARDS)]))
+
+        sampling = threading.Thread(target=sample)
+        steps = _Steps()
+        if one.server:
+            sampling.start()
+        train(job, steps)
+        over.set()
+        if one.server:
+            sampling.join()
+    profile = history.read(log)[-1]
+    expected = TrainerMemory.of(whole, rows).peak_bytes(LaneLoad.of_schedule(step_counts(whole)), setup_of(profile))
+    peaks = expected, profile.peak_bytes("trainer")
+    if not one.server:
+        return Compared(one, peaks, None)
+    ended = np.array([steps.at[step] for step in sorted(steps.at)])
+    return Compared(one, peaks, _stores(timeline.steps - whole.header.first_step, predicted, ended, samples))
+
+
+def _stores(
+    of_moment: np.ndarray, predicted: np.ndarray, ended: np.ndarray, samples: Sequence[tuple[float, list[int]]]
+) -> StoreCompared:
+    """of_moment: step of each line of predicted; ended: when each step did."""
+    times, used = np.array([at for at, _ in samples]), np.array([bytes_used for _, bytes_used in samples], float)
+    # The step that was done when a sample was taken.
+    done = np.minimum(np.searchsorted(ended, times, side="right") - 1, len(ended) - 1)
+    marks = np.unique(np.linspace(0, len(ended) - 1, PARTS + 1).astype(int))[1:]
+    nearest = np.minimum(np.searchsorted(times, ended[marks]), len(times) - 1)
+    moments = np.searchsorted(of_moment, done[nearest])
+    measured = used[nearest]
+    about = np.stack([predicted[np.clip(moments + beside, 0, len(predicted) - 1)] for beside in (-1, 0, 1)])
+    best = np.abs(about / measured - 1).argmin(axis=0)
+    while_training = (done >= 0) & (times <= ended[-1])
+    off, doubling = zip(
+        *(
+            _missed(of_moment, predicted[:, shard], done[while_training], used[while_training, shard], len(ended))
+            for shard in range(used.shape[1])
+        ),
+        strict=True,
+    )
+    return StoreCompared(
+        done[nearest], np.take_along_axis(about, best[None], 0)[0], measured, np.concatenate(off), np.concatenate(doubling)
+    )
+
+
+def _missed(
+    of_moment: np.ndarray, predicted: np.ndarray, done: np.ndarray, used: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of limits spread over a shard's used memory: how far the predicted step at which each is reached is off, of all steps; and whether memory that
+    was not there a hundredth of the run before or after, for a table that doubles, is what reached it.
+    """
+    most = np.maximum.accumulate(used)
+    limits = np.linspace(most[len(most) // 20], 0.999 * min(most[-1], predicted.max()), LIMITS)
+    reached = done[np.searchsorted(most, limits, side="right").clip(max=len(done) - 1)]
+    told = of_moment[np.searchsorted(np.maximum.accumulate(predicted), limits, side="right").clip(max=len(predicted) - 1)]
+    about = max(steps // PARTS, 1)
+    at = [np.interp(reached + beside, done, most) for beside in (-about, about)]
+    of_rows = (most[-1] - most[0]) / PARTS * 2
+    return np.abs(told - reached) / steps, (at[1] - at[0]) > 3 * of_rows
+
+
+def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list[Series]]:
+    """What is shown of them."""
+    stores: list[list[Cell]] = []
+    trainers: list[list[Cell]] = []
+    claims, plots = [], []
+    for one in compared:
+        trained, of_stores = one.trained, one.stores
+        predicted, measured = (f"{size / 2**20:.0f}" for size in one.trainer_bytes)
+        trainers.append([
+            trained.trainers, trained.lanes, trained.slots, trained.batch, trained.dim, trained.parity, predicted, measured,
+            f"{one.trainer_error:+.1%}",
+        ])  # fmt: skip
+        if of_stores is None:
+            continue
+        name = f"{version_of(available()[trained.server])}, {'plain' if trained.parity == 'off' else trained.parity}"
+        errors, outside = np.abs(of_stores.errors), of_stores.off[~of_stores.doubling]
+        shown = [
+            f"{of_stores.predicted[at, 0] / 2**20:.2f} ({of_stores.measured[at, 0] / 2**20:.2f})"
+            for at in (0, len(of_stores.steps) // 10 - 1, len(of_stores.steps) // 2 - 1, -1)
+        ]
+        stores.append([
+            name, f"{errors.max():.2%}", f"{np.median(errors):.2%}", ", ".join(shown), f"{outside.max():.2%}",
+            f"{len(outside)} of {len(of_stores.off)}",
+        ])  # fmt: skip
+        claims += [
+            Claim(f"used memory, {name}: worst of {errors.size}", "measured", "<= 3 %", float(errors.max()), most=MOST_STORE),
+            Claim(f"step at which a limit is reached, {name}", "measured", "<= 1 %", float(outside.max()), most=MOST_STEP),
+        ]
+        lines = {"predicted": of_stores.predicted, "measured": of_stores.measured}
+        data = {
+            word: [(int(step), float(size) / 2**20) for step, size in zip(of_stores.steps, sizes[:, 0], strict=True)]
+            for word, sizes in lines.items()
+        }
+        plots.append(Series(f"Used memory of shard 0, {name}", "step", "MiB", "lines", data))
+    worst = max(abs(one.trainer_error) for one in compared)
+    claims.append(Claim(f"peak of a trainer: worst of {len(compared)}", "measured", "<= 5 %", worst, most=MOST_TRAINER))
+    tables = [
+        Table(
+            "Servers",
+            [
+                "servers, parity", "worst error", "median", "MiB of shard 0 at 1 %, 10 %, 50 %, 100 % of the run: predicted (measured)",
+                "step at which a limit is reached: off at most, of all steps", "limits that fall into no doubling",
+            ],
+            stores,
+        ),
+        Table(
+            "Trainers' peaks, MiB",
+            ["trainers", "lanes", "slots a lane", "batch", "dim", "parity", "predicted", "measured", "error"],
+            trainers,
+        ),
+    ]  # fmt: skip
+    return tables, claims, plots
+
+
+def main() -> None:
+    """Measure and save."""
+    given = arguments(__doc__)
+    compared = []
+    with tempfile.TemporaryDirectory(dir=given.out.absolute()) as temporary:
+        for number, one in enumerate(trainings(given.quick)):
+            schedule = schedule_of(one, Path(temporary))
+            compared.append(compare(one, schedule, Path(temporary) / str(number)))
+            tell(f"{one}: trainers' peak {compared[-1].trainer_error:+.1%}")
+    tables, claims, plots = report(compared)
+    save(Results("memory_forecast", "Memory, predicted", claims, tables, plots, settings={"quick": given.quick}), given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ MOST_STORE, MOST_STEP, MOST_TRAINER = 0.03, 0.01, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class Training:
     """A training whose memory is looked at. rows, batch, lanes, slots: of its schedule; server: its kind, "" for that which `local:N` takes."""
 
     rows: int
@@ -65,16 +65,16 @@ class Trained:
         return f"--format synthetic {shape}"
 
 
-def trainings(quick: bool) -> list[Trained]:
+def trainings(quick: bool) -> list[Training]:
     """Those of which each server's memory is looked at, then those of which only that of trainers is."""
     rows = 20_000 if quick else 150_000
-    sampled = [Trained(rows, 64, 2, 6000, 16, 2, parity, server) for server in sorted(available()) for parity in ("off", "2+1")]
+    sampled = [Training(rows, 64, 2, 6000, 16, 2, parity, server) for server in sorted(available()) for parity in ("off", "2+1")]
     if quick:
         return sampled
-    wide = [Trained(300_000, 1024, 2, 60_000, 64, *more) for more in ((1, "off"), (2, "off"), (2, "2+1"))]
+    wide = [Training(300_000, 1024, 2, 60_000, 64, *more) for more in ((1, "off"), (2, "off"), (2, "2+1"))]
     others = [
-        Trained(300_000, 1024, 4, 20_000, 32, 3, "2+1"), Trained(300_000, 1024, 4, 20_000, 128, 4, "off"),
-        Trained(100_000, 4096, 1, 100_000, 128, 1, "2+1"), Trained(20_000, 128, 2, 3_000, 8, 2, "off"),
+        Training(300_000, 1024, 4, 20_000, 32, 3, "2+1"), Training(300_000, 1024, 4, 20_000, 128, 4, "off"),
+        Training(100_000, 4096, 1, 100_000, 128, 1, "2+1"), Training(20_000, 128, 2, 3_000, 8, 2, "off"),
     ]  # fmt: skip
     return sampled + wide + others
 
@@ -113,7 +113,7 @@ class StoreCompared:
 class Compared:
     """A training. trainer_bytes: predicted and measured peak of a trainer; stores: where they were sampled."""
 
-    trained: Trained
+    training: Training
     trainer_bytes: tuple[int, int]
     stores: StoreCompared | None
 
@@ -123,7 +123,7 @@ class Compared:
         return self.trainer_bytes[0] / self.trainer_bytes[1] - 1
 
 
-def schedule_of(one: Trained, folder: Path) -> Path:
+def schedule_of(one: Training, folder: Path) -> Path:
     """Prepared where it was not yet."""
     out = folder / f"{one.rows}-{one.batch}-{one.lanes}-{one.slots}"
     if not out.exists():
@@ -132,7 +132,7 @@ def schedule_of(one: Trained, folder: Path) -> Path:
     return out
 
 
-def compare(one: Trained, schedule: Path, folder: Path) -> Compared:
+def compare(one: Training, schedule: Path, folder: Path) -> Compared:
     """Predict, then train, and sample meanwhile."""
     whole, log = Schedule(schedule), folder / "history.sqlite"
     executable = available()[one.server] if one.server else None
@@ -223,15 +223,15 @@ def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list
     trainers: list[list[Cell]] = []
     claims, plots = [], []
     for one in compared:
-        trained, of_stores = one.trained, one.stores
+        training, of_stores = one.training, one.stores
         predicted, measured = (f"{size / 2**20:.0f}" for size in one.trainer_bytes)
         trainers.append([
-            trained.trainers, trained.lanes, trained.slots, trained.batch, trained.dim, trained.parity, predicted, measured,
+            training.trainers, training.lanes, training.slots, training.batch, training.dim, training.parity, predicted, measured,
             f"{one.trainer_error:+.1%}",
         ])  # fmt: skip
         if of_stores is None:
             continue
-        name = f"{version_of(available()[trained.server])}, {'plain' if trained.parity == 'off' else trained.parity}"
+        name = f"{version_of(available()[training.server])}, {'plain' if training.parity == 'off' else training.parity}"
         errors, outside = np.abs(of_stores.errors), of_stores.off[~of_stores.doubling]
         shown = [
             f"{of_stores.predicted[at, 0] / 2**20:.2f} ({of_stores.measured[at, 0] / 2**20:.2f})"

@@ -27,6 +27,8 @@ from workload import BATCH, SEED
 
 TRAINERS, PARITY = 1, "2+1"
 PORT = 7100
+REST_STEPS = 100  # between two moves; those without are compared with those while rows move
+MOST_STEP = 1.1  # times a step without
 SLOW_SHARD, SPARE = 2, 3
 NORMAL_USE = 1 / 3  # of the slow shard's link, before it drops: a tenth of it is then less than training asks for
 DROP = 10
@@ -89,6 +91,43 @@ class Runs:
                 raise SystemExit(f"{run.name}: ended before step {step}; see {self.folder / run.name}.log")
             time.sleep(POLL_SECONDS)
 
+    def moves(self, run: Path, training: subprocess.Popen[bytes], *words: str) -> range:
+        """Have rows moved while a run trains: the steps meanwhile."""
+        first = len(steps_of(run))
+        self.call("stores", words[0], str(run), *words[1:])
+        while training.poll() is None and json.loads((run / "placement.json").read_text()).get("target") is not None:
+            time.sleep(POLL_SECONDS)
+        return range(first, len(steps_of(run)))
+
+    def beside(self, quick: bool) -> dict[str, tuple[range, float]]:
+        """A run whose shards are added, removed and moved one after the other, links as they are: of each, the steps meanwhile, and their time, of
+        those right before and after.
+        """
+        run = self.folder / "beside"
+        rest = REST_STEPS // 5 if quick else REST_STEPS
+        with LocalStores(6, self.folder / "beside-servers") as servers:
+            store = ",".join(servers.urls[:3])
+            new = ("--store", store, "--parity", PARITY, "--trainers", str(TRAINERS), "--dim", "16", "--overwrite")
+            training = self.start(run, *new)
+            moving: dict[str, range] = {}
+            try:
+                self.until(training, run, WARM_UP + rest)
+                for words in (("add", *servers.urls[3:5]), ("remove", "1"), ("move", "0", servers.urls[5])):
+                    moving[f"stores {words[0]}"] = self.moves(run, training, *words)
+                    self.until(training, run, len(steps_of(run)) + rest)
+                training.send_signal(signal.SIGINT)
+                training.wait()
+            finally:
+                if training.poll() is None:
+                    training.kill()
+                    training.wait()
+            ms = steps_of(run)
+        ratios = {}
+        for name, steps in moving.items():
+            about = [*range(max(steps.start - rest, WARM_UP), steps.start), *range(steps.stop, min(steps.stop + rest, len(ms)))]
+            ratios[name] = steps, statistics.median(ms[at] for at in steps) / statistics.median(ms[at] for at in about)
+        return ratios
+
     def train(self, way: str, megabits: int, quarter: int) -> Ending:
         """One run. way: "nothing is done", "stores move" or "stop, move, resume"; "fast link" where it does not drop."""
         run = self.folder / way.replace(" ", "-").replace(",", "")
@@ -104,11 +143,7 @@ class Runs:
                 if way != "fast link":
                     self.link.limit(max(megabits // DROP, 1))
                 if way == "stores move":
-                    first = len(steps_of(run))
-                    self.call("stores", "move", str(run), str(SLOW_SHARD), spare)
-                    while training.poll() is None and json.loads((run / "placement.json").read_text()).get("target") is not None:
-                        time.sleep(POLL_SECONDS)
-                    moving = range(first, len(steps_of(run)))
+                    moving = self.moves(run, training, "move", str(SLOW_SHARD), spare)
                 elif way == "stop, move, resume":
                     training.send_signal(signal.SIGINT)
                     training.wait()
@@ -157,6 +192,9 @@ def measure(given: argparse.Namespace, link: Link) -> None:
     steps = json.loads((schedule / "schedule.json").read_text())["counts"]["training_steps"]
     quarter = steps // 4
     runs = Runs(folder.absolute(), schedule.absolute(), link)
+    beside = runs.beside(given.quick)
+    for name, (moving, ratio) in beside.items():
+        tell(f"{name}: {len(moving)} steps meanwhile, {ratio:.3f} x others")
     before = sum(link.bytes_passed())
     fast = runs.train("fast link", 10_000, quarter)
     # Both ways together, less than what the busier one takes twice.
@@ -178,6 +216,10 @@ def measure(given: argparse.Namespace, link: Link) -> None:
             f"<= {most:.2f}: the larger of 0.5 and 5 steps",
             moved.gap,
             most=most,
+        ),
+        *(
+            Claim(f"step time while rows move, median, {name}", "steps before and after", "<= 1.1", ratio, most=MOST_STEP)
+            for name, (_, ratio) in beside.items()
         ),
     ]
     rows: list[list[Cell]] = [

@@ -79,7 +79,7 @@ def measured_before(path: Path) -> Visits:
 
 
 def visit(configuration: Configuration, work: Path, piece: Piece, count: int) -> list[Turn]:
-    """Start a configuration, and train it turn by turn: so many turns, those amid which the machine changed its speed left out where there are enough."""
+    """Start a configuration, and train it turn by turn: so many, those amid which the machine changed its speed left out if there are enough."""
     schedule = schedule_of(work, configuration.batch_size, configuration.slots, STEPS)
     with trainers(configuration, schedule, work) as (ranks, stores):
         first = turn(ranks, stores, piece, WARM_UP)
@@ -186,9 +186,9 @@ def main() -> None:
     of_them = {one: visits[one] for one in configurations if one in visits}
     made, claims = tables(of_them, dense, given.quick)
     notes = [
-        "Trainers live in processes of their own, on an empty store of local servers; between two turns of about a third of a second each a fixed piece "
-        "of work is done, on all cores, and times are told in its units. A turn amid which the machine changed its speed is done again. A configuration "
-        "is what the median of its turns says.",
+        "Trainers live in processes of their own, on an empty store of local servers; between two turns of about a third of a second each a fixed "
+        "piece of work is done, on all cores, and times are told in its units. A turn amid which the machine changed its speed is done again. "
+        "A configuration is what the median of its turns says.",
     ]
     save(Results("step_model", "Predicted step times", claims, made, settings={"quick": given.quick}, notes=notes), given.out)
 

@@ -67,14 +67,14 @@ class Configuration:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A turn of a configuration: means a step. unit_ms: of the pieces of work around it; drift: by how much the slower of the two took longer, of the
-    faster one; total, thread, background: times in units.
+    faster one; total, thread, processor: times in units.
     """
 
     unit_ms: float
     drift: float
     total: float
     thread: float
-    background: float
+    processor: float
     load: Mapping[str, float]
 
 
@@ -166,8 +166,8 @@ def turn(ranks: Ranks, stores: LocalStores, piece: Piece, steps: int) -> Turn:
     total = max(statistics.median(answer["seconds"]) for answer in answers)
     thread = max(statistics.median(answer["further"]["seconds_thread"]) for answer in answers)
     processor = sum(statistics.median(answer["further"]["seconds_processor"]) for answer in answers)
-    background = max(processor - len(answers) * thread, 0.0) + servers / (steps + 1)
-    return Turn(1000 * unit, max(before, after) / min(before, after) - 1, total / unit, thread / unit, background / unit, load)
+    processor += servers / (steps + 1)
+    return Turn(1000 * unit, max(before, after) / min(before, after) - 1, total / unit, thread / unit, processor / unit, load)
 
 
 def observation(configuration: Configuration, dense: int, turns: list[Turn]) -> Observation:
@@ -188,5 +188,5 @@ def observation(configuration: Configuration, dense: int, turns: list[Turn]) -> 
         dense=dense,
         cores=cores(),
     )
-    times = (median(getattr(one, name) for one in turns) for name in ("total", "thread", "background"))
+    times = (median(getattr(one, name) for one in turns) for name in ("total", "thread", "processor"))
     return Observation(setup, load, *times)

@@ -121,12 +121,13 @@ def test_without_a_schedule_clicks_are_made_up(
     assert "--run: drill holds a run already" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trainer", "at", "further"),
     [
         (1, 20, ["--trainers", "2", "--check"]),
-        pytest.param(0, 20, ["--trainers", "2", "--stop", "--peer-timeout", "1"], marks=pytest.mark.full),
-        pytest.param(0, LAST, ["--trainers", "2", "--store", "local:1"], marks=pytest.mark.full),
+        (0, 20, ["--trainers", "2", "--stop", "--peer-timeout", "1"]),
+        (0, LAST, ["--trainers", "2", "--store", "local:1"]),
     ],
 )
 def test_a_killed_trainer_s_lanes_are_taken_over_and_the_model_is_that_of_an_undisturbed_run(

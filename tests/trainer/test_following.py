@@ -124,7 +124,8 @@ def last_step(schedule: Path, segments: int) -> int:
     return last.first + len(last.samples) - 1
 
 
-@pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.full) for how in ("failed", "removed"))])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["killed", "failed", "removed"])
 def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_prepared_again(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], how: str
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_leader_that_is_asked_to_leave_hands_its_lanes_over(
     assert kinds == ["call-began", "term-began", "lanes-moved", "trainer-left", "term-began", "call-ended"]
 
 
+@pytest.mark.full
 def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
         assert [shard["state"] for shard in report["shards"]] == ["up", "up", "degraded"]
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:

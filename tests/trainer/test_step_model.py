@@ -90,9 +90,10 @@ def made_up(setup: Setup, load: Load) -> Observation:
     """What a machine would take whose time is a sum of such terms."""
     thread = 1.0 + 0.01 * load.samples * setup.share + 0.0004 * load.used * setup.share
     background = 0.002 * load.fetched + 0.001 * load.ended * (1 + setup.r / setup.k) + 0.1 * setup.shards
-    wanted = np.maximum((setup.trainers * thread + background) / setup.cores - thread, 0)
+    processor = setup.trainers * thread + background
+    wanted = np.maximum(processor / setup.cores - thread, 0)
     waits = 0.3 + wanted + 1e-6 * load.sent / setup.trainers + 0.5 * (setup.trainers > 1)
-    return Observation(setup, load, thread + waits, thread, background)
+    return Observation(setup, load, thread + waits, thread, processor)
 
 
 def test_what_was_not_run_is_predicted_within_the_interval() -> None:

@@ -344,20 +344,18 @@ class Launcher:
         return ending
 
     @contextlib.contextmanager
-    def _watched_memory(self, run: Run, schedule: Schedule, start: Status, urls: Sequence[str]) -> Iterator[StoreWatch | None]:
-        """What is looked at of the servers' memory while entered; None where they have no limit. Raises StoreTooSmall before training begins."""
+    def _watched_memory(self, run: Run, schedule: Schedule, start: Status, urls: Sequence[str]) -> Iterator[StoreWatch]:
+        """What is looked at of the servers' memory while entered. Raises StoreTooSmall before training begins."""
         job = replace(self._job, namespace=run.manifest.namespace)
         if run.manifest.local_stores is not None:
             warn_of_machine(schedule, run.placement, self._layouts)
         with Store.connect(asked(urls), job.store_silence, run.placement.r) as store:
-            watch = StoreWatch.of(job, store, schedule, run.placement, self._layouts, start)
-        if watch is not None:
-            watch.begin(urls)
+            watch = StoreWatch(job, store, schedule, run.placement, self._layouts, start)
+        watch.begin(urls)
         try:
             yield watch
         finally:
-            if watch is not None:
-                watch.close()
+            watch.close()
 
     def _end_stores(
         self, local: LocalStores | None, start: Status, kind: type[BaseException] | None, error: BaseException | None, _: object

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
@@ -29,7 +29,7 @@ from foreload.trainer.run.store_moves import NewServers, ShardChange, check_whol
 class RowMoves:
     """Of one call. Threads of the control socket call `want`, the launcher's own all else.
 
-    manifest: the run's, as it is by now; write_manifest: publishes another one.
+    manifest: the run's, as it is by now; write_manifest: publishes another one; check_room: as NewServers has it.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class RowMoves:
         events: EventLog,
         manifest: Callable[[], Manifest],
         write_manifest: Callable[[Manifest], None],
+        check_room: Callable[[Placement, Sequence[str]], None],
     ) -> None:
         self._run, self._shards, self._local, self._events = run, shards, shards.local, events
         self._manifest, self._write_manifest = manifest, write_manifest
-        self._new = NewServers(manifest(), job.store_silence, shards.local)
+        self._new = NewServers(manifest(), job.store_silence, shards.local, check_room)
         self._placement = run.placement
         self._asking = threading.Lock()
         self._wanted: tuple[Placement, tuple[str, ...]] | None = None  # what is to begin, and the URLs of all shards then

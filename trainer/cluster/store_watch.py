@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -35,52 +35,51 @@ class StoreWatch:
     """The memory of the servers of one call, over the steps to come.
 
     stop_by: the step after which training must stop, so that all rows can be written back; None while all that is known of the schedule fits. A
-    thread of its own looks at the servers from `begin` to `close`; what it finds goes into `stop_by`.
-
-    placed: the forecast of rows that are where a placement has them.
+    thread of its own looks at the servers from `begin` to `close`; what it finds goes into `stop_by`. Where none has a limit, it does so again only
+    once rows have moved.
     """
 
-    def __init__(self, job: TrainJob, memory: StoreMemory, placed: Callable[[Placement, Store], StoreMemory]) -> None:
-        self._job, self._memory, self._placed = job, memory, placed
-        self._placement = memory.timeline.placement
+    def __init__(
+        self, job: TrainJob, store: Store, schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout], start: Status
+    ) -> None:
+        """Look at the servers before training begins, after the last clean stop.
+
+        Raises StoreTooSmall where the memory will not suffice and the job does not say `--until-full`; and where not even a step would fit.
+        """
+        self._job, self._schedule, self._layouts, self._start = job, schedule, layouts, start
+        self._placement = self._known = placement
         self.stop_by: int | None = None
         self.shortages: Sequence[Shortage] = ()
-        self.step = memory.timeline.start_step  # the last that is known to be trained; the launcher says so
+        self.step = start.step  # the last that is known to be trained; the launcher says so
         self._urls: Sequence[str] = ()
         self._told: set[int] = set()  # shards that the user was told of
         self._seen: dict[int, deque[float]] = {}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._memory = self._forecast(placement, store)
+        self._conclude()
+        self._refuse_or_tell()
 
-    @classmethod
-    def of(
-        cls, job: TrainJob, store: Store, schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout], start: Status
-    ) -> StoreWatch | None:
-        """Look at the servers before training begins, after the last clean stop. None where none has a limit, or rows have no place there yet.
-
-        Raises StoreTooSmall where the memory will not suffice and the job does not say `--until-full`; and where not even a step would fit.
-        """
+    def _forecast(self, placement: Placement, store: Store) -> StoreMemory | None:
+        """Of rows that are where a placement has them; None where no server has a limit. Raises CacheError, ScheduleError."""
         up = [shard for shard in store.used if shard not in store.down]
         if not any(int(store.info(shard).get("maxmemory", 0)) for shard in up):
             return None
-
-        def placed(placement: Placement, store: Store) -> StoreMemory:
-            timeline = RowTimeline(schedule, placement, layouts, start.step, _ordinals(schedule, start.step))
-            return StoreMemory.ask(timeline, store, job.run_namespace, job.trainers)
-
-        watch = cls(job, placed(placement, store), placed)
-        watch._memory.advance()
-        watch._conclude()
-        if watch.shortages:
-            watch._refuse_or_tell()
-        return watch
+        step = self._start.step
+        timeline = RowTimeline(self._schedule, placement, self._layouts, step, _ordinals(self._schedule, step))
+        memory = StoreMemory.ask(timeline, store, self._job.run_namespace, self._job.trainers)
+        memory.advance()
+        return memory
 
     def _refuse_or_tell(self) -> None:
+        if not self.shortages:
+            return
         first, others = self.shortages[0], len(self.shortages) - 1
         told = shortage_text(first) + (f" (and so would {others} more)" if others else "")
-        help_ = remedy(self._memory, self.shortages)
+        assert self._memory is not None
         assert self.stop_by is not None
-        if self.stop_by < self._memory.timeline.start_step + _LEAST_STEPS:
+        help_ = remedy(self._memory, self.shortages)
+        if self.stop_by < self._start.step + _LEAST_STEPS:
             raise StoreTooSmall(f"{told}; there is no room for the rows of a further step: {help_}")
         if not self._job.until_full:
             raise StoreTooSmall(f"{told}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}")
@@ -105,9 +104,10 @@ class StoreWatch:
 
     def why_stopped(self, step: int) -> str | None:
         """Why training stopped after this step, in words, if that was for want of memory."""
-        if not self._job.until_full or self.stop_by is None or step < self.stop_by or not self.shortages:
+        memory = self._memory
+        if memory is None or not self._job.until_full or self.stop_by is None or step < self.stop_by or not self.shortages:
             return None
-        return f"store shard {self.shortages[0].shard} would be full later: {remedy(self._memory, self.shortages)}"
+        return f"store shard {self.shortages[0].shard} would be full later: {remedy(memory, self.shortages)}"
 
     def _serve(self) -> None:
         while not self._over.wait(_LOOK.total_seconds()):
@@ -120,13 +120,16 @@ class StoreWatch:
     def look(self) -> None:
         """Ask the servers what they use, and reckon anew. Raises CacheError, ScheduleError."""
         placement, step = self._placement, self.step
-        if placement.migrating:
+        anew = placement is not self._known
+        if placement.migrating or (self._memory is None and not anew):
             return
         with Store.connect(asked(self._urls), self._job.store_silence, 1) as store:
-            if anew := placement is not self._memory.timeline.placement:
-                self._memory = self._placed(placement, store)
+            if anew:
+                self._memory, self._known = self._forecast(placement, store), placement
                 self._seen.clear()
-            memory = self._memory
+            if (memory := self._memory) is None:
+                self._conclude()
+                return
             memory.advance()
             infos = {server.shard: store.info(server.shard) for server in memory.servers if server.shard not in store.down}
         moment = min(int(np.searchsorted(memory.timeline.steps, step)), memory.timeline.known - 1)
@@ -150,8 +153,9 @@ class StoreWatch:
                 sys.stderr.write(f"foreload: warning: {shortage_text(shortage)}{then}\n")
 
     def _conclude(self) -> None:
-        self.shortages = self._memory.shortages()
-        self.stop_by = self._memory.last_step()
+        memory = self._memory
+        self.shortages = () if memory is None else memory.shortages()
+        self.stop_by = None if memory is None else memory.last_step()
 
 
 def _ordinals(schedule: Schedule, step: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, assert_never
 
 from foreload.cache.protocol.server_probe import ServerUnreachable
@@ -67,6 +68,7 @@ from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.terms import first_term
 from foreload.trainer.compute.succession import ONE_MACHINE
 from foreload.trainer.errors import PeerLost
+from foreload.trainer.resources.seen_servers import check_room
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
 from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
@@ -117,7 +119,8 @@ class TrainerGroup:
         self._training = False  # whether all trainers were ready once
         self._ended: dict[int, TrainerEnd] = {}
         self._failures: list[tuple[int, Failed]] = []
-        self._moves = RowMoves(run, job, shards, events, lambda: self.manifest, self._write_manifest)
+        room = partial(check_room, manifest, schedule, layouts)
+        self._moves = RowMoves(run, job, shards, events, lambda: self.manifest, self._write_manifest, room)
         self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training, hosts is not None)
         self._scaling = Scaling(
             job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell,

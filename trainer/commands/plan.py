@@ -106,9 +106,9 @@ def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
             total, low, high = (
                 float(ms @ steps) * step_model.tail / 1000 for ms in (predicted.total, predicted.low, predicted.high)
             )
-            busy = float((setup.trainers * setup.threads * predicted.total + predicted.background) @ steps) / max(
-                float(predicted.total @ steps), 1e-9
-            )
+            # Trainers keep their cores; what is not done by their steps' threads is done on others.
+            further = np.maximum(predicted.processor - predicted.thread / setup.share, 0.0)
+            busy = setup.trainers * setup.threads + float(further @ steps) / max(float(predicted.total @ steps), 1e-9)
             choices.append(Choice(
                 setup.trainers, setup.shards, str(Parity(setup.k, setup.r)), setup.copies, counts.slots, counts.slots == max(schedule.slots),
                 total, low, high, 1000 * total / max(counts.steps, 1), min(busy, setup.cores),

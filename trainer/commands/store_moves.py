@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.traffic import Traffic
 from foreload.trainer.cluster.control import AskMove, Refused, ask
 from foreload.trainer.errors import RunError
+from foreload.trainer.resources.seen_servers import check_room
 from foreload.trainer.run.directory import LOG, STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.expected_rows import given_ordinals
@@ -97,7 +99,9 @@ def _servers(moved: Run, store: str | None, status: Status) -> Iterator[tuple[tu
         urls = servers_of(moved, store)
         with _opened(moved, urls, status):
             whole = True
-        yield urls, NewServers(moved.manifest, moved.manifest.training_job.store_silence, local)
+        manifest, schedule = moved.manifest, schedule_of(moved)
+        room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule))
+        yield urls, NewServers(manifest, manifest.training_job.store_silence, local, room)
 
 
 def _status_of(moved: Run) -> Status:

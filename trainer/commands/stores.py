@@ -5,22 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.resp import MARKER, MIGRATED
-from foreload.cache.client.store import Store, server_version
-from foreload.cache.client.url import parse_url
-from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import RowCounts
-from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.protocol.shard_table import REBUILDING, ShardSnapshot, ShardStatus
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
@@ -29,16 +22,14 @@ from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ask,
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.resources.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
-from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, server_seen, shortage_text
+from foreload.trainer.resources.seen_servers import ask_server, server_seen
+from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.saved_run import layouts_of
 from foreload.trainer.run.servers import servers_of
-
-TIMEOUT = timedelta(seconds=5)
-_SAMPLES = 200  # values of a hash that Redis looks at to tell its size
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:
@@ -223,7 +214,9 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
             )
     else:
         urls = servers_of(asked_run, store)
-        shards = [{"shard": shard, **_ask(urls[shard], manifest.namespace, manifest.lanes)} for shard in live if urls[shard]]
+        shards = [
+            {"shard": shard, **ask_server(urls[shard], manifest.namespace, manifest.lanes)} for shard in live if urls[shard]
+        ]
     for told in shards:
         # The servers may be up: what they hold is not all that they should.
         if told["shard"] in lost and told["state"] in ("up", "at rest"):
@@ -237,30 +230,3 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
             if of_trainers.state == REBUILDING:
                 told["rebuilt"] = of_trainers.rebuilt
     return shards
-
-
-def _ask(url: str, namespace: str, lanes: int) -> dict[str, Any]:
-    """What a server says of itself and of the namespace's lanes there; "down", and why, where it cannot be asked."""
-    try:
-        with Store([url], TIMEOUT, timedelta(seconds=1)) as store:
-            info = store.info(0)
-            epochs = read_epochs(store, 0, namespace, lanes)
-            keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
-            # Of the fields of a lane's hash one is the marker, and one may say how far rows that move are.
-            counts = [(int(str(store.command(0, "HLEN", key))), store.command(0, "HEXISTS", key, MIGRATED)) for key in keys]
-            fields = [max(count - 1 - int(str(migrates)), 0) for count, migrates in counts]
-            sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
-            markers = [store.command(0, "HGET", key, MARKER) for key in keys]
-            return {
-                "url": str(store.urls[0]),
-                "state": "up",
-                "version": server_version(info),
-                "entries": sum(fields),
-                "lane_entries": fields,
-                "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
-                "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],
-                "memory_bytes": int(info["used_memory"]),
-                "limit_bytes": int(info.get("maxmemory", 0)) or None,
-            }
-    except CacheError as error:
-        return {"url": str(parse_url(url)), "state": "down", "why": str(error)}

@@ -2,7 +2,7 @@
 
 A step's wall time is the processor time of the thread that runs it, of the trainer that takes most, and what that thread waits: for other trainers,
 for messages, and for a core where there are fewer than what wants to run. What it waits for a core follows from the processor time of all
-(trainers' threads, traffic with the store, servers). So there are three fits: `thread`, `background` and `waits`. What the schedule states of the
+(trainers' threads, traffic with the store, servers). So there are three fits: `thread`, `processor` and `waits`. What the schedule states of the
 steps enters as it is; nobody who decides is known here.
 """
 
@@ -24,7 +24,7 @@ _WINDOW_STEPS = 8  # of a window, at least
 _FEW = 6  # configurations: with fewer, leaving one out says little
 _UNKNOWN = 0.3  # relative half-width of an interval then, at least
 _MEGA = 1e6
-_SHARED = 1e-4  # see non_negative_fit
+_SHARED = 0.03  # see non_negative_fit: runs are few, and many of their terms grow together
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +69,26 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What steps of a run took, in any unit of time, float64 [n] as its load: all of it, of it `thread` by the step's thread; background: processor
-    time of everything else, servers included.
+    """What steps of a run took, in any unit of time, float64 [n] as its load: all of it, of it `thread` by the step's thread; processor: time of the
+    processor, all trainers and servers together.
     """
 
     setup: Setup
     load: Load
     total: np.ndarray
     thread: np.ndarray
-    background: np.ndarray
+    processor: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of steps, float64 [n]: their time, with bounds between which CONFIDENCE of what is measured lies; thread, background as in Observation."""
+    """Of steps, float64 [n]: their time, with bounds between which CONFIDENCE of what is measured lies; thread, processor as in Observation."""
 
     total: np.ndarray
     low: np.ndarray
     high: np.ndarray
     thread: np.ndarray
-    background: np.ndarray
+    processor: np.ndarray
 
 
 Terms = Mapping[str, np.ndarray]
@@ -116,13 +116,16 @@ def _thread_terms(setup: Setup, load: Load, counts: bool) -> Terms:
     }
 
 
-def _background_terms(setup: Setup, load: Load, counts: bool) -> Terms:
-    one, protected = np.ones(len(load)), setup.r / max(setup.k, 1)
+def _processor_terms(setup: Setup, load: Load, counts: bool) -> Terms:
+    one, protected, dense = np.ones(len(load)), setup.r / max(setup.k, 1), setup.dense / _MEGA
     terms = {
         "trainers": one * setup.trainers,
         "shards": one * setup.shards,
+        "connections": one * setup.trainers * setup.shards,
         "samples": load.samples,
-        "peers": one * (setup.trainers - 1),
+        "dense": load.samples * dense,
+        "update": one * dense * setup.trainers,
+        "peers": one * setup.trainers * (setup.trainers - 1),
     }
     if not counts:
         return terms | {"parity": load.samples * protected}
@@ -132,27 +135,28 @@ def _background_terms(setup: Setup, load: Load, counts: bool) -> Terms:
         "written": load.ended,
         "parity": load.ended * protected,
         "sent": load.sent / _MEGA,
-        "connections": one * setup.trainers * setup.shards,
+        "copies": load.used * (setup.copies - 1),
     }
 
 
-def _wait_terms(setup: Setup, load: Load, counts: bool, thread: np.ndarray, background: np.ndarray) -> Terms:
-    one, several = np.ones(len(load)), float(setup.trainers > 1)
-    wanted = setup.trainers * setup.threads * thread + background * (1.0 if setup.local else 0.5)
+def _wait_terms(setup: Setup, load: Load, counts: bool, thread: np.ndarray, processor: np.ndarray) -> Terms:
+    one, work = np.ones(len(load)), processor / setup.cores
     terms = {
         "fixed": one,
         # All the work on all the cores takes longer than the step's thread does by itself.
-        "cores": np.maximum(wanted / setup.cores - thread, 0.0),
-        "background": background / setup.cores,
-        "several": one * several,
-        "unequal": thread * several,
+        "cores": np.maximum(work - thread, 0.0),
+        "work": work,
         "peers": one * (setup.trainers - 1),
         "crowded": thread * max(setup.trainers / setup.cores - 1, 0.0),
-        "copies": one * (setup.copies - 1),
     }
-    if counts:
-        terms |= {"sent": load.sent / setup.trainers / _MEGA, "store": load.fetched + load.ended}
-    return terms
+    if not counts:
+        return terms
+    written = load.ended * setup.share
+    return terms | {
+        "sent": load.sent / setup.trainers / _MEGA,
+        "store": load.fetched * setup.share + written,
+        "parity": written * setup.r / max(setup.k, 1),
+    }
 
 
 @dataclass
@@ -172,9 +176,9 @@ class StepModel:
 
     def predict(self, setup: Setup, load: Load) -> Prediction:
         """What steps with this load would take."""
-        total, thread, background = _predict(self.coefficients, setup, load, self.counts)
+        total, thread, processor = _predict(self.coefficients, setup, load, self.counts)
         margin = self.margin
-        return Prediction(total, total / (1 + margin), total * (1 + margin), thread, background)
+        return Prediction(total, total / (1 + margin), total * (1 + margin), thread, processor)
 
     @cached_property
     def margin(self) -> float:
@@ -228,12 +232,12 @@ def _coefficients(observations: Sequence[Observation], counts: bool) -> dict[str
 
     return {
         "thread": fitted(lambda one: one.thread, lambda one: _thread_terms(one.setup, one.load, counts), lambda one: one.total),
-        "background": fitted(
-            lambda one: one.background, lambda one: _background_terms(one.setup, one.load, counts), lambda one: one.total
+        "processor": fitted(
+            lambda one: one.processor, lambda one: _processor_terms(one.setup, one.load, counts), lambda one: one.total
         ),
         "waits": fitted(
             lambda one: np.maximum(one.total - one.thread, 0.0),
-            lambda one: _wait_terms(one.setup, one.load, counts, one.thread, one.background),
+            lambda one: _wait_terms(one.setup, one.load, counts, one.thread, one.processor),
             lambda one: one.total,
         ),
     }
@@ -242,7 +246,7 @@ def _coefficients(observations: Sequence[Observation], counts: bool) -> dict[str
 def _predict(
     coefficients: Mapping[str, Mapping[str, float]], setup: Setup, load: Load, counts: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Total, thread and background."""
+    """Total, thread and processor."""
 
     def of(fit: str, terms: Terms) -> np.ndarray:
         known = coefficients[fit]
@@ -250,8 +254,8 @@ def _predict(
         return result
 
     thread = of("thread", _thread_terms(setup, load, counts))
-    background = of("background", _background_terms(setup, load, counts))
-    return thread + of("waits", _wait_terms(setup, load, counts, thread, background)), thread, background
+    processor = of("processor", _processor_terms(setup, load, counts))
+    return thread + of("waits", _wait_terms(setup, load, counts, thread, processor)), thread, processor
 
 
 def _off(coefficients: Mapping[str, Mapping[str, float]], one: Observation, counts: bool) -> float:
@@ -294,8 +298,8 @@ def observation_of(profile: Profile) -> Observation | None:
         *(means(name) for name in ("samples", "rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent"))
     )
     steps = profile.steps
-    rest = medians(np.maximum(steps["ms_processor"] - setup.trainers * steps["ms_thread"], 0.0))
-    return Observation(setup, load, medians(steps["ms"]), medians(steps["ms_thread"]), rest + _store_ms(profile, load))
+    processor = medians(steps["ms_processor"]) + _store_ms(profile, load) * setup.local
+    return Observation(setup, load, medians(steps["ms"]), medians(steps["ms_thread"]), processor)
 
 
 def _store_ms(profile: Profile, load: Load) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -201,22 +200,6 @@ def server_of(timeline: RowTimeline, shard: int, url: str, hashes: HashMemory, i
     before = timeline.before[:, shard]
     rows = float(hash_bytes(hashes, before).sum()) if before.sum() else 0.0
     return ShardServer(shard, url, hashes, int(info["used_memory"]) - rows, int(info.get("maxmemory", 0)) or None)
-
-
-def server_seen(told: Mapping[str, Any], at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
-    """A server of which it is told what it has now ("version", "lane_entries", "hash_bytes", "memory_bytes", "limit_bytes"; what is not known is not
-    there). at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what it has.
-    """
-    version = str(told.get("version", ""))
-    hashes = HashMemory.known({f"{version.partition(' ')[0]}_version": version.partition(" ")[2]} if version else {}, sizes)
-    there = np.array(told.get("lane_entries", []), np.int64)
-    used = float(told.get("memory_bytes") or 0) - float(told.get("hash_bytes") or 0)
-    if there.sum():
-        shares = at_end.sum(axis=0) / max(at_end.sum(), 1)
-        tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())
-        mixed = {size: float(share) for size, share in zip(sizes, shares, strict=True)}
-        hashes = hashes.fitted(int(there.sum()), tables, mixed, float(told["hash_bytes"]))
-    return ShardServer(told["shard"], str(told.get("url", "")), hashes, max(used, 0.0), told.get("limit_bytes"))
 
 
 def shortage_text(shortage: Shortage) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -80,11 +80,18 @@ def _plain(text: str) -> str:
 class NewServers:
     """The servers that a run is to have, made ready before anything depends on them. silence: for which one may be silent.
 
-    local: the run's own servers, where it has such, all running.
+    local: the run's own servers, where it has such, all running. check_room: raises RunError where the servers of a placement, given their URLs, will
+    not hold their rows.
     """
 
-    def __init__(self, manifest: Manifest, silence: timedelta, local: LocalStores | None) -> None:
-        self._manifest, self._silence, self._local = manifest, silence, local
+    def __init__(
+        self,
+        manifest: Manifest,
+        silence: timedelta,
+        local: LocalStores | None,
+        check_room: Callable[[Placement, Sequence[str]], None],
+    ) -> None:
+        self._manifest, self._silence, self._local, self._check_room = manifest, silence, local, check_room
 
     def made_ready(
         self, wanted: Sequence[str], placement: Placement, in_use: Sequence[str], further: Sequence[tuple[int, str]] = ()
@@ -115,6 +122,7 @@ class NewServers:
                     manifest = self._manifest
                     check_spare(url, there, manifest.namespace, manifest.lanes, self._silence, manifest.identity)
                     new.append(url.plain)
+            self._check_room(placement, (*urls, *new))
             for shard, text in enumerate(new, first):
                 self._note(text, shard, placement.shard_count)
         except BaseException:

@@ -1,0 +1,108 @@
+"""What the servers of store shards say of themselves now, and whether they have room for the rows that they are to get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from foreload.cache.client.resp import MARKER, MIGRATED
+from foreload.cache.client.store import Store, server_version
+from foreload.cache.client.url import parse_url
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.errors import RunError
+from foreload.trainer.resources.hash_memory import HashMemory
+from foreload.trainer.resources.row_timeline import counts_of, sizes_of
+from foreload.trainer.resources.store_memory import ShardServer, hash_bytes
+from foreload.trainer.run.expected_rows import given_ordinals
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.memory_check import readable
+
+_TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
+_SAMPLES = 200  # values of a hash that Redis looks at to tell its size
+
+
+def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
+    """What a server says of itself and of the namespace's lanes there; "down", and why, where it cannot be asked."""
+    try:
+        with Store([url], _TIMEOUT, _CONNECT) as store:
+            info = store.info(0)
+            epochs = read_epochs(store, 0, namespace, lanes)
+            keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
+            # Of the fields of a lane's hash one is the marker, and one may say how far rows that move are.
+            counts = [(int(str(store.command(0, "HLEN", key))), store.command(0, "HEXISTS", key, MIGRATED)) for key in keys]
+            fields = [max(count - 1 - int(str(migrates)), 0) for count, migrates in counts]
+            sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
+            markers = [store.command(0, "HGET", key, MARKER) for key in keys]
+            return {
+                "url": str(store.urls[0]),
+                "state": "up",
+                "version": server_version(info),
+                "allocator": info.get("mem_allocator", ""),
+                "entries": sum(fields),
+                "lane_entries": fields,
+                "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
+                "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],
+                "memory_bytes": int(info["used_memory"]),
+                "limit_bytes": int(info.get("maxmemory", 0)) or None,
+            }
+    except CacheError as error:
+        return {"url": str(parse_url(url)), "state": "down", "why": str(error)}
+
+
+def server_seen(told: Mapping[str, Any], at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
+    """A server of which it is told what it has now ("version", "lane_entries", "hash_bytes", "memory_bytes", "limit_bytes"; what is not known is not
+    there). at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what it has.
+    """
+    version = str(told.get("version", ""))
+    kind, _, number = version.partition(" ")
+    info = {f"{kind}_version": number, "mem_allocator": str(told.get("allocator", ""))} if version else {}
+    hashes = HashMemory.known(info, sizes)
+    there = np.array(told.get("lane_entries", []), np.int64)
+    used = float(told.get("memory_bytes") or 0) - float(told.get("hash_bytes") or 0)
+    if there.sum():
+        shares = at_end.sum(axis=0) / max(at_end.sum(), 1)
+        tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())
+        mixed = {size: float(share) for size, share in zip(sizes, shares, strict=True)}
+        hashes = hashes.fitted(int(there.sum()), tables, mixed, float(told["hash_bytes"]))
+    return ShardServer(told["shard"], str(told.get("url", "")), hashes, max(used, 0.0), told.get("limit_bytes"))
+
+
+def check_room(
+    manifest: Manifest, schedule: Schedule, layouts: Sequence[RowLayout], placement: Placement, urls: Sequence[str]
+) -> None:
+    """Raise RunError where a server may use less memory than it needs once rows have moved by a placement, and all of the schedule's are there.
+
+    urls: of all shards, with passwords. Servers of the run's own have no limit; those that do not answer are passed over, as is a schedule of which
+    it is not known yet how many rows it has.
+    """
+    if manifest.local_stores is not None:
+        return
+    after = placement.completed()
+    told = [{"shard": shard, **ask_server(urls[shard], manifest.namespace, manifest.lanes)} for shard in after.live]
+    limited = [one for one in told if one.get("limit_bytes")]
+    if not limited:
+        return
+    try:
+        counts = counts_of(after, given_ordinals(schedule, None), layouts)
+    except ScheduleError:
+        return
+    for one in limited:
+        server = server_seen(one, counts[:, one["shard"]], sizes_of(layouts))
+        needed = server.used_bytes + float(hash_bytes(server.hashes, counts[:, server.shard]).sum())
+        if needed > one["limit_bytes"]:
+            raise RunError(
+                f"store shard {server.shard} ({server.url}): its maxmemory must be at least what it needs once the rows have moved, "
+                f"{readable(math.ceil(needed))}; got {readable(one['limit_bytes'])}; give it more "
+                f"(CONFIG SET maxmemory {math.ceil(needed / 2**20)}mb), or have more shards"
+            )

@@ -156,7 +156,8 @@ def compare(one: Training, schedule: Path, folder: Path) -> Compared:
 
         def sample() -> None:
             while not over.wait(PAUSE_SECONDS):
-                samples.append((time.monotonic(), [int(store.info(shard)["used_memory"]) for shard in range(SHARDS)]))
+                used = [int(store.info(shard)["used_memory"]) for shard in range(SHARDS)]
+                samples.append((time.monotonic(), used))
 
         sampling = threading.Thread(target=sample)
         steps = _Steps()
@@ -183,7 +184,8 @@ def _stores(
     # The step that was done when a sample was taken.
     done = np.minimum(np.searchsorted(ended, times, side="right") - 1, len(ended) - 1)
     marks = np.unique(np.linspace(0, len(ended) - 1, PARTS + 1).astype(int))[1:]
-    nearest = np.minimum(np.searchsorted(times, ended[marks]), len(times) - 1)
+    # The last one before: after the last step all rows in slots are on their way to the servers at once.
+    nearest = np.maximum(np.searchsorted(times, ended[marks]) - 1, 0)
     moments = np.searchsorted(of_moment, done[nearest])
     measured = used[nearest]
     about = np.stack([predicted[np.clip(moments + beside, 0, len(predicted) - 1)] for beside in (-1, 0, 1)])

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from forker import FORKER
 
 from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import training_status
@@ -153,6 +154,10 @@ def run_here(*arguments: object, **environment: str) -> tuple[int, str, str]:
         os.environ.clear()
         os.environ.update(before)
     remains.check(err.getvalue())
+    deadline = time.monotonic() + 10
+    while (left := FORKER.alive()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, ([process.pid for process in left], err.getvalue())
     return status, out.getvalue(), err.getvalue()
 
 

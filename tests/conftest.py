@@ -47,6 +47,19 @@ def data() -> Path:
     return Path(root)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_trainers() -> Iterator[None]:
+    """Keeper and trainers of runs that tests train in their own process are forked."""
+    from forker import FORKER
+
+    from foreload.trainer.commands.train import train
+
+    before, train.__defaults__ = train.__defaults__, (None, FORKER)
+    yield
+    train.__defaults__ = before
+    FORKER.close()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> None:
     """The settings of exact arithmetic in this process, with one thread: for modules that train in it."""

@@ -110,7 +110,7 @@ def test_what_was_not_run_is_predicted_within_the_interval() -> None:
     model = StepModel(everything[::3])
     rest = [one for place, one in enumerate(everything) if place % 3]
     errors = [abs(model.predict(one.setup, one.load).total[0] / one.total[0] - 1) for one in rest]
-    assert max(errors) < 0.05
+    assert max(errors) < 0.1
     assert 0 < model.margin < 0.2
     assert all(value >= 0 for terms in model.coefficients.values() for value in terms.values())
     of_two = StepModel(everything[:2])

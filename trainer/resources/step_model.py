@@ -96,24 +96,16 @@ Terms = Mapping[str, np.ndarray]
 
 def _thread_terms(setup: Setup, load: Load, counts: bool) -> Terms:
     share, one = setup.share, np.ones(len(load))
-    samples, dense = load.samples * share / setup.threads, setup.dense / _MEGA
+    samples = load.samples * share / setup.threads
     terms = {
         "fixed": one,
         "samples": samples,
-        "dense": samples * dense,
-        "update": one * dense,
+        "dense": samples * setup.dense / _MEGA,
         "peers": one * (setup.trainers - 1),
     }
     if not counts:
         return terms
-    moved = (load.arrived + load.ended) * share
-    return terms | {
-        "rows": load.used * share,
-        "moved": moved,
-        "base": moved * (setup.r > 0),
-        "sent": load.sent / setup.trainers / _MEGA,
-        "copies": load.used * share * (setup.copies - 1),
-    }
+    return terms | {"moved": (load.arrived + load.ended) * share, "sent": load.sent / setup.trainers / _MEGA}
 
 
 def _processor_terms(setup: Setup, load: Load, counts: bool) -> Terms:

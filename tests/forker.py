@@ -1,0 +1,179 @@
+"""Keeper and trainers of runs that tests train in their own process, forked from one that has imported everything: no seconds of importing for each.
+
+`Forker` is the tests' side; as a module this is the process that forks. What a user's command starts is started anew, here and there
+(`command_line.Command`); this is a StartProcess for `main`, called by a test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from foreload.pipelines.base.forking import fork, replace_environment
+from foreload.pipelines.base.socket_messages import Message, receive, send
+from foreload.trainer.cluster.processes import KEEPER, WORKER, ChildProcess, ProcessStart, StartedProcess, program_path
+from foreload.trainer.compute import numerics
+
+_THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
+_POLL = timedelta(milliseconds=5)
+_LAUNCHER = "FORELOAD_LAUNCHER"  # the parent's number, in a trainer's environment
+
+
+class Forked:
+    """A process of the forker: a StartedProcess. told: where its status comes once it has ended."""
+
+    def __init__(self, pid: int, told: socket.socket) -> None:
+        self._pid, self._told = pid, told
+        self._told.setblocking(False)
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """See StartedProcess."""
+        return self._pid
+
+    def poll(self) -> int | None:
+        """See StartedProcess."""
+        if self._status is None:
+            with contextlib.suppress(BlockingIOError):
+                # Nothing: the forker itself was ended.
+                self._status = int(self._told.recv(16) or -signal.SIGKILL)
+                self._told.close()
+        return self._status
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """See StartedProcess."""
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while self.poll() is None and (deadline is None or time.monotonic() < deadline):
+            time.sleep(_POLL.total_seconds())
+
+    def kill(self) -> None:
+        """See StartedProcess."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+
+
+class Forker:
+    """Starts processes of a launcher that lives in this process; its own is started when it is first needed, and ends with `close`."""
+
+    def __init__(self) -> None:
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        # Without what commands that tests call have beyond that.
+        self._variables = dict(os.environ)
+        self._environment = _of_numerics()
+        self._lock = threading.Lock()
+        self.started: list[Forked] = []
+
+    def __call__(self, start: ProcessStart) -> StartedProcess:
+        """Start one; anew, where libraries would read other variables as they are imported."""
+        if (
+            _of_numerics() | {name: start.environment[name] for name in self._environment if name in start.environment}
+            != self._environment
+        ):
+            return ChildProcess(start)
+        told, status = socket.socketpair()
+        values = {
+            "module": start.module,
+            "arguments": start.arguments,
+            "environment": os.environ | start.environment,
+            "folder": os.getcwd(),
+        }
+        with self._lock, status:
+            if self._control is None:
+                self._begin()
+            assert self._control is not None
+            send(self._control, values, descriptors=[status.fileno(), 1, 2, *start.descriptors])
+            answer = receive(self._control)
+        assert answer is not None
+        forked = Forked(answer.values["pid"], told)
+        self.started.append(forked)
+        return forked
+
+    def _begin(self) -> None:
+        self._control, theirs = socket.socketpair()
+        variables = self._variables | _THREADLESS | {"PYTHONPATH": os.pathsep.join((program_path(), os.path.dirname(__file__)))}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "forker", str(theirs.fileno())],
+                env=variables, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+
+    def alive(self) -> list[Forked]:
+        """Those that have not ended; of the others nothing is known any more."""
+        self.started = [one for one in self.started if one.poll() is None]
+        return self.started
+
+    def close(self) -> None:
+        """End it, and what it has forked."""
+        for one in self.alive():
+            one.kill()
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.wait()
+
+
+def _of_numerics() -> dict[str, str | None]:
+    """The variables that libraries read as they are imported, or a process as it is started, as they are now."""
+    return {name: os.environ.get(name) for name in numerics.environment()}
+
+
+FORKER = Forker()
+"""This process's."""
+
+
+def _child(request: Message, control: socket.socket) -> Callable[[], int]:
+    def main() -> int:
+        control.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        status, out, err, *descriptors = request.descriptors
+        os.close(status)
+        for number, mine in ((1, out), (2, err)):
+            os.dup2(mine, number)
+            os.close(mine)
+        os.chdir(request.values["folder"])
+        module, environment = request.values["module"], request.values["environment"]
+        # It leaves with its parent, as it would with the launcher.
+        replace_environment(environment | ({_LAUNCHER: str(os.getppid())} if _LAUNCHER in environment else {}))
+        sys.argv = [module, *request.values["arguments"], *map(str, descriptors)]
+        assert module in (KEEPER, WORKER)
+        return int(importlib.import_module(module).main())
+
+    return main
+
+
+def _serve(control: socket.socket) -> None:
+    for name in ("worker", "keeper"):
+        importlib.import_module(f"foreload.trainer.cluster.{name}")
+    told: dict[int, socket.socket] = {}
+
+    def reap(*_: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                with told.pop(ended[0]) as end, contextlib.suppress(OSError):
+                    end.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+
+    signal.signal(signal.SIGCHLD, reap)
+    while (request := receive(control)) is not None:
+        # One that ends at once is noted first.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        pid = fork(_child(request, control))
+        told[pid] = socket.socket(fileno=os.dup(request.descriptors[0]))
+        for descriptor in request.descriptors:
+            os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        send(control, {"pid": pid})
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

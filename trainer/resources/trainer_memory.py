@@ -14,7 +14,7 @@ from foreload.trainer.resources.features import StepCounts
 from foreload.trainer.resources.history import Profile
 from foreload.trainer.resources.step_model import Setup, setup_of
 
-BASE_BYTES = 415 << 20  # of a trainer without lanes: interpreter, torch, compiled kernels, connections; by measurement
+BASE_BYTES = 425 << 20  # of a trainer without lanes: interpreter, torch, compiled kernels, connections; by measurement
 _LEAST_BASE_BYTES = BASE_BYTES // 2
 _SEGMENTS = 3  # that are mapped at once: threads read ahead and behind by some steps
 _DENSE_COPIES = 5  # of a parameter: itself, its gradient, the sum of all trainers', and two of an optimizer's state
@@ -89,7 +89,7 @@ class TrainerMemory:
         leaving = min(staged, _STEPS_LEAVING * load.ended + self.batch_size)
         lane = protected * (load.occupied + leaving) + plain * (self.evaluation_slots + arriving)
         # At the end all rows are on their way to the store at once, out of their slots: a copy is told of them, too.
-        at_end = 4 * self.columns * load.occupied * (lanes * (1 + with_base) + copies)
+        at_end = 4 * self.columns * load.occupied * (lanes + copies) * (1 + with_base)
         # Local rows of a step: their weights in a block, gradients, and what can be undone of them.
         block = 4 * (4 * self.columns + OCCUPANT_BYTES) * load.used
         held = lanes * (lane + block) + copies * (plain * load.occupied + block) + snapshots * lanes * plain * load.occupied

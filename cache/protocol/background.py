@@ -12,10 +12,11 @@ SHARE = 0.25  # of the traffic thread's time, at most, that goes into a task: tr
 
 
 class Task(ABC):
-    """One such piece of work, done in chunks. throttled: no more than a quarter of the time goes into it; any thread may change that."""
+    """One such piece of work, done in chunks. throttled: no more than a share of the time goes into it; any thread may change that."""
 
     def __init__(self) -> None:
         self.throttled = True
+        self.share = SHARE
         self._not_before = 0.0  # time.monotonic()
 
     @property
@@ -38,7 +39,7 @@ class Task(ABC):
         begun = time.monotonic()
         self.chunk()
         now = time.monotonic()
-        self._not_before = now + (now - begun) * (1 / SHARE - 1)
+        self._not_before = now + (now - begun) * (1 / self.share - 1)
 
 
 class Background:

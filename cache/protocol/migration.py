@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from foreload.cache.parity.decoding import StripePlaces, plan_decoding
 from foreload.cache.parity.migrating_rows import MigratingRows, migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.background import Task
+from foreload.cache.protocol.background import SHARE, Task
 from foreload.cache.protocol.fence import fence_all
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites
 from foreload.cache.protocol.marker import Marker
@@ -32,6 +32,9 @@ from foreload.cache.protocol.shard_table import ShardSnapshot, cursor_at, cursor
 from foreload.cache.rows.fields import words
 
 CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
+MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less
+_ROWS_COUNT = 0.7  # half as many rows take less than this share of the time: it is they that take it
+_SHARE_OF_SLOW = 0.5  # of the traffic thread's time, where rows leave a shard that is slower than decoding them from others
 FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where that takes longer
 TRY_AGAIN = 32  # chunks after which the slower way of getting rows is tried once more
 Command = tuple[bytes | str, ...]
@@ -53,6 +56,26 @@ def changed(answers: list[object]) -> tuple[int, int]:
     done = answers[-1]
     assert isinstance(done, list)
     return sum(int(str(one)) for one in done[:-1]), int(str(done[-1]))
+
+
+@dataclass(slots=True)
+class ChunkSize:
+    """How many rows to a shard a chunk has: few enough not to be in the way of the training, unless it is answers that take the time, not rows, as
+    behind a slow link.
+    """
+
+    rows: int = FIRST_ROWS
+    _took: dict[int, float] = field(default_factory=dict)  # seconds of the last chunk of so many rows
+
+    def note(self, took: float) -> None:
+        """A chunk of so many rows has taken so many seconds."""
+        rows = self.rows
+        self._took[rows] = took
+        half, twice = self._took.get(rows // 2, 0.0), self._took.get(2 * rows, 0.0)
+        if took > CHUNK_SECONDS and rows > FEWEST_ROWS and half < _ROWS_COUNT * took:
+            self.rows = rows // 2
+        elif took < CHUNK_SECONDS / 2 or (took < MOST_CHUNK_SECONDS and _ROWS_COUNT * twice < took):
+            self.rows = min(2 * rows, COMMAND_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +111,7 @@ class Migration(Task):
         self._stored, self._shards, self._lanes, self._rounds = stored, stored.shards, lanes, rounds
         self._monitor, self._on_action, self._on_rows, self._on_news = monitor, on_action, on_rows, on_news
         self.term = term
-        self._rows = FIRST_ROWS
+        self._size = ChunkSize()
         self._since_tried = 0
         self._row_seconds: dict[bool, float] = {}  # of a row that was read from where it is, and of one that was decoded
 
@@ -176,12 +199,8 @@ class Migration(Task):
         for state in self._lanes.all:
             if int(self._places(state)) != ALL:
                 begun = time.monotonic()
-                tried = self._move(state)
-                took = time.monotonic() - begun
-                if took > CHUNK_SECONDS and not tried:
-                    self._rows = max(self._rows // 2, FEWEST_ROWS)
-                elif took < CHUNK_SECONDS / 2 and not tried:
-                    self._rows = min(self._rows * 2, COMMAND_ROWS)
+                if not self._move(state):
+                    self._size.note(time.monotonic() - begun)
                 if not self.under_way:
                     self._stored.store.forget_loads()
                 self._note()
@@ -243,6 +262,8 @@ class Migration(Task):
             return False in known, True
         self._since_tried += 1
         faster = known[True] < known[False]
+        # Then it is slow, and training waits for it the longer the less of its time goes into this.
+        self.share = _SHARE_OF_SLOW if faster else SHARE
         if self._since_tried < TRY_AGAIN:
             return faster, False
         self._since_tried = 0
@@ -252,7 +273,7 @@ class Migration(Task):
         """The next rows of a lane that move, at most 2,048 to a shard, of one table."""
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
         table, first = cursor_place(begin)
-        most = min(FEWEST_ROWS if few else self._rows if self.throttled else COMMAND_ROWS, COMMAND_ROWS)
+        most = min(FEWEST_ROWS if few else self._size.rows if self.throttled else COMMAND_ROWS, COMMAND_ROWS)
         while table < tables:
             migrating = migrating_rows(stripes, table, first, most, shards)
             # Where the table ends, the cursor goes on to the next: rows of this one that are written later are where they go to, too.

@@ -14,7 +14,7 @@ from foreload.trainer.resources.features import StepCounts
 from foreload.trainer.resources.history import Profile
 from foreload.trainer.resources.step_model import Setup, setup_of
 
-BASE_BYTES = 425 << 20  # of a trainer without lanes: interpreter, torch, compiled kernels, connections; by measurement
+BASE_BYTES = 432 << 20  # of a trainer without lanes: interpreter, torch, compiled kernels, connections; by measurement
 _LEAST_BASE_BYTES = BASE_BYTES // 2
 _SEGMENTS = 3  # that are mapped at once: threads read ahead and behind by some steps
 _DENSE_COPIES = 5  # of a parameter: itself, its gradient, the sum of all trainers', and two of an optimizer's state

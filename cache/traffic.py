@@ -181,11 +181,11 @@ class Traffic:
             self._monitor.wait_until(lambda: bool(event.ready[which].all()))
             return self._staged(event, started)
 
-    def write_back(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
+    def write_back(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> float:
         """Hand over all rows whose residency ended at a boundary, possibly none; boundaries come in ascending order.
 
         A row that is as the store has it (tag = stored tag) is not written. at_stop: these rows are written beyond the schedule, on a clean
-        stop, and counted apart. Blocks while too many rows wait.
+        stop, and counted apart. Blocks while too many rows wait; returns for how many seconds.
         """
         mask = ended.tag != ended.stored_tag
         changed = ended if mask.all() else ended.select(mask)
@@ -194,13 +194,16 @@ class Traffic:
             if boundary <= state.last_boundary:
                 raise CacheError(f"lane {lane}: boundary {boundary} must follow {state.last_boundary}")
             room = max(self._staging_rows - len(changed), 0)
+            began = time.monotonic()
             self._monitor.wait_until(lambda: state.unwritten_rows <= room or self._monitor.interrupted is not None)
+            held_up = time.monotonic() - began
             state.last_boundary = boundary
             state.unwritten_rows += len(changed)
             state.boundaries.append(Boundary(boundary, len(changed), at_stop))
             state.handed.append((boundary, changed))
             state.release()
             self._monitor.signal()
+            return held_up
 
     def flush(self) -> None:
         """Wait until every row handed over is acknowledged."""

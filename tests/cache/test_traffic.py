@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -263,14 +264,22 @@ def test_a_write_back_waits_for_room(servers: LocalStores, store: Store) -> None
     ):
         proxy.hold()
         traffic.write_back(0, 1, ending(30, 1))  # alone, it may be larger
-        trainer = threading.Thread(target=traffic.write_back, args=(0, 2, ending(1, 2, stored=1)))
+        held_up: list[float] = []
+        trainer = threading.Thread(target=lambda: held_up.append(traffic.write_back(0, 2, ending(1, 2, stored=1))))
         trainer.start()
         proxy.wait_for_request(b"HSET")
         assert traffic.last_batch(0) == 0
+        deadline = time.monotonic() + 20
+        while not traffic._monitor._waiters:  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline
+        began = time.monotonic()
+        time.sleep(0.02)  # so that it is told from no time
+        least = time.monotonic() - began
         proxy.release()
         trainer.join()
         traffic.flush()
         assert traffic.counters().rows_written == 31
+        assert held_up[0] >= least
 
 
 def test_rows_as_the_store_has_them_are_not_written_and_those_beyond_the_schedule_are_counted_apart(store: Store) -> None:

@@ -306,11 +306,11 @@ def _drop_a_write_back(number: int, trainer: Trainer) -> None:
     traffic, write_back = trainer.lanes.traffic, trainer.lanes.traffic.write_back
     dropped: list[int] = []
 
-    def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
+    def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> float:
         if lane == 2 and boundary > 40 and len(ended) and not dropped:
             dropped.append(boundary)
             ended = ended.select(np.arange(1, len(ended)))
-        write_back(lane, boundary, ended, at_stop)
+        return write_back(lane, boundary, ended, at_stop)
 
     traffic.write_back = broken  # type: ignore[method-assign]
 
@@ -320,13 +320,13 @@ def _write_a_stale_row(number: int, trainer: Trainer) -> None:
     traffic, write_back = trainer.lanes.traffic, trainer.lanes.traffic.write_back
     staled: list[int] = []
 
-    def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> None:
+    def broken(lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> float:
         places = np.flatnonzero(ended.stored_tag > 0)
         if lane == 1 and len(places) and not staled:
             staled.append(boundary)
             ended.tag[places[0]] = ended.stored_tag[places[0]] - 1
             ended.weights[places[0]] *= 0.5
-        write_back(lane, boundary, ended, at_stop)
+        return write_back(lane, boundary, ended, at_stop)
 
     traffic.write_back = broken  # type: ignore[method-assign]
 

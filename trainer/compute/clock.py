@@ -27,6 +27,12 @@ class Clock:
         setattr(self, name, getattr(self, name) + now - self.last)
         self.last = now
 
+    def held_up(self, seconds: float, name: str) -> None:
+        """So much of what was added to `name` was waiting for the store."""
+        seconds = min(seconds, getattr(self, name))
+        setattr(self, name, getattr(self, name) - seconds)
+        self.waiting += seconds
+
     @property
     def seconds(self) -> float:
         """In all, so far."""

@@ -58,6 +58,7 @@ class HostedLanes:
         self.given: dict[int, np.ndarray] = {}
         self.keeps = False
         self._arrivals: dict[int, np.ndarray] = {}  # scratch of `_arrival_of` by lane, int32 [slots], all -1 between calls
+        self._held_up = 0.0  # seconds for which the traffic had no room
         self._boundary = -1  # the last one that was passed
         self._handed: dict[int, int] = {}  # by lane, the last boundary whose rows the traffic has
         self._kept: dict[int, dict[int, KeptBoundary]] = {}  # by boundary and lane
@@ -150,8 +151,13 @@ class HostedLanes:
     def _hand_over(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool) -> None:
         """Give the rows of a boundary to the traffic, unless it has them: those of one that was undone are the same bits when it is passed again."""
         if boundary > self._handed[lane]:
-            self.traffic.write_back(lane, boundary, ended, at_stop)
+            self._held_up += self.traffic.write_back(lane, boundary, ended, at_stop)
             self._handed[lane] = boundary
+
+    def take_held_up(self) -> float:
+        """Seconds for which the traffic had no room for rows that leave, since this was asked last."""
+        held_up, self._held_up = self._held_up, 0.0
+        return held_up
 
     def commit(self, step: int) -> None:
         """Training step `step` is committed: the rows that ended at the boundary after it leave for write-back, and older boundaries stay passed."""

@@ -180,6 +180,7 @@ class TrainingStep:
         """What this trainer tells of the step, which has been applied."""
         event, clock = self.event, self._clock
         processor, thread = clock.processor_seconds
+        clock.held_up(self._lanes.take_held_up(), "exchange" if self._lanes.keeps else "compute")
         own: list[LaneEvent] = [self._plan.events[lane] for lane in self._session.hosted]
         return StepReport(
             step=event.step,

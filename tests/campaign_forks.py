@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 from command_line import ROOT
-from warm import _IMPORTED, THREADLESS
+from warm import _IMPORTED
 
-from foreload.pipelines.base.forking import fork
+from foreload.pipelines.base.forking import THREADLESS, fork
 from foreload.trainer.compute import numerics
 
 _PREFORKED = 14

@@ -14,32 +14,24 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 
-from foreload.pipelines.base.forking import fork, replace_environment
+from foreload.pipelines.base.forking import THREADLESS, fork, replace_environment
 from foreload.pipelines.base.socket_messages import Message, receive, send
+from foreload.trainer.cluster.preforked import ForkedProcess
 from foreload.trainer.cluster.processes import KEEPER, WORKER, ChildProcess, ProcessStart, StartedProcess, program_path
 from foreload.trainer.compute import numerics
 
-_THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
-_POLL = timedelta(milliseconds=5)
 _LAUNCHER = "FORELOAD_LAUNCHER"  # the parent's number, in a trainer's environment
 
 
-class Forked:
-    """A process of the forker: a StartedProcess. told: where its status comes once it has ended."""
+class Forked(ForkedProcess):
+    """A process of the forker, whose child it is. told: where its status comes once it has ended."""
 
     def __init__(self, pid: int, told: socket.socket) -> None:
-        self._pid, self._told = pid, told
+        super().__init__(pid)
+        self._told = told
         self._told.setblocking(False)
-        self._status: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """See StartedProcess."""
-        return self._pid
 
     def poll(self) -> int | None:
         """See StartedProcess."""
@@ -49,18 +41,6 @@ class Forked:
                 self._status = int(self._told.recv(16) or -signal.SIGKILL)
                 self._told.close()
         return self._status
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """See StartedProcess."""
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while self.poll() is None and (deadline is None or time.monotonic() < deadline):
-            time.sleep(_POLL.total_seconds())
-
-    def kill(self) -> None:
-        """See StartedProcess."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL)
 
 
 class Forker:
@@ -102,7 +82,7 @@ class Forker:
 
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair()
-        variables = self._variables | _THREADLESS | {"PYTHONPATH": os.pathsep.join((program_path(), os.path.dirname(__file__)))}
+        variables = self._variables | THREADLESS | {"PYTHONPATH": os.pathsep.join((program_path(), os.path.dirname(__file__)))}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "forker", str(theirs.fileno())],

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from command_line import DEADLINE_SECONDS, ROOT, Remains
 
-from foreload.pipelines.base.forking import fork
+from foreload.pipelines.base.forking import THREADLESS, fork
 from foreload.trainer.cluster.faults import Fault, RunObserver, TrainerFault
 from foreload.trainer.cluster.processes import WORKER, ProcessStart, StartedProcess, TrainerStart
 from foreload.trainer.compute import numerics
@@ -31,8 +31,6 @@ from foreload.trainer.run.directory import STORES
 if TYPE_CHECKING:
     from foreload.trainer.cluster.messages import TrainerEvent
 
-THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
-"""Variables without which libraries start threads as they are imported, and a process with threads cannot be forked."""
 _IMPORTED = ("launcher", "worker", "keeper", "preforked", "run_requests")
 
 

@@ -1,7 +1,7 @@
 """Rows move to other store shards while their owner trains: a chunk at a time, between two rounds (docs/protocol.md, Rows move).
 
 A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged, deleted where they were; each step tells of itself
-in the hash that it changes (`moved`). From then on the lane's cursor stands behind it, and rounds go by that.
+in the hash that it changes (`migrated`). From then on the lane's cursor stands behind it, and rounds go by that.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numba as nb
@@ -151,3 +152,9 @@ def decode_rows(
     ids int64 [n], tags int32 [n]. The last axis of each is contiguous.
     """
     _decode(rows.view(np.int32), W, S, weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags)
+
+
+def slot_columns(layouts: Iterable[RowLayout]) -> int:
+    """Columns of a slot, which may hold a row of any of these: as wide as the widest weights, and the widest state."""
+    rows = list(layouts)
+    return max(row.width for row in rows) + max(row.state_width for row in rows)

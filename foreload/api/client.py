@@ -20,6 +20,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foreload.pipelines.base.forking import THREADLESS
 from foreload.pipelines.base.socket_messages import Message, receive, send
 from foreload.pipelines.errors import SettingError, error_of
 from foreload.trainer.cluster.processes import program_path
@@ -30,8 +31,6 @@ _READ_AT_START = (
     "ATEN_", "CUBLAS_", "CUDA_", "FORELOAD_LOCAL_SERVER", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NUMBA_", "OMP_", "ONEDNN_",
     "OPENBLAS_", "PYTHON", "TORCH",
 )  # fmt: skip
-# A process that forks must have one thread: neither Arrow's allocator nor NumPy's BLAS may start theirs.
-_THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
 _TAIL_BYTES = 1 << 14  # of what a call wrote to stdout and stderr, kept for an error that nobody foresaw
 _READ_BYTES = 1 << 16
 
@@ -192,7 +191,7 @@ class _Server:
         self.running = 0
         self._control, theirs = socket.socketpair()
         variables = (
-            os.environ | environment(numerics.cpu_capability, numerics.threads) | {"PYTHONPATH": program_path()} | _THREADLESS
+            os.environ | environment(numerics.cpu_capability, numerics.threads) | {"PYTHONPATH": program_path()} | THREADLESS
         )
         with theirs:
             self._process = subprocess.Popen(

@@ -18,7 +18,7 @@ from foreload.api import client
 from foreload.pipelines.base.forking import fork
 from foreload.pipelines.base.socket_messages import Message, receive, send
 
-# Imported at the first call that needs torch. None of them starts a thread, owing to the variables of the numerics and `_THREADLESS` of `client`.
+# Imported at the first call that needs torch. None of them starts a thread, owing to the variables of the numerics and THREADLESS.
 _PRELOADED = (
     "foreload.trainer.cluster.launcher",
     "foreload.trainer.cluster.preforked",

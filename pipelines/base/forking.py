@@ -10,6 +10,9 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
+"""Variables of a process that is to fork, without which Arrow's allocator and NumPy's BLAS start threads as they are imported."""
+
 
 def fork(main: Callable[[], int]) -> int:
     """Start a process that runs `main` and ends with the status that this returns; gives its number.

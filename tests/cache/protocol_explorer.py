@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 
-from exploration import loss_sets, reached
+from exploration import RIGHT, UNTRUSTED, WRONG, loss_sets, reached, wrong_cases
 from protocol_model import LOST, OK, REBUILDING, Cells, Contents, Log, Marker, Rules, Server, Setting, World, WrongRead, times
 from protocol_writer import Model
 
@@ -61,9 +60,6 @@ class Findings:
     def found(self) -> int:
         """How many wrong states there are."""
         return self.wrong + self.wrong_reads + self.unnoticed
-
-
-RIGHT, UNTRUSTED, WRONG = range(3)
 
 
 @dataclass
@@ -173,16 +169,9 @@ def _losses_with_log(takeover: Takeover, world: World) -> tuple[int, int]:
     cases = wrong = 0
     for lost in _loss_sets(model, world):
         tallies = [if_lost[shard] if shard in lost else as_is[shard] for shard in range(model.setting.shards)]
-        # right[u]: the ways in which no shard is wrong and u are not trusted.
-        right = [1]
-        for tally in tallies:
-            right = [
-                (right[u] if u < len(right) else 0) * tally[RIGHT] + (right[u - 1] * tally[UNTRUSTED] if u else 0)
-                for u in range(len(right) + 1)
-            ]
-        total = prod(map(sum, tallies))
+        total, of_them = wrong_cases(tallies, model.setting.r)
         cases += total
-        wrong += total - sum(right[: model.setting.r + 1])
+        wrong += of_them
     return cases, wrong
 
 

@@ -14,9 +14,8 @@ something that is not so.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 
-from exploration import loss_sets, reached
+from exploration import RIGHT, UNTRUSTED, WRONG, loss_sets, reached, wrong_cases
 from protocol_model import OK
 from takeover_model import Contents, Record, Rules, Scope, Shard, World
 from takeover_owner import Model, trusts
@@ -47,9 +46,6 @@ class Findings:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
 
-RIGHT, UNTRUSTED, WRONG = range(3)
-
-
 @dataclass
 class NextOwner:
     """What a further owner makes of a world."""
@@ -73,15 +69,9 @@ class NextOwner:
         cases = wrong = 0
         for more in loss_sets(shards, lost, r):
             tallies = [if_lost[s] if s in lost or s in more else as_is[s] for s in shards]
-            right = [1]  # by how many are not trusted, the ways in which no shard is wrong
-            for tally in tallies:
-                right = [
-                    (right[u] if u < len(right) else 0) * tally[RIGHT] + (right[u - 1] * tally[UNTRUSTED] if u else 0)
-                    for u in range(len(right) + 1)
-                ]
-            total = prod(map(sum, tallies))
+            total, of_them = wrong_cases(tallies, r)
             cases += total
-            wrong += total - sum(right[: r + 1])
+            wrong += of_them
         return cases, wrong
 
     def _tally(self, contents: tuple[Contents, ...], shard: int, record: Record, empty: bool = False) -> tuple[int, ...]:

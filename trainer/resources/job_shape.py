@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foreload.cache.rows.layout import slot_columns
 from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.models import MODELS
@@ -43,7 +44,7 @@ def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dic
         "model_options": {name: str(value) for name, value in sorted(job.model_options.items())} if built_in else {},
         "dim": job.dim,
         "dense_parameters": sum(parameter.numel() for parameter in model.module.parameters()),
-        "columns": max(row.width for row in model.layouts) + max(row.state_width for row in model.layouts),
+        "columns": slot_columns(model.layouts),
         "weights": max(row.width for row in model.layouts),
         "row_optimizer": job.row_optimizer,
         "dense_optimizer": job.dense_optimizer,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.layout import RowLayout, slot_columns
 from foreload.pipelines.planning.sizing import OCCUPANT_BYTES, slot_bytes, staging_rows
 from foreload.pipelines.schedule.format import Segment
 from foreload.pipelines.schedule.reader import Schedule
@@ -64,9 +64,8 @@ class TrainerMemory:
     @classmethod
     def of(cls, schedule: Schedule, layouts: Sequence[RowLayout]) -> TrainerMemory:
         """Read what it needs from a complete schedule."""
-        columns = max(row.width for row in layouts) + max(row.state_width for row in layouts)
         evaluation = max(schedule.manifest["evaluation_slots"], default=0)
-        return cls(columns, evaluation, schedule.header.batch_size, _mapped_bytes(schedule))
+        return cls(slot_columns(layouts), evaluation, schedule.header.batch_size, _mapped_bytes(schedule))
 
     def with_profiles(self, profiles: Iterable[Profile]) -> TrainerMemory:
         """The same, knowing what trainers of like jobs had at their peaks: what their lanes do not explain is the base's, the median of it."""

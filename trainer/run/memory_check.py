@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from foreload.cache.rows.layout import slot_columns
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size
@@ -25,7 +26,7 @@ def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
     rows = layouts(
         schedule.header.features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(schedule.header.features)
     )
-    return max(row.width for row in rows) + max(row.state_width for row in rows), min(row.width + row.state_width for row in rows)
+    return slot_columns(rows), min(row.width + row.state_width for row in rows)
 
 
 def check_fit(job: TrainJob, schedule: Schedule) -> str:

@@ -42,6 +42,7 @@ PARTS = 100
 PAUSE_SECONDS = 0.01
 SHARDS = 3
 LIMITS = 40  # of each shard: what it used at as many moments, as limits that it might have had
+UNCERTAIN = 0.005  # of used memory: how far a prediction is known to be off
 MOST_STORE, MOST_STEP, MOST_TRAINER = 0.03, 0.01, 0.05
 
 
@@ -208,7 +209,8 @@ def _missed(
     of_moment: np.ndarray, predicted: np.ndarray, done: np.ndarray, used: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of limits spread over a shard's used memory: how far the predicted step at which each is reached is off, of all steps; and whether it is
-    reached by a table that doubles, as was predicted or measured: much more comes within a hundredth of the run before and after than elsewhere.
+    reached by a table that doubles, as was predicted or measured: much more comes within a hundredth of the run before and after than elsewhere, or
+    the limit is what was used while two tables stood, and what is used again only long after the old one went.
     """
     most, forecast = np.maximum.accumulate(used), np.maximum.accumulate(predicted)
     limits = np.linspace(most[len(most) // 20], 0.999 * min(most[-1], forecast[-1]), LIMITS)
@@ -220,7 +222,13 @@ def _missed(
         come: np.ndarray = np.interp(at + about, of, sizes) - np.interp(at - about, of, sizes)
         return come > 3 * 2 * (sizes[-1] - sizes[0]) / PARTS
 
-    return np.abs(told - reached) / steps, doubles(reached, done, most) | doubles(told, of_moment, forecast)
+    def two_tables(sizes: np.ndarray, peaks: np.ndarray) -> np.ndarray:
+        tops = np.unique(peaks[sizes < (1 - UNCERTAIN) * peaks])
+        near: np.ndarray = (np.abs(limits[:, None] / tops - 1) <= UNCERTAIN).any(axis=1)
+        return near
+
+    doubling = doubles(reached, done, most) | doubles(told, of_moment, forecast)
+    return np.abs(told - reached) / steps, doubling | two_tables(used, most) | two_tables(predicted, forecast)
 
 
 def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list[Series]]:

@@ -176,7 +176,7 @@ def prepare(folder: Path, quick: bool) -> Path:
     """Epochs over the same samples with few slots, so that rows go to and fro in every step."""
     out = folder / "schedule"
     if not (out / "schedule.json").exists():
-        rows, epochs = (100_000, 2) if quick else (400_000, 24)
+        rows, epochs = (100_000 if quick else 400_000), 24
         tell(f"preparing {epochs} epochs of {rows:,} samples: {out}")
         given = ["--format", "synthetic", "--rows", str(rows), "--values", "20000", "--epochs", str(epochs), "--slots", "40000"]
         command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, "--seed", str(SEED), "--batch-size", str(BATCH)]

@@ -39,6 +39,7 @@ MINUTES = {
     "lost_trainer": (8.0, 2.0),
     "copies": (8.0, 1.5),
     "oracle": (3.0, 0.4),
+    "compile": (4.0, 0.7),
     "prepare": (8.0, 1.0),
     "locality": (2.0, 0.4),
     "exchange": (3.0, 0.7),

@@ -17,6 +17,7 @@ from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import disk_error, write_json
 from foreload.pipelines.base.interrupts import Interrupts, came_of_interrupt
 from foreload.pipelines.base.progress import Progress
+from foreload.pipelines.compiler.other_slots import fewest_arrivals
 from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
 from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
@@ -189,6 +190,7 @@ def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: flo
         "fetched": counts["stored"],
         "cache_hit_rate": 1 - arrivals / used if used else 0.0,
         "lookahead": manifest["lookahead"],
+        "fewest_arrivals": arrivals if manifest["lookahead"]["exact"] else fewest_arrivals(schedule),
         "bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
         "seconds": seconds,
         **data_summary(schedule, spec, results["rejected"]["causes"], results["columns"]),
@@ -198,6 +200,17 @@ def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: flo
 def _provenance(options: PrepareOptions, flags: list[str], summary: dict[str, Any]) -> dict[str, Any]:
     version = metadata.version("apache-beam")
     return {"options": options.to_dict(), "flags": flags, "beam": version, "seconds": summary["seconds"], "finished": time.time()}
+
+
+def _lookahead_lines(summary: dict[str, Any]) -> list[str]:
+    """How far from exact a schedule is that looked ahead over a window."""
+    arrivals, fewest, cover = summary["arrivals"], summary["fewest_arrivals"], summary["lookahead"]["cover"]
+    if summary["lookahead"]["exact"]:
+        return []
+    more = "" if fewest is None else f"{arrivals / fewest:.3f} x the fewest that there can be, {fewest:,}; "
+    return [
+        f"lookahead     {more}the window held {cover:.2f} x slots / arrivals a step, exact from 3 on: widen --window, or leave it out"
+    ]
 
 
 def _text(summary: dict[str, Any]) -> str:
@@ -211,6 +224,7 @@ def _text(summary: dict[str, Any]) -> str:
             f"slots         {max(summary['slots']):,} a lane, {summary['lanes']} lane(s); at least {max(summary['minimum_slots']):,} are needed",
             f"rows used     {summary['rows_used']:,}, of which {summary['arrivals']:,} arrive: {summary['initial']:,} new, "
             f"{summary['fetched']:,} fetched; {summary['cache_hit_rate']:.1%} cache hits",
+            *_lookahead_lines(summary),
         )
     )
 

@@ -304,7 +304,7 @@ def test_a_prepare_that_is_stopped_leaves_no_schedule_and_can_be_called_again(
 def test_a_prepare_that_is_stopped_before_its_pipeline_runs_leaves_nothing(
     clicks: Clicks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object) -> None:
+    def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(beam_run, "add_schedule", stopped)

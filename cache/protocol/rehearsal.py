@@ -1,10 +1,13 @@
-"""Compiled code that a takeover runs and a training may not have run before: loaded beforehand, since a loss must not wait for a compiler."""
+"""Compiled code that a training may not have run before, loaded beforehand: neither a takeover nor rounds beside a move may wait for a compiler."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from foreload.cache.client.resp import HmgetReply
+from foreload.cache.parity.decoding import StripePlaces, Survivors, plan_decoding
+from foreload.cache.parity.migrating_rows import migrating_rows
+from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import checksum
 from foreload.cache.rows.layout import decode_rows, encode_rows
 
@@ -25,3 +28,22 @@ def rehearse_takeover() -> None:
     encode_rows(weights, state, ids, tags, 1, 1, stored)
     decode_rows(stored, 1, 1, weights, state, ids, tags)
     checksum(np.zeros(8, np.int64), np.zeros(8, np.uint8))
+
+
+def rehearse_migration(placement: Placement) -> None:
+    """Compile what tells which rows move, and what decodes them, or read it from numba's cache: once a process, some 0.1 s. placement: of the run."""
+    if not placement.migrating:
+        placement = placement.with_migrated(placement.live[0])
+    stripes = placement.stripes(0, np.array([placement.k]))
+    migrating = migrating_rows(stripes, 0, 0, 1, placement.shard_count)
+    if placement.r:
+        wanted = StripePlaces(np.zeros(len(migrating.stripe), np.int16), migrating.stripe, migrating.place)
+        survivors = Survivors.of(placement, placement.mask(placement.leaving[:1]))
+        plan_decoding(stripes, survivors, wanted, 16, [b""] * placement.shard_count).decode()
+
+
+def rehearse(placement: Placement, takeover: bool) -> None:
+    """All that training may come to. placement: of the run; takeover: whether it survives the loss of a trainer."""
+    rehearse_migration(placement)
+    if takeover:
+        rehearse_takeover()

@@ -25,6 +25,7 @@ class _Result:
 class PrepareSummary(_Result):
     """What `prepare` tells. slots, minimum_slots: per lane; bytes: of the files; data: of each set, counts of its labels, missing and unknown values.
 
+    fewest_arrivals: that these slots can have; None where a window was given, and there is no memory to count them.
     tables: {"name", "rows"} of each, rows that are ever trained; malformed: {"column", "value", "rule", "records"} of each cause.
     """
 
@@ -44,6 +45,7 @@ class PrepareSummary(_Result):
     fetched: int
     cache_hit_rate: float
     lookahead: Mapping[str, Any]
+    fewest_arrivals: int | None
     bytes: int
     seconds: float
     malformed: tuple[Mapping[str, Any], ...] = ()

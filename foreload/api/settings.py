@@ -31,6 +31,7 @@ class PrepareSettings(TypedDict, total=False):
     slots: int | str
     memory: int | str
     row_bytes: int
+    window: int
     overwrite: bool
     segment_bytes: int | str
     json: Path

@@ -67,12 +67,12 @@ class Display:
 class Progress:
     """While it is entered, a thread says on stderr every now and then how far `prepare` is.
 
-    pieces: the folder of pieces; steps: the file with steps done and steps in all; rows: about how many rows there are to read;
-    piece_rows: rows of a piece, at most.
+    pieces: the folder of pieces; compiled: that of files with work done, steps of the schedule, and work in all; rows: about how many rows there are
+    to read; piece_rows: rows of a piece, at most.
     """
 
-    def __init__(self, pieces: Path, steps: Path, rows: int, piece_rows: int, stream: TextIO | None = None) -> None:
-        self._pieces, self._steps, self._rows, self._piece_rows = pieces, steps, rows, piece_rows
+    def __init__(self, pieces: Path, compiled: Path, rows: int, piece_rows: int, stream: TextIO | None = None) -> None:
+        self._pieces, self._compiled, self._rows, self._piece_rows = pieces, compiled, rows, piece_rows
         self._stream = sys.stderr if stream is None else stream
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -94,11 +94,9 @@ class Progress:
 
     def line(self) -> str:
         """What there is to say now."""
-        try:
-            done, total = self._steps.read_text(encoding="ascii").split()
-            return f"prepare: compiled {int(done):,} of {int(total):,} steps"
-        except FileNotFoundError:
-            pass
+        if told := [[int(word) for word in path.read_text(encoding="ascii").split()] for path in self._files()]:
+            _, steps, work = told[0]
+            return f"prepare: compiled {sum(done for done, _, _ in told) * steps // work:,} of {steps:,} steps"
         try:
             names = [name for name in os.listdir(self._pieces) if not name.endswith(".tmp")]
         except FileNotFoundError:
@@ -107,3 +105,6 @@ class Progress:
         ordered = sum(name.startswith(("sorted-", "run-", "epoch-")) for name in names)
         rows = min(self._rows, read * self._piece_rows)
         return f"prepare: read about {rows:,} of {self._rows:,} rows" + (f", ordered {ordered:,} pieces" if ordered else "")
+
+    def _files(self) -> list[Path]:
+        return [path for path in self._compiled.glob("*") if not path.name.endswith(".tmp")]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -70,17 +71,23 @@ class ReadStage(Stage):
         rejects: list[Any] = []
         causes: Counter[Cause] = Counter()
         rejected = 0
-        pieces = []
-        for place, records in enumerate(read_records(element.split, self.plan.spec)):
-            rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
-            add_causes(causes, records.causes)
-            rejected += records.rejected
-            if rejected > self.plan.max_rejects:
-                break  # what has been read is enough to say so
-            if len(records):
-                name = f"{element.name}-{place:08d}"
-                self.piece(name, records)
-                pieces.append((name, len(records)))
+        pieces: list[tuple[str, int]] = []
+        working: Future[None] | None = None
+        with ThreadPoolExecutor(1) as thread:  # while a piece is worked on, the next is read
+            for place, records in enumerate(read_records(element.split, self.plan.spec)):
+                rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
+                add_causes(causes, records.causes)
+                rejected += records.rejected
+                if rejected > self.plan.max_rejects:
+                    break  # what has been read is enough to say so
+                if len(records):
+                    name = f"{element.name}-{place:08d}"
+                    if working is not None:
+                        working.result()
+                    working = thread.submit(self.piece, name, records)
+                    pieces.append((name, len(records)))
+            if working is not None:
+                working.result()
         if rejected:
             report = {"first": rejects, "causes": by_frequency(causes)}
             write_json(self.plan.work / REJECTS / f"{element.name}.json", report)
@@ -88,7 +95,7 @@ class ReadStage(Stage):
         yield element.name, pieces, rejected
 
     def piece(self, name: str, records: Records) -> None:
-        """Do what the stage is for with some records."""
+        """Do what the stage is for with some records; in a thread, in the records' order."""
         raise NotImplementedError
 
     def finish(self, task: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
 from foreload.pipelines.base.interrupts import came_of_interrupt
@@ -48,7 +48,8 @@ def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wr
     runner = FnApiRunner() if runs_locally(flags) else None
     with _temporary_folders_in(plan.work):
         pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
-    add_schedule(pipeline, plan, tasks, wrap)
+    workers = pipeline.options.view_as(DirectOptions).direct_num_workers  # 0: as many as there are cores
+    add_schedule(pipeline, plan, tasks, wrap, alone=runner is not None and workers == 1)
     logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
     try:
         result = pipeline.run()

@@ -15,6 +15,7 @@ import apache_beam as beam
 from apache_beam.typehints import with_output_types
 
 from foreload.pipelines.base.files import disk_error, write_json
+from foreload.pipelines.base.malloc import keep_freed
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.plan import FAILURES, RESERVE, Plan
 
@@ -41,6 +42,10 @@ class Stage(beam.DoFn):
     def outputs(self, element: Any) -> Iterator[Any]:
         """Do the stage's work for an element, and give what it puts out for the next stage."""
         raise NotImplementedError
+
+    def setup(self) -> None:
+        """Beam's call in each process that is to run the stage."""
+        keep_freed()
 
     def process(self, element: Any) -> Iterator[Any]:
         """Beam's entry: `outputs`, with errors of the user's making and of the disk noted in the work folder."""

@@ -1,48 +1,35 @@
-"""Compile ordered samples into a schedule: the serial pass, the lanes' oracles behind it, and the segments as they are complete.
+"""Compile ordered samples into a schedule: with all of the future known (`exact`), or through a window as the data is read (`windowed`).
 
-The serial pass runs ahead of the oracles by the lookahead; what is held in memory is that window, two segments being written, and arrays over
-slots. The result is a function of the samples and the settings alone: neither threads nor timing change a byte of it.
+The result is a function of the samples and the settings alone: neither threads nor timing change a byte of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any, Literal
 
-import numpy as np
-
-from foreload.pipelines.base.files import disk_error, write_json, write_sealed
-from foreload.pipelines.compiler import oracle, window
+from foreload.pipelines.base.files import disk_error, write_json
+from foreload.pipelines.compiler import exact
+from foreload.pipelines.compiler.exact import LanePlan, Program
 from foreload.pipelines.compiler.kept_slices import KeptSlices
-from foreload.pipelines.compiler.lane_oracle import MoveBuffer, Oracle, TooFewSlots
 from foreload.pipelines.compiler.locality import assign_samples
-from foreload.pipelines.compiler.row_table import ACCESS_BITS, DIRECT_ROWS, RowTable
-from foreload.pipelines.compiler.segments import SampleFiles, SampleWriter, SegmentWriter, write_row_table
-from foreload.pipelines.compiler.serial_pass import SerialPass, Step
-from foreload.pipelines.errors import (
-    ScheduleError,
-    SlotsError,
-)
+from foreload.pipelines.compiler.output import Progress
+from foreload.pipelines.compiler.row_table import RowTable, direct_rows
+from foreload.pipelines.compiler.serial_pass import SerialPass
+from foreload.pipelines.compiler.windowed import WindowedCompiler
+from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.piece_order import OrderedSource
-from foreload.pipelines.samples.pieces import Samples
-from foreload.pipelines.schedule.format import (
-    FAILED,
-    FORMAT_VERSION,
-    HEADER,
-    MANIFEST,
-    Header,
-    SampleAssignment,
-    mask_dtype,
-)
+from foreload.pipelines.schedule.format import FAILED, FORMAT_VERSION, Header, SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
 
-CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
+_ACCESSES, _NEXT_USES, _ROWS = "accesses", "next-uses", "rows"  # folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +37,9 @@ class CompileSettings:
     """What a schedule is a function of, besides its samples.
 
     slots: per lane; a number, "min" (the rows of the largest step) or "all" (no row ever leaves). segment_bytes: bound on a segment's sample
-    files. window_accesses: bound on the distinct rows per step, summed over the lookahead. parent: the schedule to continue. placement: of
-    a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly (RowTable). threads: that
-    plan lanes at once. settings: kept in the header as they are.
+    files. window_accesses: bound on the distinct rows per step, summed over the lookahead; None: all of the future is known. parent: the schedule to
+    continue. placement: of a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly
+    (RowTable); None: by how many samples there are. threads: that plan lanes at once. settings: kept in the header as they are.
     """
 
     features: FeatureSpec
@@ -62,69 +49,35 @@ class CompileSettings:
     epochs: int = 1
     shuffle_seed: int | None = None
     segment_bytes: int = 64 << 20
-    window_accesses: int = 4 << 20
+    window_accesses: int | None = None
     parent: Path | None = None
     placement: SampleAssignment = "locality"
-    direct_rows: int = DIRECT_ROWS
+    direct_rows: int | None = None
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def batches(chunks: Iterator[tuple[Samples, np.ndarray]], size: int) -> Iterator[tuple[Samples, np.ndarray]]:
-    """Cut chunks of any size into batches of `size` samples, the last one shorter."""
-    held: list[tuple[Samples, np.ndarray]] = []
-    count = 0
-    for samples, numbers in chunks:
-        start = 0
-        while count + len(samples) - start >= size:
-            stop = start + size - count
-            held.append((samples.slice(start, stop), numbers[start:stop]))
-            yield _join(held)
-            held, count, start = [], 0, stop
-        if start < len(samples):
-            held.append((samples.slice(start, len(samples)), numbers[start:]))
-            count += len(samples) - start
-    if held:
-        yield _join(held)
-
-
-def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]:
-    if len(parts) == 1:
-        return parts[0]
-    return Samples.concat([samples for samples, _ in parts]), np.concatenate([numbers for _, numbers in parts])
-
-
-def resolve_slots(source: OrderedSource, settings: CompileSettings, parent: Schedule | None, work: Path) -> tuple[int, ...]:
-    """The slots of each lane: the number given, or what "min" and "all" come to, for which all data is read once, with scratch files in `work`.
-
-    parent: the schedule that is continued, whose rows all count as trained.
-    """
-    if isinstance(settings.slots, int):
-        return (settings.slots,) * settings.lanes
-    serial = _serial_pass(settings, parent, work)
-    for epoch in range(settings.epochs if source.shuffled else 1):
-        for samples, _ in batches(source.training(epoch), settings.batch_size):
-            serial.train(samples)
-    slots = serial.most if settings.slots == "min" else serial.counts.sum(axis=1)
-    return tuple(max(int(count), 1) for count in slots)
-
-
-def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Path) -> SerialPass:
-    """A serial pass at its beginning: over an empty row table, or one with the parent's rows."""
+def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Path, samples: int) -> SerialPass:
+    """A serial pass over so many samples at its beginning: over an empty row table, or one with the parent's rows."""
     assign = assign_samples if settings.placement == "locality" else None
-    serial = SerialPass(settings.features, settings.lanes, RowTable(settings.features, folder, settings.direct_rows), assign)
+    first_step = 0 if parent is None else parent.header.end_step
+    direct = settings.direct_rows
+    if direct is None:
+        direct = direct_rows(samples + (0 if parent is None else parent.manifest["rows"]["rows"]))
+    serial = SerialPass(settings.features, settings.lanes, RowTable(settings.features, folder, direct), assign, first_step)
     if parent is not None:
         serial.table.load(parent.rows(), serial.counts)
     return serial
 
 
-def _header(source: OrderedSource, settings: CompileSettings, slots: tuple[int, ...], parent: Schedule | None) -> Header:
+def _header(source: OrderedSource, settings: CompileSettings, parent: Schedule | None) -> Header:
+    """The header but for its slots."""
     header = Header(
         version=FORMAT_VERSION,
         features=settings.features,
         batch_size=settings.batch_size,
         lanes=settings.lanes,
-        slots=slots,
+        slots=(0,) * settings.lanes,
         epochs=settings.epochs,
         shuffle_seed=settings.shuffle_seed,
         training_samples=source.training_samples,
@@ -156,207 +109,137 @@ def _check_parent(settings: CompileSettings, parent: Schedule) -> None:
         )
 
 
-class Compiler:
-    """Compiles one schedule into `out`.
+class Compilation:
+    """Of ordered samples into a schedule in the folder `out`: `compile` does all of it in this process. Where all of the future is known, `read`,
+    `plan_all` and `publish` do that in turn, and workers that see the same disk may do it.
 
-    header: of the schedule; serial: a serial pass at its beginning; slices: where the first epoch's are kept, if later ones have the same.
-    Making one reads and writes nothing; `run` does.
+    Raises SlotsError where a step does not fit the slots, ScheduleError where the parent cannot be continued, DiskError where the disk is full, or
+    refuses to be written. `failed.json` then says so, and so it does of any other error, which is raised as it is; what was published stays valid,
+    and there is no schedule.json.
     """
 
-    def __init__(
-        self,
-        source: OrderedSource,
-        settings: CompileSettings,
-        header: Header,
-        serial: SerialPass,
-        slices: KeptSlices | None,
-        out: Path,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self.source, self.settings, self.header, self.out, self.progress = source, settings, header, out, progress
-        self.serial, self._slices = serial, slices
-        self.oracle = Oracle(list(header.slots), serial.counts, self._ring(), mask_dtype(header.lanes), header.first_step)
-        self.end = header.end_step
-        self.writer = SegmentWriter(out, header)
-        self.samples = SampleWriter(out, header, "samples", settings.segment_bytes)
-        self.evaluation_samples = SampleWriter(out, header, "evaluation", settings.segment_bytes)
-        self._incoming = self._training_steps()
-        self._closed: deque[SampleFiles] = deque()  # segments whose samples are written, but not yet all of their moves
-        self._first_epoch: list[SampleFiles] = []  # what later epochs in the same order refer to
-        self._evaluation: list[SampleFiles] = []  # likewise, of the evaluation steps
+    def __init__(self, settings: CompileSettings, out: Path) -> None:
+        self._settings, self._out = settings, out
 
-    def _window(self) -> int:
-        """Accesses that the window may hold, by the settings and by the bits that the row table has for their numbers (one is for excess)."""
-        return min(self.settings.window_accesses, 1 << (ACCESS_BITS - 1))
+    def compile(self, source: OrderedSource, work: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+        """Compile `source`; returns the manifest (docs/schedule.md). work: a folder for scratch files."""
+        threads = max(1, min(self._settings.threads, self._settings.lanes))
+        if self._settings.window_accesses is not None:
+            return self._through_window(source, work, threads, progress)
+        settings = self._settings
+        counted = Counted.of(settings, source, lambda done, steps, work: progress(done * steps // work, steps))
+        program = self.read(source, work, counted.read)
+        plans = self.plan_all(program, range(settings.lanes), work, work, threads, counted.planned)
+        return self.publish(program, plans)
 
-    def _ring(self) -> int:
-        """Accesses that the window has room for from the start, so that it does not grow as a rule."""
-        all_of_them = self.source.training_samples * self.settings.epochs * len(self.settings.features.features)
-        return 1 << max(min(self._window(), all_of_them) - 1, 1 << 10).bit_length()
+    def read(self, source: OrderedSource, folder: Path, progress: Callable[[], object] = lambda: None) -> Program:
+        """Go over all samples: see `exact.read`. folder: for what the lanes' plans need."""
+        slots, segment_bytes = self._settings.slots, self._settings.segment_bytes
+        with self._telling():
+            header, serial = self._begin(source, folder)
+            program = exact.read(source, header, serial, slots, segment_bytes, self._out, folder / _ACCESSES, progress)
+            del serial
+            shutil.rmtree(folder / _ROWS)  # where the row table did not fit in memory it may be large
+            return program
 
-    def _training_steps(self) -> Iterator[tuple[int, int, Samples, np.ndarray]]:
-        for epoch in range(self.settings.epochs):
-            for place, (samples, numbers) in enumerate(batches(self.source.training(epoch), self.settings.batch_size)):
-                yield epoch, place, samples, numbers
-
-    def _train(self, epoch: int, place: int, samples: Samples) -> Step:
-        """A training step in the serial pass; in later epochs in the same order, with the first one's slices."""
-        if self._slices is None:
-            return self.serial.train(samples)
-        if epoch > 0:
-            return self.serial.train(samples, self._slices.order(place * self.settings.batch_size, len(samples)))
-        step = self.serial.train(samples)
-        self._slices.keep(step)
-        return step
-
-    def _advance(self) -> None:
-        """One step of the serial pass: it is numbered, linked into the oracle's window, and its slices are written, in a shuffle's every epoch."""
-        epoch, place, samples, numbers = next(self._incoming)
-        step = self._train(epoch, place, samples)
-        self.oracle.link(self.serial, step)
-        last = place == self.header.steps_per_epoch - 1
-        end = self.oracle.front  # of the steps that the serial pass has gone through
-        if epoch == 0 or self.source.shuffled:
-            self.samples.add(samples, numbers + self.header.first_number, self.serial, step)
-            if last or self.samples.bytes >= self.settings.segment_bytes:
-                files = self.samples.close(epoch, end)
-                self._closed.append(files)
-                self._first_epoch.append(files)
-        else:
-            shift = epoch * self.header.steps_per_epoch
-            for files in self._first_epoch:
-                if files.end + shift == end:
-                    self._closed.append(replace(files, epoch=epoch, first=files.first + shift))
-
-    def _look_ahead(self, steps: int) -> int:
-        """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned.
-
-        The last step that it has come to is not: who uses its rows next is told by the step after. Where the window is full the lookahead is shorter
-        than wished, which the manifest tells, but for two steps, without which nothing could be planned.
+    def plan_all(
+        self, program: Program, lanes: Iterable[int], folder: Path, scratch: Path, threads: int, progress: Callable[[int], object]
+    ) -> list[LanePlan]:
+        """Plan lanes in threads: see `exact.plan_lane`. folder: that of `read`. Where one fails, or it is stopped, the others end within a
+        segment.
         """
-        planner = self.oracle
-        while planner.front < self.end:
-            ahead = planner.front - planner.step
-            if ahead >= 2 and planner.pending() + self.serial.most.sum() > self._window():
-                break
-            if ahead >= steps + planner.lookahead():
-                break
-            self._advance()
-        ahead = planner.front - planner.step
-        return min(steps, ahead if planner.front == self.end else ahead - 1)
+        ended = Event()
 
-    def run(self) -> dict[str, Any]:
-        """Write the whole schedule; returns its manifest."""
-        write_sealed(self.out / HEADER, self.header.to_dict())
-        workers = max(1, min(self.settings.threads, self.settings.lanes))
-        with ThreadPoolExecutor(workers) as pool, self._slices or contextlib.nullcontext():
-            for epoch in range(self.settings.epochs):
-                epoch_end = self.header.first_step + (epoch + 1) * self.header.steps_per_epoch
-                while self.oracle.step < epoch_end:
-                    steps = self._look_ahead(min(CHUNK_STEPS, epoch_end - self.oracle.step))
-                    if self._closed:
-                        steps = min(steps, self._closed[0].end - self.oracle.step)
-                    self._plan(pool, steps)
-                    self.progress(self.oracle.step - self.header.first_step, self.end - self.header.first_step)
-                self._evaluate(epoch)
-        return self._finish()
+        def plan(lane: int) -> LanePlan:
+            def note(steps: int) -> None:
+                if ended.is_set():
+                    raise CancelledError
+                progress(steps)
 
-    def _plan(self, pool: ThreadPoolExecutor, steps: int) -> None:
-        """Plan so many steps of all lanes, none of which goes beyond the end of a segment's samples; publish the segment at its end."""
-        rows = self.serial.table.rows
-        if not self.oracle.lanes[0].buffer.events:
-            self.writer.begin(self.oracle, rows)
-        at_end = self.oracle.front == self.end
-        tasks = [pool.submit(self.oracle.plan, rows, lane, steps, at_end) for lane in range(self.header.lanes)]
+            return exact.plan_lane(program, lane, self._out, folder / _ACCESSES, scratch / _NEXT_USES, note)
+
+        with self._telling(), ThreadPoolExecutor(threads) as pool:
+            tasks = [pool.submit(plan, lane) for lane in lanes]
+            try:
+                for task in as_completed(tasks):
+                    task.result()
+            except BaseException:
+                ended.set()
+                raise
+            return [task.result() for task in tasks]
+
+    def publish(self, program: Program, plans: Sequence[LanePlan]) -> dict[str, Any]:
+        """Write the header and all manifests, the schedule's last; returns that."""
+        with self._telling():
+            return exact.publish(program, plans, self._out)
+
+    def _through_window(self, source: OrderedSource, work: Path, threads: int, progress: Progress) -> dict[str, Any]:
+        settings = self._settings
+        if not isinstance(settings.slots, int):
+            raise ValueError(f"slots: must be a number where a window is given, is {settings.slots}")
+        assert settings.window_accesses is not None
+        with self._telling():
+            header, serial = self._begin(source, work)
+            header = replace(header, slots=(settings.slots,) * settings.lanes)
+            again = settings.epochs > 1 and not source.shuffled
+            slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
+            windowed = WindowedCompiler(
+                source, header, serial, slices, settings.window_accesses, settings.segment_bytes, self._out, work / _ACCESSES
+            )
+            return windowed.run(threads, progress)
+
+    def _begin(self, source: OrderedSource, folder: Path) -> tuple[Header, SerialPass]:
+        parent = None if self._settings.parent is None else Schedule(self._settings.parent)
+        if parent is not None:
+            _check_parent(self._settings, parent)
+        serial = _serial_pass(self._settings, parent, folder / _ROWS, source.training_samples)
+        return _header(source, self._settings, parent), serial
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Where it fails, `failed.json` says so."""
         try:
-            for task in tasks:
-                task.result()
-        except TooFewSlots as error:
-            for epoch, place, samples, _ in self._incoming:  # what the largest step needs is known once all were seen
-                self._train(epoch, place, samples)
-            most = int(self.serial.most.max())
-            raise SlotsError(
-                f"--slots: must hold every row of a step, is {self.settings.slots}: lane {error.lane} needs {error.rows} by step "
-                f"{self.oracle.step + steps - 1}, and the largest step {most}: give --slots {most} or more, or a smaller --batch-size"
-            ) from None
-        self.oracle.advance(steps)
-        if self._closed and self.oracle.step == self._closed[0].end:
-            self.writer.train(self._closed.popleft(), [planner.buffer.take() for planner in self.oracle.lanes])
+            yield
+        except BaseException as error:
+            told = disk_error(error, self._out)
+            message = str(told or error) or type(error).__name__
+            # The disk may be full for this too; without schedule.json nobody takes it for whole.
+            with contextlib.suppress(OSError):
+                write_json(self._out / FAILED, {"error": message})
+            if told is not None:
+                raise told from error
+            raise
 
-    def _evaluate(self, epoch: int) -> None:
-        """Plan the evaluation steps after an epoch. The first time their samples are written, in segments that later epochs refer to."""
-        rows = self.serial.table.rows
-        buffers = [MoveBuffer(mask_dtype(self.header.lanes)) for _ in range(self.header.lanes)]
-        evaluation_slots = [0] * len(buffers)
-        segment = 0  # of this epoch
-        end = epoch * -(-self.header.evaluation_samples // self.settings.batch_size)  # of the evaluation steps planned
-        for samples, numbers in batches(self.source.evaluation(), self.settings.batch_size):
-            if not buffers[0].events:
-                self.writer.begin(self.oracle, rows)
-            step = self.serial.look_up(samples)
-            if epoch == 0:
-                self.evaluation_samples.add(samples, numbers, self.serial, step)
-            self._plan_evaluation(buffers, evaluation_slots)
-            end += 1
-            if epoch == 0 and self.evaluation_samples.bytes >= self.settings.segment_bytes:
-                self._evaluation.append(self.evaluation_samples.close(epoch, end))
-            if segment < len(self._evaluation) and buffers[0].events == len(self._evaluation[segment].samples):
-                self._end_evaluation(epoch, end, segment, buffers, evaluation_slots)
-                evaluation_slots, segment = [0] * len(buffers), segment + 1
-        if buffers[0].events:
-            self._evaluation.append(self.evaluation_samples.close(epoch, end))
-            self._end_evaluation(epoch, end, segment, buffers, evaluation_slots)
 
-    def _plan_evaluation(self, buffers: list[MoveBuffer], evaluation_slots: list[int]) -> None:
-        """Plan the evaluation step that the serial pass has just looked up, lane by lane, each into its buffer."""
-        serial, start = self.serial, 0
-        for lane, (buffer, owned) in enumerate(zip(buffers, serial.owned.tolist(), strict=True)):
-            counts = buffer.room(1, owned)
-            own_rows = serial.scratch.order[start : start + owned]
-            first_slot = self.header.slots[lane]
-            oracle.plan_evaluation(serial.table.rows, own_rows, serial.scratch, first_slot, buffer.fill, buffer.moves, counts[0])
-            evaluation_slots[lane] = max(evaluation_slots[lane], int(counts[0, window.ARRIVALS]))
-            start += owned
+class Counted:
+    """How far reading and planning are. epochs: of so many steps; told: called with the work done, in steps of a lane that are read or planned, the
+    steps of the schedule, and the work in all. Several threads plan.
+    """
 
-    def _end_evaluation(self, epoch: int, end: int, segment: int, buffers: list[MoveBuffer], slots: list[int]) -> None:
-        files = replace(self._evaluation[segment], epoch=epoch, first=end - buffers[0].events)
-        self.writer.evaluate(files, [buffer.take() for buffer in buffers], slots)
+    def __init__(self, steps: int, epochs: int, lanes: int, shuffled: bool, told: Callable[[int, int, int], object]) -> None:
+        self._steps, self._lanes, self._told = steps * epochs, lanes, told
+        self._work = lanes * (self._steps + (self._steps if shuffled else steps))
+        self._done = 0
+        self._lock = Lock()
 
-    def _finish(self) -> dict[str, Any]:
-        """Write the row table and the manifest, which makes the schedule whole."""
-        window.end_residencies(self.serial.table.rows, self.oracle.parts)
-        lanes = self.oracle.lanes
-        totals = {name: sum(planner.totals[name] for planner in lanes) for name in lanes[0].totals}
-        occupied = [self.oracle.occupied(lane) for lane in range(len(lanes))]
-        lookahead_ratio = min(planner.lookahead_ratio for planner in lanes)
-        manifest = {
-            "version": FORMAT_VERSION,
-            "header": self.writer.header_checksum(),
-            "segments": self.writer.checksums,
-            "evaluation_slots": [int(n) for n in self.writer.evaluation_slots],
-            "occupied": occupied,
-            "minimum_slots": [int(n) for n in self.serial.most],
-            "end_step": self.end,
-            "counts": {
-                "training_samples": self.header.training_samples * self.settings.epochs,
-                "training_steps": self.end - self.header.first_step,
-                "evaluation_samples": self.header.evaluation_samples,
-                "rows_used": totals["used"],
-                "arrivals": totals["arrivals"],
-                "initial": totals["initial"],
-                "stored": totals["arrivals"] - totals["initial"],
-                "write_backs": totals["ends"] + sum(occupied),
-            },
-            # The least lookahead that a decision to end a residency had, in units of slots / arrivals per step; None: all of the future.
-            "lookahead": {
-                "cover": None if lookahead_ratio == float("inf") else lookahead_ratio,
-                "bound": 3,
-                "exact": lookahead_ratio >= 3,
-            },
-            "rows": write_row_table(self.out, self.serial.table),
-        }
-        write_sealed(self.out / MANIFEST, manifest)
-        return manifest
+    @classmethod
+    def of(cls, settings: CompileSettings, source: OrderedSource, told: Callable[[int, int, int], object]) -> Counted:
+        """As the schedule of a source will have it."""
+        steps = -(-source.training_samples // settings.batch_size)
+        return cls(steps, settings.epochs, settings.lanes, source.shuffled, told)
+
+    def read(self) -> None:
+        """A step was read."""
+        self._add(self._lanes)
+
+    def planned(self, steps: int) -> None:
+        """So many steps of a lane were planned."""
+        self._add(steps)
+
+    def _add(self, done: int) -> None:
+        with self._lock:
+            self._done += done
+            self._told(self._done, self._steps, self._work)
 
 
 def compile_schedule(
@@ -364,28 +247,7 @@ def compile_schedule(
     settings: CompileSettings,
     out: Path,
     work: Path,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Compile `source` into the folder `out`; returns the manifest (docs/schedule.md).
-
-    work: a folder for scratch files. Raises SlotsError where a step does not fit the slots, ScheduleError where the parent cannot be continued,
-    DiskError where the disk is full, or refuses to be written. `failed.json` then says so, and so it does of any other error, which is raised as it
-    is; what was published stays valid, and there is no schedule.json.
-    """
-    try:
-        parent = None if settings.parent is None else Schedule(settings.parent)
-        if parent is not None:
-            _check_parent(settings, parent)
-        header = _header(source, settings, resolve_slots(source, settings, parent, work / "counting"), parent)
-        serial = _serial_pass(settings, parent, work / "rows")
-        again = settings.epochs > 1 and not source.shuffled
-        slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
-        return Compiler(source, settings, header, serial, slices, out, progress).run()
-    except BaseException as error:
-        told = disk_error(error, out)
-        message = str(told or error) or type(error).__name__
-        with contextlib.suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes it for whole
-            write_json(out / FAILED, {"error": message})
-        if told is not None:
-            raise told from error
-        raise
+    """Compile `source` into the folder `out` in this process; see Compilation."""
+    return Compilation(settings, out).compile(source, work, progress)

@@ -19,6 +19,7 @@ from foreload.pipelines.compiler.row_table import (
     ACCESS_MASK,
     AHEAD,
     FIELDS,
+    NUMBER,
     ORDINAL,
     OWNER,
     TAG,
@@ -29,6 +30,8 @@ from foreload.pipelines.compiler.row_table import (
     row_hash,
 )
 
+LANE_ROW = np.dtype([("id", np.int64), ("ordinal", np.int32), ("tag", np.int32), ("table", np.int16)], align=True)
+"""A row of a lane, by its number there. ordinal: -1: never trained; tag: of the version that the store had before this schedule, 0: none."""
 _HASH_BITS = 64
 _LOOKUPS_AHEAD = 64  # lookups between asking for a record, or for the index entry that says which it is, and using it
 
@@ -42,9 +45,12 @@ class Scratch(NamedTuple):
     table: np.ndarray  # int16 [distinct]
     id: np.ndarray  # int64 [distinct]
     record: np.ndarray  # int64 [distinct]: -1 for a row that was never trained, in evaluation
-    state: np.ndarray  # int32 [distinct, FIELDS]: the row's record before the step, in training
+    state: np.ndarray  # int32 [distinct, FIELDS]: the row's record before the step; zeros where it was never trained
     lane: np.ndarray  # int32 [distinct]: owner, -1 before it is known
     given: np.ndarray  # int32 [distinct]: 1 + the ordinal that a row gets in this step, 0 where it has one
+    # int32 [distinct], in the order of `order`: each row's number in its lane; of a row never trained -1 - its place among the lane's such rows
+    numbers: np.ndarray
+    newcomers: np.ndarray  # LANE_ROW [distinct], by lane: rows that get their number in this step
     users: np.ndarray  # uint64 [distinct]: bit v: the slice of lane v uses the row
     order: np.ndarray  # int32 [distinct]: distinct rows by owner lane, then by number
     inverse: np.ndarray  # int32 [lookups]: distinct row of a lookup
@@ -66,6 +72,8 @@ def scratch(lookups: int, lanes: int) -> Scratch:
         np.zeros((lookups, FIELDS), np.int32),
         np.zeros(lookups, np.int32),
         np.zeros(lookups, np.int32),
+        np.zeros(lookups, np.int32),
+        np.zeros(lookups, LANE_ROW),
         np.zeros(lookups, np.uint64),
         np.zeros(lookups, np.int32),
         np.zeros(lookups, np.int32),
@@ -92,12 +100,13 @@ def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -
 
 
 @nb.njit(nogil=True, cache=True)
-def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, s: Scratch) -> int:
+def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, tag: int, s: Scratch) -> int:
     """Number the distinct rows of a training step by first lookup, and note in their records that they are accessed.
 
     ids int64 [lookups], at least one; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has
-    one value of each; access: the number of the first distinct row's access. Fills s.table, s.id, s.record, s.state, s.lane (-1 where the row
-    was never trained) and s.inverse; returns how many. Lanes and ordinals of new rows are entered by `remember`.
+    one value of each; access: the number of the first distinct row's access; tag: 1 + the step, which the records get. Fills s.table, s.id, s.record,
+    s.state, s.lane (-1 where the row was never trained) and s.inverse; returns how many. Lanes, ordinals and numbers of new rows are entered by
+    `number_rows`.
 
     Before: a record has the low bits of the number of its row's last access, in a step before this one. After: of the access in this step, which is
     `access` + the row's number here; s.state has the record as it was. So while the step is gone through, a record whose access lies in this step
@@ -130,6 +139,7 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
             distinct_id[at] = ids[i]
             inverse[i] = count
             records[r, OWNER] = np.int32((owner & ~low) | ((begun + count) & low))
+            records[r, TAG] = tag
             count = np.uint32(count + np.uint32(1))
     for n in range(count):
         owner = np.uint32(state[n, OWNER])
@@ -181,7 +191,7 @@ def number_evaluation_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: S
 
 @nb.njit(nogil=True, cache=True)
 def _look_up_lanes(rows: Rows, count: int, s: Scratch) -> None:
-    """The record and the lane of each distinct row as the oracle has come to know it; -1 where it was never trained."""
+    """The record, what it says, and the lane of each distinct row; -1 where it was never trained."""
     records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.entries, rows.keys, rows.hashed, rows.direct
     distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
     for d in range(count):
@@ -198,13 +208,15 @@ def _look_up_lanes(rows: Rows, count: int, s: Scratch) -> None:
         else:
             k = find_hashed(index, keys, hashed, table, distinct_id[d], False)
             record = direct + k if k >= 0 else k
-        # An ordinal is given by the serial pass, which is ahead; a tag by the oracle, whose steps have passed.
-        if record < 0 or records[record, TAG] == 0:
+        if record < 0 or records[record, ORDINAL] == 0:
             distinct_record[d] = -1
             distinct_lane[d] = -1
+            s.state[d, :] = 0
         else:
             distinct_record[d] = record
             distinct_lane[d] = np.int32(np.uint32(records[record, OWNER]) >> np.uint32(ACCESS_BITS))
+            for k in range(FIELDS):
+                s.state[d, k] = records[record, k]
 
 
 @nb.njit(nogil=True, cache=True)
@@ -288,15 +300,42 @@ def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray
 
 
 @nb.njit(nogil=True, cache=True)
-def remember(rows: Rows, count: int, access: int, s: Scratch) -> None:
-    """Enter lanes and ordinals that were given into the row table; access: the number of the first row's access."""
-    records, distinct_record, lane, given = rows.records, s.record, s.lane, s.given
-    for n in range(count):
-        d = np.uint64(n)
+def number_rows(rows: Rows, count: int, access: int, numbers: np.ndarray, newcomers: np.ndarray, s: Scratch) -> None:
+    """Give every row of a step its number in its lane, in the order of s.order; enter what is new into the row table.
+
+    access: the number of the first row's access, -1 in evaluation, where no row gets a lane or an ordinal; numbers int64 [2, V]: of each lane the
+    rows numbered so far, and the rows looked up that were never trained, advanced; newcomers int64 [V]: filled with how many lines of s.newcomers
+    are each lane's. Before: s.state has the records before the step.
+    """
+    records, record_of, lane_of, given, order, state = rows.records, s.record, s.lane, s.given, s.order, s.state
+    newcomers[:] = 0
+    added = 0
+    for k in range(count):
+        d = np.uint64(order[k])
+        known = state[d, NUMBER]
+        if known != 0:
+            s.numbers[k] = known - 1
+            continue
+        lane, record = np.uint64(lane_of[d]), record_of[d]
+        ordinal = state[d, ORDINAL]
         if given[d] != 0:
-            low = np.uint32((access + n) & np.int64(ACCESS_MASK))
-            records[np.uint64(distinct_record[d]), ORDINAL] = given[d]
-            records[np.uint64(distinct_record[d]), OWNER] = np.int32(np.uint32(lane[d]) << np.uint32(ACCESS_BITS) | low)
+            ordinal = given[d]
+            low = np.uint32((access + np.int64(d)) & np.int64(ACCESS_MASK))
+            records[np.uint64(record), ORDINAL] = ordinal
+            records[np.uint64(record), OWNER] = np.int32(np.uint32(lane) << np.uint32(ACCESS_BITS) | low)
+        if record < 0:
+            s.numbers[k] = -1 - numbers[1, lane]
+            numbers[1, lane] += 1
+        else:
+            s.numbers[k] = numbers[0, lane]
+            numbers[0, lane] += 1
+            records[np.uint64(record), NUMBER] = numbers[0, lane]
+        s.newcomers[added].id = s.id[d]
+        s.newcomers[added].ordinal = ordinal - 1
+        s.newcomers[added].tag = state[d, TAG]
+        s.newcomers[added].table = s.table[d]
+        newcomers[lane] += 1
+        added += 1
 
 
 @nb.njit(nogil=True, cache=True)

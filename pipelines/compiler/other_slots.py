@@ -1,22 +1,31 @@
 """The counting pass: how many rows would arrive, and leave, at every step of a schedule if its lanes had another number of slots.
 
-Who uses which rows when does not depend on slots, so it is read from a schedule with any number of them; Belady's choice over all of that gives the
-counts which `prepare` would come to, wherever its lookahead suffices.
+Who uses which rows when does not depend on slots, so it is read from a schedule with any number of them; planning that anew (`next_uses`, `oracle`)
+gives the counts which `prepare` would come to, without a --window.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numba as nb
 import numpy as np
 
+from foreload.pipelines.base.memory import available_bytes
+from foreload.pipelines.compiler import oracle
+from foreload.pipelines.compiler.lane_oracle import MoveBuffer
+from foreload.pipelines.compiler.next_uses import ALL_ACCESSES, next_uses
+from foreload.pipelines.compiler.numbering import LANE_ROW
 from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.reader import Schedule
 
+BYTES_OF_USE = 16  # of a row used at a step, while moves are counted
+_CHUNK = 1 << 20  # rows used that are planned together, unless a step has more
 
-@dataclass(frozen=True, slots=True)
-class LaneAccesses:
+
+@dataclass(frozen=True)
+class LaneUses:
     """The distinct rows that the steps of a schedule use of one lane.
 
     rows: int32 [accesses], numbered from 0, step by step; starts: int64 [steps + 1], where each step's begin; new: bool [rows], whether a row was
@@ -32,6 +41,17 @@ class LaneAccesses:
         """Rows of the largest step: with fewer slots it cannot be trained."""
         return int(np.diff(self.starts).max(initial=0))
 
+    @cached_property
+    def nexts(self) -> np.ndarray:
+        """The step of each use's next one, int32 [accesses]; NEVER where there is none."""
+        alone, following = (
+            np.zeros(len(self.rows), np.uint8),
+            np.empty(len(self.rows), np.int32),
+        )  # who uses a row is of no interest
+        lasts = np.full((len(self.new), 2), oracle.NEVER, np.int32)
+        next_uses(self.rows, self.starts, alone, alone[:0], 0, lasts, following, alone)
+        return following
+
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
@@ -43,7 +63,7 @@ class SlotCounts:
     occupied: int
 
 
-def lane_accesses(schedule: Schedule, lane: int) -> LaneAccesses:
+def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
     """Read them from a complete schedule: 4 bytes for each row used at a step. Raises ScheduleError."""
     occupants = np.full(schedule.header.slots[lane], -1, np.int32)
     numbers = [np.empty(0, np.int32) for _ in schedule.header.features.tables]  # ordinal -> number of the row, -1: not seen yet
@@ -73,21 +93,35 @@ def lane_accesses(schedule: Schedule, lane: int) -> LaneAccesses:
         used.append(rows)
         counts.append(np.diff(slot_starts))
     starts = np.concatenate([[0], np.cumsum(np.concatenate([np.empty(0, np.int64), *counts]))]).astype(np.int64)
-    return LaneAccesses(np.concatenate([np.empty(0, np.int32), *used]), starts, np.concatenate([np.empty(0, bool), *new]))
+    return LaneUses(np.concatenate([np.empty(0, np.int32), *used]), starts, np.concatenate([np.empty(0, bool), *new]))
 
 
-def count_moves(accesses: LaneAccesses, slots: int) -> SlotCounts:
+def count_moves(uses: LaneUses, slots: int) -> SlotCounts:
     """What a lane moves with so many slots. Raises SlotsError where a step has more rows."""
-    if slots < accesses.least_slots:
-        raise SlotsError(
-            f"--slots: must be at least the rows of the largest step, {accesses.least_slots}; got {slots}; give more"
-        )
-    steps = len(accesses.starts) - 1
-    counts = np.zeros((steps, 3), np.int64)
-    occupied = _count(
-        accesses.rows, accesses.starts, accesses.new, slots, _next_uses(accesses.rows, accesses.starts, len(accesses.new)), counts
-    )
-    return SlotCounts(counts[:, 0].copy(), counts[:, 1].copy(), counts[:, 2].copy(), int(occupied))
+    if slots < uses.least_slots:
+        raise SlotsError(f"--slots: must be at least the rows of the largest step, {uses.least_slots}; got {slots}; give more")
+    steps, starts = len(uses.starts) - 1, uses.starts
+    what = oracle.Accesses(uses.rows, uses.nexts, np.zeros(len(uses.rows), np.uint8), ALL_ACCESSES)
+    state = oracle.with_rows(oracle.empty_lane(slots, steps, np.zeros(1, np.int64)), (~uses.new).astype(np.int32))
+    rows, buffer, counts = np.zeros(len(uses.new), LANE_ROW), MoveBuffer(np.dtype(np.uint8)), [np.zeros((0, 4), np.int64)]
+    first = 0
+    while first < steps:
+        end = max(int(np.searchsorted(starts, starts[first] + _CHUNK, side="right")) - 1, first + 1)
+        of_part = starts[first : end + 1]
+        counts.append(buffer.room(end - first, int(of_part[-1] - of_part[0])))
+        oracle.plan_steps(state, rows, first, 0, what, of_part, (0, int(oracle.NEVER)), buffer.fill, buffer.moves, counts[-1])
+        buffer.take()
+        first = end
+    arrived, ended, initial = np.concatenate(counts)[:, [oracle.ARRIVALS, oracle.ENDS, oracle.INITIAL]].T
+    return SlotCounts(arrived, arrived - initial, ended, int(state.scalars[oracle.USED]))
+
+
+def fewest_arrivals(schedule: Schedule) -> int | None:
+    """Belady's minimum for a complete schedule's slots; None where counting needs more than half of the memory that there is."""
+    if 2 * BYTES_OF_USE * schedule.manifest["counts"]["rows_used"] > available_bytes():
+        return None
+    lanes = range(schedule.header.lanes)
+    return sum(int(count_moves(lane_uses(schedule, lane), schedule.header.slots[lane]).arrived.sum()) for lane in lanes)
 
 
 def _with_room(array: np.ndarray, size: int) -> np.ndarray:
@@ -114,61 +148,3 @@ def _replay(
             occupants[arrival_slot[k]] = arriving[k]
         for k in range(slot_starts[step], slot_starts[step + 1]):
             rows[k] = occupants[slots[k]]
-
-
-@nb.njit(nogil=True, cache=True)
-def _next_uses(rows: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:
-    """Of each access, the step in which its row is used next, int32; the number of steps where there is none."""
-    steps = len(starts) - 1
-    following = np.full(count, steps, np.int32)
-    result = np.empty(len(rows), np.int32)
-    for step in range(steps - 1, -1, -1):
-        for k in range(starts[step], starts[step + 1]):
-            result[k] = following[rows[k]]
-            following[rows[k]] = step
-    return result
-
-
-@nb.njit(nogil=True, cache=True)
-def _count(rows: np.ndarray, starts: np.ndarray, new: np.ndarray, slots: int, next_uses: np.ndarray, counts: np.ndarray) -> int:
-    """Fill counts int64 [steps, 3] with arrivals, fetched ones and ended residencies; returns the slots that were taken.
-
-    Rows in slots stand in lists, one for each step of next use. A step's list has exactly its rows that sit in a slot, so a row leaves its list when
-    it is used, with all others there, or when it has to go: from the head of the furthest list. No list is searched.
-    """
-    steps = len(starts) - 1
-    heads = np.full(steps + 1, -1, np.int32)
-    links = np.full(len(new), -1, np.int32)
-    held = np.zeros(len(new), np.bool_)
-    seen = np.zeros(len(new), np.bool_)
-    taken, furthest = 0, 0
-    for step in range(steps):
-        heads[step] = -1  # all of them are used now, and cannot leave
-        missing = 0
-        for k in range(starts[step], starts[step + 1]):
-            row = rows[k]
-            if not held[row]:
-                missing += 1
-                if seen[row] or not new[row]:
-                    counts[step, 1] += 1
-                seen[row] = True
-                held[row] = True
-        leaving = max(0, taken + missing - slots)
-        counts[step, 0], counts[step, 2] = missing, leaving
-        taken += missing - leaving
-        for _ in range(leaving):
-            place = steps
-            if heads[steps] < 0:
-                while heads[furthest] < 0:
-                    furthest -= 1
-                place = furthest
-            row = heads[place]
-            heads[place] = links[row]
-            held[row] = False
-        for k in range(starts[step], starts[step + 1]):
-            row, place = rows[k], next_uses[k]
-            links[row] = heads[place]
-            heads[place] = row
-            if place < steps:
-                furthest = max(furthest, place)
-    return taken

@@ -1,9 +1,9 @@
 """The row table: what the serial pass remembers of every row (docs/internals/pipelines.md, The serial pass).
 
-A record is four int32, so that it lies in one cache line: ORDINAL (ordinal + 1; 0: never trained), OWNER (its lane, and the low ACCESS_BITS
-bits of the number of its last access), PLACE (its slot, or -(boundary + 2) of the end of its last residency) and TAG (1 + the last step that
-the oracle has passed). Rows of small tables are addressed directly; rows of tables with more ids than DIRECT_ROWS through a hash index, so
-that memory follows the rows trained. Arrays that fit are memory of the process, in huge pages where the kernel has them; larger ones are
+A record is four int32, so that it lies in one cache line: ORDINAL (ordinal + 1; 0: never trained), OWNER (its lane, and the low ACCESS_BITS bits of
+the number of its last access), NUMBER (1 + its place among the rows of its lane that this schedule uses; 0: not yet) and TAG (1 + the last step that
+used it). Rows of small tables are addressed directly; rows of tables with more ids than DIRECT_ROWS, or far more than samples, through a hash
+index, so that memory follows the rows trained. Arrays that fit are memory of the process, in huge pages where the kernel has them; larger ones are
 mapped files, whose pages the kernel writes out when it needs the memory.
 """
 
@@ -25,11 +25,11 @@ from foreload.pipelines.base.memory import available_bytes, zeros_in_huge_pages
 from foreload.pipelines.base.prefetch import prefetch
 from foreload.pipelines.samples.features import FeatureSpec
 
-ORDINAL, OWNER, PLACE, TAG = range(4)
+ORDINAL, OWNER, NUMBER, TAG = range(4)
 FIELDS = 4
 ACCESS_BITS = 26  # the other six bits of OWNER are the lane
 ACCESS_MASK = (1 << ACCESS_BITS) - 1
-DIRECT_ROWS = 1 << 26
+DIRECT_ROWS, FEWEST_DIRECT_ROWS, ROWS_A_LOOKUP = 1 << 26, 1 << 16, 8
 AHEAD = 16  # rows between a prefetch and its use
 # A hash index entry: record + 1 of the hashed rows in the low bits, bits of the row's hash above, so that most other rows are told by them.
 _ENTRY_BITS = 40
@@ -184,9 +184,13 @@ def _load(
             r = rows.direct + find_hashed(rows.entries, rows.keys, rows.hashed, table[i], ids[i], True)
         rows.records[r, ORDINAL] = ordinal[i] + 1
         rows.records[r, OWNER] = np.int32(np.uint32(lane[i]) << np.uint32(ACCESS_BITS))
-        rows.records[r, PLACE] = -1
         rows.records[r, TAG] = tag[i]
         counts[lane[i], table[i]] = max(counts[lane[i], table[i]], ordinal[i] + 1)
+
+
+def direct_rows(rows: int) -> int:
+    """Up to how many rows of a table are addressed directly where so many are looked up, at most: what lies between them is zeroed as well."""
+    return min(max(ROWS_A_LOOKUP * rows, FEWEST_DIRECT_ROWS), DIRECT_ROWS)
 
 
 class RowTable:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.base.files import replacing, write_sealed
-from foreload.pipelines.compiler.lane_oracle import Columns, Oracle
-from foreload.pipelines.compiler.row_table import Rows, RowTable
+from foreload.pipelines.compiler.lane_oracle import Columns, LaneOracle
+from foreload.pipelines.compiler.row_table import RowTable
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.format import (
-    HEADER,
     ROW_TABLE,
-    Header,
+    Kind,
     Segment,
     mask_dtype,
     segment_name,
@@ -27,20 +28,27 @@ from foreload.pipelines.schedule.format import (
 )
 
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
+_USED_BYTES = 5  # of a row used in a lane's moves, besides who uses it next: slot and whether it is written back early
 _OCCUPANT_BYTES = 26  # of a slot in an entry state: table (2), ordinal (8), id (8), tag (4), stored tag (4)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFiles:
-    """The samples of a segment, as written: those of consecutive steps of one epoch.
+    """The samples of a segment: those of consecutive steps of one kind and epoch.
 
-    first: the first step's number, among training or evaluation steps; samples: how many each step has; files: a manifest entry for each lane.
+    first: the first step's number, among those of its kind; samples: how many each step has; writing: what comes to `files`.
     """
 
+    kind: Kind
     epoch: int
     first: int
     samples: tuple[int, ...]
-    files: tuple[dict[str, Any], ...]
+    writing: Future[tuple[dict[str, Any], ...]]
+
+    @property
+    def files(self) -> tuple[dict[str, Any], ...]:
+        """A manifest entry for each lane, once its file is written. Raises OSError where it cannot be."""
+        return self.writing.result()
 
     @property
     def end(self) -> int:
@@ -80,18 +88,25 @@ class _Column:
 
 
 class SampleWriter:
-    """Gathers the lanes' slices of consecutive events and writes them as the sample files of a segment.
+    """Gathers the lanes' slices of consecutive events of one kind and writes them as the sample files of a segment.
 
-    segment_bytes: what a segment is bounded by, for the room that it is given.
+    segment_bytes: what a segment is bounded by, for the room that it is given. thread: writes one segment while the next is gathered.
     """
 
-    def __init__(self, out: Path, header: Header, name: str, segment_bytes: int) -> None:
-        self._out, self._header, self._name, self._segment_bytes = out, header, name, segment_bytes
+    def __init__(
+        self, out: Path, features: FeatureSpec, lanes: int, kind: Kind, segment_bytes: int, thread: ThreadPoolExecutor
+    ) -> None:
+        self._out, self._features, self._kind, self._segment_bytes = out, features, kind, segment_bytes
         kinds: dict[str, np.dtype | type] = {"labels": np.float32, "dense": np.float32, "index": np.int32}
-        if header.features.multi_valued:
+        if features.multi_valued:
             kinds["offsets"] = np.int32
-        kinds |= {"numbers": np.int64, "users": mask_dtype(header.lanes)}
-        self._columns = [{name: _Column(kind) for name, kind in kinds.items()} for _ in range(header.lanes)]
+        kinds |= {"numbers": np.int64, "users": mask_dtype(lanes)}
+        self._thread = thread
+        # Of the segment that is gathered, and of the one that is written meanwhile.
+        self._columns, self._others = (
+            [{name: _Column(kind) for name, kind in kinds.items()} for _ in range(lanes)] for _ in range(2)
+        )
+        self._writing: Future[tuple[dict[str, Any], ...]] | None = None
         self._index = np.empty(0, np.int32)
         self._samples: list[int] = []
         self._files = 0
@@ -108,37 +123,42 @@ class SampleWriter:
             self._index = np.empty(len(samples.ids), np.int32)
         index = self._index[: len(samples.ids)]
         serial.local_index(step, index)
-        width = len(self._header.features.features)
-        users = serial.scratch.users[serial.scratch.order[: step.count]]
-        own = np.concatenate([[0], np.cumsum(serial.owned)])
+        width = len(self._features.features)
         share = self.bytes / self._segment_bytes
         for lane, columns in enumerate(self._columns):
             a, b = step.firsts[lane], step.firsts[lane + 1]
             chosen = slice(a, b) if step.order is None else step.order[a:b]
-            lookups = slice(step.bounds[lane], step.bounds[lane + 1])
+            lookups, users = slice(step.bounds[lane], step.bounds[lane + 1]), step.lanes[lane].users
             columns["labels"].room(b - a, share)[:] = samples.labels[chosen]
             columns["dense"].room((b - a) * samples.dense.shape[1], share)[:] = samples.dense[chosen].reshape(-1)
             columns["index"].room(lookups.stop - lookups.start, share)[:] = index[lookups]
             if samples.offsets is not None:
                 columns["offsets"].room((b - a) * width + 1, share)[:] = _offsets(samples.offsets, chosen, width)
             columns["numbers"].room(b - a, share)[:] = numbers[chosen]
-            columns["users"].room(own[lane + 1] - own[lane], share)[:] = users[own[lane] : own[lane + 1]]
+            columns["users"].room(len(users), share)[:] = users
+            self.bytes += users.nbytes
         self._samples.append(len(samples))
-        mask_bytes = step.count * mask_dtype(self._header.lanes).itemsize
-        self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + numbers.nbytes + mask_bytes
+        self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + numbers.nbytes
 
     def close(self, epoch: int, end: int) -> SampleFiles:
-        """Write the files of the steps gathered, which come before step `end` and are of one epoch."""
-        files = []
-        for lane, columns in enumerate(self._columns):
-            lists = {name: column.lists() for name, column in columns.items()}
-            files.append(write_lists(self._out / f"{self._name}-{self._files:06d}-{lane:02d}.arrow", lists))
-            for column in columns.values():
-                column.clear()
-        result = SampleFiles(epoch, end - self.events, tuple(self._samples), tuple(files))
+        """Have the files of the steps gathered written, which come before step `end` and are of one epoch. Raises OSError of the segment before."""
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = self._thread.submit(self._write, self._columns, self._files)
+        result = SampleFiles(self._kind, epoch, end - self.events, tuple(self._samples), self._writing)
+        self._columns, self._others = self._others, self._columns
         self._files += 1
         self._samples, self.bytes = [], 0
         return result
+
+    def _write(self, of_lanes: list[dict[str, _Column]], number: int) -> tuple[dict[str, Any], ...]:
+        name, files = "samples" if self._kind == "train" else "evaluation", []
+        for lane, columns in enumerate(of_lanes):
+            lists = {name: column.lists() for name, column in columns.items()}
+            files.append(write_lists(self._out / f"{name}-{number:06d}-{lane:02d}.arrow", lists))
+            for column in columns.values():
+                column.clear()
+        return tuple(files)
 
 
 def _offsets(offsets: np.ndarray, chosen: Any, width: int) -> np.ndarray:
@@ -147,79 +167,97 @@ def _offsets(offsets: np.ndarray, chosen: Any, width: int) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(values)])
 
 
-class SegmentWriter:
-    """Publishes segments: moves, entry states within their share, manifests."""
+class EntryShare:
+    """Which segments have entry states: so many that they take their share, at most, of what a schedule surely takes besides. That depends on nothing
+    that a lane's oracle decides. mask_bytes: of who uses a row.
+    """
 
-    def __init__(self, out: Path, header: Header) -> None:
-        self._out, self._header = out, header
-        self.checksums: list[str] = []
-        self.evaluation_slots = np.zeros(header.lanes, np.int64)
+    def __init__(self, mask_bytes: int) -> None:
+        self._used_bytes = _USED_BYTES + mask_bytes
         self._bytes = self._entry_bytes = 0
         self._known: set[str] = set()
-        self._entry: list[dict[str, np.ndarray]] | None = None
-        self._ordinals: list[list[int]] | None = None
 
-    def header_checksum(self) -> str:
-        """SHA-256 of the published header."""
-        return hashlib.sha256((self._out / HEADER).read_bytes()).hexdigest()
+    def begin(self, occupied: int) -> bool:
+        """Whether a segment has one; occupied: slots that hold a row before it, of all lanes."""
+        size = occupied * _OCCUPANT_BYTES
+        if ENTRY_SHARE * (self._entry_bytes + size) > self._bytes:
+            return False
+        self._entry_bytes += size
+        return True
 
-    def begin(self, planner: Oracle, rows: Rows) -> None:
-        """Before the first event of a segment: keep the entry state where the share allows."""
-        lanes = range(self._header.lanes)
-        size = sum(planner.occupied(lane) for lane in lanes) * _OCCUPANT_BYTES
-        if self.checksums and ENTRY_SHARE * (self._entry_bytes + size) > self._bytes:
-            self._entry = self._ordinals = None
-            return
-        self._entry = [planner.occupants(rows, lane) for lane in lanes]
-        self._ordinals = planner.parts.ordinals.tolist()
-
-    def train(self, samples: SampleFiles, moves: list[Columns]) -> None:
-        """Publish a segment of training steps: their samples, and the lanes' moves."""
-        self._publish("train", samples, moves, [0] * self._header.lanes)
-
-    def evaluate(self, samples: SampleFiles, moves: list[Columns], evaluation_slots: list[int]) -> None:
-        """Publish a segment of evaluation steps; evaluation_slots: what each lane needs besides its slots."""
-        self.evaluation_slots = np.maximum(self.evaluation_slots, evaluation_slots)
-        self._publish("evaluate", samples, moves, evaluation_slots)
-
-    def _publish(self, kind: Any, samples: SampleFiles, moves: list[Columns], evaluation_slots: list[int]) -> None:
-        index = len(self.checksums)
-        files = []
-        counts = {"rows_used": 0, "arrivals": 0, "initial": 0, "write_backs": 0}
-        for lane, columns in enumerate(moves):
-            entries = {
-                "samples": samples.files[lane],
-                "moves": write_lists(self._out / f"moves-{index:06d}-{lane:02d}.arrow", columns),
-            }
-            if self._entry is not None:
-                state = {name: (np.array([0, len(values)], np.int32), values) for name, values in self._entry[lane].items()}
-                entries["entry"] = write_lists(self._out / f"entry-{index:06d}-{lane:02d}.arrow", state)
-                self._entry_bytes += entries["entry"]["bytes"]
-            for entry in entries.values():
-                if entry["name"] not in self._known:
-                    self._known.add(entry["name"])
-                    self._bytes += entry["bytes"]
-            files.append(entries)
-            counts["rows_used"] += int(columns["slots"][1].size)
-            counts["arrivals"] += int(columns["arrival_tag"][1].size)
-            counts["initial"] += int((columns["arrival_tag"][1] == 0).sum())
-            counts["write_backs"] += int(columns["ends"][1].size)
-        segment = Segment(
-            index=index,
-            kind=kind,
-            epoch=samples.epoch,
-            first=samples.first,
-            samples=samples.samples,
-            files=tuple(files),
-            evaluation_slots=tuple(int(n) for n in evaluation_slots),
-            ordinals=None if self._ordinals is None else tuple(tuple(lane) for lane in self._ordinals),
-            counts=counts,
-        )
-        self.checksums.append(write_sealed(self._out / segment_name(index), segment.to_dict()))
+    def end(self, samples: SampleFiles, rows_used: int) -> None:
+        """The segment's samples, and the rows that its steps use, of all lanes."""
+        self._bytes += self._used_bytes * rows_used
+        for entry in samples.files:
+            if entry["name"] not in self._known:  # those of an earlier epoch are there already
+                self._known.add(entry["name"])
+                self._bytes += entry["bytes"]
 
 
-def write_row_table(out: Path, table: RowTable) -> dict[str, Any]:
-    """Write rows.arrow: (table, id, lane, ordinal, tag) of every row ever trained, by (table, id). Returns its manifest entry."""
+@dataclass(frozen=True, slots=True)
+class LanePart:
+    """What a lane has of a segment: its files' manifest entries; the ordinals given before it, where it has an entry state; slots that its events
+    need besides the lane's; counts as in a Segment.
+    """
+
+    files: dict[str, dict[str, Any]]
+    ordinals: list[int] | None
+    evaluation_slots: int
+    counts: dict[str, int]
+
+
+class LaneWriter:
+    """Writes a lane's files of one segment after the other."""
+
+    def __init__(self, out: Path, lane: int) -> None:
+        self._out, self._lane = out, lane
+        self._segment = 0
+        self._entry: dict[str, dict[str, Any]] = {}
+        self._ordinals: list[int] | None = None
+
+    def begin(self, oracle: LaneOracle) -> None:
+        """The next segment has an entry state: as the lane is now."""
+        state = {name: (np.array([0, len(values)], np.int32), values) for name, values in oracle.occupants().items()}
+        self._entry = {"entry": write_lists(self._out / f"entry-{self._segment:06d}-{self._lane:02d}.arrow", state)}
+        self._ordinals = oracle.state.ordinals.tolist()
+
+    def write(self, columns: Columns, evaluation_slots: int = 0) -> LanePart:
+        """Write the lane's moves in the segment."""
+        moves = write_lists(self._out / f"moves-{self._segment:06d}-{self._lane:02d}.arrow", columns)
+        counts = {
+            "rows_used": int(columns["slots"][1].size),
+            "arrivals": int(columns["arrival_tag"][1].size),
+            "initial": int((columns["arrival_tag"][1] == 0).sum()),
+            "write_backs": int(columns["ends"][1].size),
+        }
+        part = LanePart({"moves": moves, **self._entry}, self._ordinals, evaluation_slots, counts)
+        self._segment += 1
+        self._entry, self._ordinals = {}, None
+        return part
+
+
+def write_segment(out: Path, index: int, samples: SampleFiles, parts: Sequence[LanePart]) -> str:
+    """Publish a segment, whose files are all there; returns its manifest's checksum."""
+    ordinals = [part.ordinals for part in parts]
+    segment = Segment(
+        index=index,
+        kind=samples.kind,
+        epoch=samples.epoch,
+        first=samples.first,
+        samples=samples.samples,
+        files=tuple({"samples": entry, **part.files} for entry, part in zip(samples.files, parts, strict=True)),
+        evaluation_slots=tuple(part.evaluation_slots for part in parts),
+        ordinals=None if None in ordinals else tuple(tuple(of_lane) for of_lane in ordinals if of_lane is not None),
+        counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
+    )
+    return write_sealed(out / segment_name(index), segment.to_dict())
+
+
+def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: int = 0) -> dict[str, Any]:
+    """Write rows.arrow: (table, id, lane, ordinal, tag) of every row ever trained, by (table, id). Returns its manifest entry.
+
+    repeated: steps that follow those which the row table knows of, from `first_step` on, and use the same rows in the same order.
+    """
     schema = pa.schema(
         [("table", pa.int16()), ("id", pa.int64()), ("lane", pa.uint8()), ("ordinal", pa.int64()), ("tag", pa.int32())]
     )
@@ -228,6 +266,7 @@ def write_row_table(out: Path, table: RowTable) -> dict[str, Any]:
     with replacing(path) as temporary:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in table.by_table_and_id():
+                batch["tag"][batch["tag"] > first_step] += repeated
                 writer.write_batch(pa.RecordBatch.from_arrays([pa.array(batch[name]) for name in schema.names], schema=schema))
                 count += len(batch["id"])
         with pa.memory_map(str(temporary)) as file:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from foreload.pipelines.compiler.row_table import RowTable
 from foreload.pipelines.errors import PipelineError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.format import mask_dtype
 
 AssignSamples = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """(inverse int32 [lookups]: distinct row of each lookup, starts int64 [samples + 1]: first lookup of each sample, lane int32 [distinct], -1
@@ -20,11 +22,26 @@ within each."""
 
 
 @dataclass(frozen=True, slots=True)
+class LaneStep:
+    """The rows of one lane in a step, by first lookup; views, valid until the next step.
+
+    numbers int32 [rows]: numbers count a lane's rows as the schedule comes to them, from 0; a row that was never trained, in evaluation, has -1 - its
+    place in `unknown`. users unsigned [rows]: bit v: the slice of lane v uses the row. newcomers LANE_ROW: rows that are numbered in
+    this step, in that order; unknown LANE_ROW: likewise those never trained.
+    """
+
+    numbers: np.ndarray
+    users: np.ndarray
+    newcomers: np.ndarray
+    unknown: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What the serial pass found in a step; its distinct rows are in the scratch until the next one.
 
     count: distinct rows; firsts, bounds int64 [V + 1]: first sample and first lookup of each slice; inverse int32 [lookups]: distinct row of
-    each lookup, slice by slice; order int64 [samples]: the batch's samples, slice by slice; None: as they come.
+    each lookup, slice by slice; order int64 [samples]: the batch's samples, slice by slice; None: as they come. lanes: what each lane has of it.
     """
 
     count: int
@@ -32,21 +49,28 @@ class Step:
     bounds: np.ndarray
     inverse: np.ndarray
     order: np.ndarray | None
+    lanes: tuple[LaneStep, ...] = ()
 
 
 class SerialPass:
     """Distinct rows, lanes, ordinals and local numbers, step by step, over one row table.
 
-    assign: decides which samples of a training batch each lane takes; None: consecutive ones.
+    assign: decides which samples of a training batch each lane takes; None: consecutive ones. first_step: number of the first training step.
     """
 
-    def __init__(self, features: FeatureSpec, lanes: int, table: RowTable, assign: AssignSamples | None = None) -> None:
+    def __init__(
+        self, features: FeatureSpec, lanes: int, table: RowTable, assign: AssignSamples | None = None, first_step: int = 0
+    ) -> None:
         self.table = table
         self.lanes = lanes
         self.counts = np.zeros((lanes, len(features.tables)), np.int64)  # ordinals given so far
         self.owned = np.zeros(lanes, np.int64)  # rows that each lane owns of the step at hand
         self.most = np.zeros(lanes, np.int64)  # rows that each lane owned at most of a step so far
+        # Of each lane: rows numbered, and of the step at hand rows that were never trained.
+        self._numbers = np.zeros((2, lanes), np.int64)
         self.accesses = 0  # distinct rows of all training steps so far
+        self._step_number = first_step
+        self._mask = mask_dtype(lanes)
         self.scratch = numbering.scratch(1024, lanes)
         self._assign = assign if lanes > 1 else None
         self._tables = np.array([f.table for f in features.features], np.int16)
@@ -76,10 +100,27 @@ class SerialPass:
         numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
         if numbering.assign_owners(count, self.counts, train, self.owned, self.scratch) < 0:
             raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
+        newcomers = np.zeros(self.lanes, np.int64)
+        self._numbers[1] = 0
+        numbering.number_rows(self.table.rows, count, self.accesses if train else -1, self._numbers, newcomers, self.scratch)
+        if self._numbers.max() >= 2**31 - 2:
+            raise PipelineError("rows: a lane has more than 2^31 rows in use: use more lanes")
         if train:
-            numbering.remember(self.table.rows, count, self.accesses, self.scratch)
             self.accesses += count
-        return step
+            self._step_number += 1
+        return replace(step, lanes=self._of_lanes(count, newcomers))
+
+    def _of_lanes(self, count: int, newcomers: np.ndarray) -> tuple[LaneStep, ...]:
+        scratch = self.scratch
+        users = scratch.users[scratch.order[:count]].astype(self._mask)
+        ends, new_ends = [0, *np.cumsum(self.owned).tolist()], [0, *np.cumsum(newcomers).tolist()]
+        steps = []
+        for (start, end), (first, last) in zip(pairwise(ends), pairwise(new_ends), strict=True):
+            new = scratch.newcomers[first:last]
+            trained = new["ordinal"] >= 0
+            unknown = new[:0] if trained.all() else new[~trained]
+            steps.append(LaneStep(scratch.numbers[start:end], users[start:end], new[trained] if len(unknown) else new, unknown))
+        return tuple(steps)
 
     def _distinct(self, samples: Samples, train: bool) -> int:
         lookups = len(samples.ids)
@@ -89,7 +130,8 @@ class SerialPass:
         if samples.offsets is not None:
             tables = np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
         if train and lookups:
-            return int(numbering.number_training_rows(self.table.rows, samples.ids, tables, self.accesses, self.scratch))
+            tag = self._step_number + 1
+            return int(numbering.number_training_rows(self.table.rows, samples.ids, tables, self.accesses, tag, self.scratch))
         return int(numbering.number_evaluation_rows(self.table.rows, samples.ids, tables, self.scratch))
 
     def _sliced(self, samples: Samples, count: int, train: bool, order: np.ndarray | None) -> Step:

@@ -136,6 +136,11 @@ class PrepareOptions:
         "for --memory: a row at rest, 12 + 4 * columns of weights and optimizer state (default: as wide as any built-in model "
         "with Adagrad, 12 + 8 * (largest dimension or 32, + 1))", _CACHE, metavar="N",
     )  # fmt: skip
+    window: int | None = setting(
+        None, integer(1),
+        "compile as the data is read, looking ahead over so many rows used, summed over steps, for `train --follow`; more rows may arrive than must "
+        "(default: look at all of it first)", _CACHE, metavar="N",
+    )  # fmt: skip
     out: Path = setting(
         Path(),
         path,
@@ -236,6 +241,10 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
         raise SettingError(f"--features: --format {options.format} needs a feature file that says what its columns are")
     if options.slots is not None and "memory" in given:
         raise SettingError("--memory: cannot be given with --slots; choose one of them")
+    if options.window is not None and options.slots is not None and options.slots.slots in ("min", "all"):
+        raise SettingError(
+            f"--window: cannot be given with --slots {options.slots.slots}, which is known once all was read; give a number, or leave one out"
+        )
     if options.json is not None and (why := unwritable(options.json)):
         raise SettingError(f"--json: cannot write {options.json}: {why}")
 

@@ -35,15 +35,15 @@ from foreload.pipelines.sources import (
 from foreload.pipelines.sources.splits import Format
 
 FAILURES, ORDER_FILES, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
-FOLDERS = (FAILURES, ORDER_FILES, PIECES, REJECTS)
+PROGRESS = "progress"
+"""In the work folder: a file of each worker's with the work that it has done, the schedule's steps, and the work of all, as text."""
+
+FOLDERS = (FAILURES, ORDER_FILES, PIECES, REJECTS, PROGRESS)
 
 RESERVE = "reserve"
 """In the work folder: takes the room that noting a failure needs, and is removed for it where the disk is full."""
 
 RESERVE_BYTES = 1 << 16
-
-PROGRESS = "progress"
-"""In the work folder: steps compiled and steps in all, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,11 @@ class Plan:
     def pieces(self) -> Path:
         """The folder of pieces."""
         return self.work / PIECES
+
+    @property
+    def lanes(self) -> Path:
+        """The folder of the lanes' accesses and plans, there once all has been read."""
+        return self.work / "lanes"
 
     @property
     def encoding(self) -> Path:
@@ -166,6 +171,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
         shuffle_seed=options.shuffle_seed,
         placement=options.placement or ("locality" if parent is None else parent.header.placement),
         segment_bytes=options.segment_bytes,
+        window_accesses=options.window,
         parent=None if options.after is None else options.after.absolute(),
         settings={
             "slots": size.slots,
@@ -174,6 +180,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
             "segment_bytes": options.segment_bytes,
             "eval_fraction": options.eval_fraction,
             "eval_source": bool(options.eval_sources),
+            **({} if options.window is None else {"window": options.window}),
         },
     )
     tasks = plan_reading(options, spec)

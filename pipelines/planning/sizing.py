@@ -22,9 +22,14 @@ _FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16  # rows in each of a lane's two 
 # Of the estimate of a schedule's size.
 _VALUES = 4  # values of a multi-valued feature, about
 _MOVES_BYTES = 8  # of a lookup: slots, masks and arrivals of the distinct rows, spread over all lookups
+_ACCESS_BYTES = 8  # of a lookup: distinct rows with their next uses (8 and two masks each) while compiling, likewise spread
 ROW_LINE_BYTES = 23  # of a row ever trained, its line in rows.arrow: table (2), id (8), lane (1), ordinal (8), tag (4)
 ROW_RECORD_BYTES = 16  # and its record while compiling, four int32; in a file where the records do not fit in memory
-DIRECT_ROWS = 1 << 26  # a table of more rows finds its records by a hash index
+LANE_ROW_BYTES = (
+    24  # of a row, who it is by its number in its lane: id (8), ordinal (4), tag (4), table (2), whole words; in a file
+)
+# A table of more rows, or of so many times more than there are samples, finds its records by a hash index.
+DIRECT_ROWS, FEWEST_DIRECT_ROWS, ROWS_A_LOOKUP = 1 << 26, 1 << 16, 8
 HASHED_ROW_BYTES = 32  # of a row of such a table, beside its record: key (16) and two entries of the index (8 each)
 
 
@@ -106,7 +111,7 @@ def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
     copies = 1 + (1 if shape.ordered else 0) + (2 * shape.epochs if shape.shuffled else 0)
     written = shape.samples * (shape.epochs if shape.shuffled else 1)
     # In a sample file it is label and number (12), dense values and an int32 a lookup; epochs in the same order share the files, not the moves.
-    schedule = written * (12 + dense + 4 * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
+    schedule = written * (12 + dense + (4 + _ACCESS_BYTES) * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
     return shape.samples * sample * copies + schedule + _row_table_bytes(shape.samples, values, spec)
 
 
@@ -115,8 +120,8 @@ def _row_table_bytes(samples: int, values: Sequence[int], spec: FeatureSpec) -> 
     total = 0
     for number, table in enumerate(spec.tables):
         looked_up = samples * sum(count for count, feature in zip(values, spec.features, strict=True) if feature.table == number)
-        of_row = ROW_LINE_BYTES + ROW_RECORD_BYTES
-        if table.rows is not None and table.rows > DIRECT_ROWS:
+        of_row = ROW_LINE_BYTES + ROW_RECORD_BYTES + LANE_ROW_BYTES
+        if table.rows is not None and table.rows > min(max(ROWS_A_LOOKUP * samples, FEWEST_DIRECT_ROWS), DIRECT_ROWS):
             of_row += HASHED_ROW_BYTES
         total += of_row * (looked_up if table.rows is None else min(table.rows, looked_up))
     return total

@@ -34,6 +34,8 @@ class Encoder:
     ) -> None:
         self._spec = spec
         self._rows = spec.table_rows
+        # Half as many bytes to be written and read again, where they suffice.
+        self._id_type = np.int32 if max(self._rows, default=0) <= 2**31 else np.int64
         self._vocabularies = dict(vocabularies or {})
         self._scales = scales
         for table in spec.vocabulary_tables:
@@ -52,7 +54,7 @@ class Encoder:
         dense = transform(records.dense, self._spec.dense, self._scales)
         if not self._spec.multi_valued:
             columns = [self.ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
-            return Samples(records.labels, dense, rows_of(columns, len(records), np.int64).reshape(-1))
+            return Samples(records.labels, dense, rows_of(columns, len(records), self._id_type).reshape(-1))
         bounds, values = [], []
         for feature, column in zip(self._spec.features, records.categorical, strict=True):
             if feature.pooling == "single":
@@ -62,7 +64,7 @@ class Encoder:
                 bounds.append(column.offsets.to_numpy() - column.offsets[0].as_py())
                 values.append(self.ids(feature, column.flatten()))
         offsets = _offsets(bounds, len(records))
-        ids = np.zeros(offsets[-1], np.int64)
+        ids = np.zeros(offsets[-1], self._id_type)
         for place, (starts, column_ids) in enumerate(zip(bounds, values, strict=True)):
             _scatter(column_ids, starts, place, len(bounds), offsets, ids)
         return Samples(records.labels, dense, ids, offsets)

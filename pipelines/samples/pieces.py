@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _FORMAT = "foreload piece 1"
 class Samples:
     """Consecutive samples in some order, encoded.
 
-    labels: float32 [n]. dense: float32 [n, dense width]. ids: int64 [lookups], in order sample, feature, value.
+    labels: float32 [n]. dense: float32 [n, dense width]. ids: int32, or int64, [lookups], in order sample, feature, value.
     offsets: int64 [n * F + 1], CSR over (sample, feature) into ids, from 0; None where no feature is multi-valued (then there
     are n * F lookups).
     """
@@ -56,7 +56,7 @@ class Samples:
         places = np.ascontiguousarray(places, np.int64)
         offsets = np.zeros(len(places) * features + 1, np.int64)
         _take_offsets(self.offsets, places, features, offsets)
-        ids = np.empty(offsets[-1], np.int64)
+        ids = np.empty(offsets[-1], self.ids.dtype)
         _take_ids(self.offsets, self.ids, places, features, offsets, ids)
         return Samples(labels, dense, ids, offsets)
 
@@ -117,7 +117,7 @@ def write_piece(path: str | Path, samples: Samples, keys: np.ndarray | pa.Array 
     columns: dict[str, pa.Array] = {
         "labels": _listed(samples.labels, np.float32),
         "dense": _listed(samples.dense.reshape(-1), np.float32),
-        "ids": _listed(samples.ids, np.int64),
+        "ids": _listed(samples.ids, samples.ids.dtype),
     }
     if samples.offsets is not None:
         columns["offsets"] = _listed(samples.offsets, np.int64)
@@ -152,10 +152,34 @@ def read_piece(path: str | Path) -> tuple[Samples, pa.Array | None, dict[str, An
     return Samples(labels, dense, _values(batch, "ids").to_numpy(), offsets), keys, header["meta"]
 
 
-def _listed(values: np.ndarray, dtype: type) -> pa.Array:
+def _listed(values: np.ndarray, dtype: np.dtype | type) -> pa.Array:
     array = pa.array(np.ascontiguousarray(values, dtype))
     return pa.LargeListArray.from_arrays(pa.array([0, len(array)], pa.int64()), array)
 
 
 def _values(batch: pa.RecordBatch, name: str) -> pa.Array:
     return batch.column(name).flatten()
+
+
+def batches(chunks: Iterator[tuple[Samples, np.ndarray]], size: int) -> Iterator[tuple[Samples, np.ndarray]]:
+    """Cut chunks of any size into batches of `size` samples, the last one shorter."""
+    held: list[tuple[Samples, np.ndarray]] = []
+    count = 0
+    for samples, numbers in chunks:
+        start = 0
+        while count + len(samples) - start >= size:
+            stop = start + size - count
+            held.append((samples.slice(start, stop), numbers[start:stop]))
+            yield _join(held)
+            held, count, start = [], 0, stop
+        if start < len(samples):
+            held.append((samples.slice(start, len(samples)), numbers[start:]))
+            count += len(samples) - start
+    if held:
+        yield _join(held)
+
+
+def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]:
+    if len(parts) == 1:
+        return parts[0]
+    return Samples.concat([samples for samples, _ in parts]), np.concatenate([numbers for _, numbers in parts])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grids import covering
@@ -20,10 +21,12 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
+from foreload.cache.parity import decoding, erasure, migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol import migration
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.rehearsal import rehearse_migration
 from foreload.cache.protocol.server_probe import PROBE_PAUSE
 
 LANES = (0, 3)
@@ -141,6 +144,18 @@ def test_rows_move_while_their_owner_trains(
     move(owner, case.migrating, stores.urls)
     owner.train()
     finished(owner, stores.urls, through(owner))
+
+
+@pytest.mark.parametrize("case", [Case("move", 2, 1, 0), Case("move", 3, 2, 1)], ids=str)
+def test_a_move_compiles_nothing_that_was_not_rehearsed(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case
+) -> None:
+    compiled: list[Any] = [migrating_rows._migrating, *([decoding._sources, erasure._accumulate] if case.r else [])]
+    rehearse_migration(case.before)
+    rehearsed = [list(function.signatures) for function in compiled]
+    assert all(rehearsed)
+    test_rows_move_while_their_owner_trains(stores, histories, tmp_path, case)
+    assert [list(function.signatures) for function in compiled] == rehearsed
 
 
 @pytest.mark.parametrize(("shards", "k", "r"), [(1, 1, 0), (3, 2, 1)])

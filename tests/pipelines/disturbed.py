@@ -7,17 +7,15 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 import pytest
 
 from foreload.pipelines import prepare
-from foreload.pipelines.beam.pipeline import Compile
+from foreload.pipelines.beam.pipeline import Compile, Publish
 from foreload.pipelines.beam.stages import GroupStage, Stage
-from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
-from foreload.pipelines.samples.piece_order import OrderedSource
+from foreload.pipelines.compiler.compile import Counted
 from foreload.pipelines.schedule.format import MANIFEST
 
 
@@ -37,7 +35,7 @@ class Disturbed(beam.DoFn):
                 generator.shuffle(values)
                 element = element[0], values
             outputs.append(list(self.stage.process(element)))
-            if isinstance(self.stage, Compile) and len(outputs) == 1:
+            if isinstance(self.stage, (Compile, Publish)) and len(outputs) == 1:
                 (self.stage.plan.out / MANIFEST).unlink()  # as if its worker had been lost just before the end
         assert outputs[0] == outputs[1]
         yield from generator.sample(outputs[0], len(outputs[0]))
@@ -67,19 +65,20 @@ class Killed(beam.DoFn):
 
 
 def prepare_and_die(arguments: list[str], where: str, elements: int, piece_rows: int) -> None:
-    """Run prepare until it is killed: after a stage's n-th element, or when `Compile` has compiled n steps."""
+    """Run prepare until it is killed: after a stage's n-th element, or when `ReadAll` or `PlanLanes` has told of its progress so many times."""
+    method = {"ReadAll": "read", "PlanLanes": "planned"}.get(where)
+    times = 0
 
-    def until_killed(
-        source: OrderedSource, settings: CompileSettings, out: Path, work: Path, progress: Callable[[int, int], None]
-    ) -> dict[str, Any]:
-        def note(done: int, total: int) -> None:
-            if done >= elements:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        return compile_schedule(source, settings, out, work, note)
+    def until_killed(counted: Counted, *steps: int) -> None:
+        nonlocal times
+        times += 1
+        if times == elements:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foreload.pipelines.planning.plan.PIECE_ROWS", piece_rows)
-        if where == "Compile":
-            patch.setattr("foreload.pipelines.beam.pipeline.compile_schedule", until_killed)
-        prepare.run(arguments, wrap=lambda stage: Killed(stage, elements) if type(stage).__name__ == where else stage)
+        if method is not None:
+            patch.setattr(Counted, method, until_killed)
+        prepare.run(
+            arguments, wrap=lambda stage: Killed(stage, elements) if type(stage).__name__ == where and method is None else stage
+        )

@@ -73,3 +73,25 @@ def test_what_the_disk_is_not_to_blame_for_is_raised_as_it_is(tmp_path: Path, er
         compile_and_break(tmp_path, error)
     assert raised.value is error
     assert json.loads((tmp_path / FAILED).read_text()) == {"error": str(error)}
+
+
+@pytest.mark.parametrize("planned", [1, 3])
+def test_where_planning_is_broken_off_every_lane_ends(tmp_path: Path, planned: int) -> None:
+    """planned: of how many segments of any lane, before that."""
+    ids = np.arange(64) % 10
+    samples = Samples(np.zeros(64, np.float32), np.zeros((64, 0), np.float32), ids)
+    source = MemorySource(samples, samples.slice(0, 0), 4, None)
+    settings = CompileSettings(FEATURES, batch_size=2, lanes=4, slots=6, segment_bytes=1, threads=4)
+    after: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        # Steps are told of as they are read, which is half of the work, and planned.
+        after.extend([done] if done > total // 2 else [])
+        if len(after) >= planned:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_schedule(source, settings, tmp_path, tmp_path / "work", progress)
+    assert not (tmp_path / MANIFEST).exists()
+    # Those that were on their way to telling as the first one met it.
+    assert planned <= len(after) < planned + settings.lanes

@@ -16,7 +16,7 @@ from memory_source import MemorySource
 from oracle_twin import Outcome, Step, Trained, check_program, own_rows, steps_of
 from reference_data import Placement, Row, slice_bounds
 
-from foreload.pipelines.compiler import lane_oracle
+from foreload.pipelines.compiler import windowed
 from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
 from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
@@ -39,7 +39,7 @@ class Case:
     epochs: int
     slots: int | str
     segment_bytes: int
-    window_accesses: int
+    window_accesses: int | None
     direct_rows: int
     threads: int
     placement: Literal["order", "locality"]
@@ -98,6 +98,7 @@ def cases(draw: st.DrawFn, parts: int = 1) -> Case:
     shuffle_seed = draw(st.sampled_from((None, 3)), label="shuffle seed")
     chunk = draw(st.integers(1, 9), label="chunk")
     held_out = draw(st.integers(0, 12), label="evaluation samples")
+    window = draw(st.sampled_from((None, None, 1, 20, 1 << 20)), label="window")
     sources = tuple(
         MemorySource(
             random_samples(random, features, draw(st.integers(1, 60), label="training samples"), skew),
@@ -113,9 +114,9 @@ def cases(draw: st.DrawFn, parts: int = 1) -> Case:
         batch_size=draw(st.integers(1, 9), label="batch size"),
         lanes=draw(st.integers(1, 5), label="lanes"),
         epochs=draw(st.integers(1, 3), label="epochs"),
-        slots=draw(st.sampled_from(SLOTS), label="slots"),
+        slots=draw(st.sampled_from([slots for slots in SLOTS if isinstance(slots, int) or window is None]), label="slots"),
         segment_bytes=draw(st.sampled_from((1, 300, 2000, 1 << 20)), label="segment bytes"),
-        window_accesses=draw(st.sampled_from((1, 20, 1 << 20)), label="window"),
+        window_accesses=window,
         direct_rows=draw(st.sampled_from((0, 10, 1 << 20)), label="direct rows"),
         threads=draw(st.integers(1, 2), label="threads"),
         placement=draw(st.sampled_from(("locality", "order")), label="placement"),
@@ -236,14 +237,16 @@ def test_a_compiled_schedule_keeps_every_invariant(case: Case) -> None:
     ("rows", "slots", "lanes", "window_accesses"),
     [
         ((40, 9), 3, 1, 1 << 20),
-        ((40, 9), "min", 3, 20),
+        ((40, 9), 12, 3, 20),
+        ((40, 9), "min", 3, None),
+        ((40, 9), 14, 2, None),
         ((40, 9), 14, 2, 1 << 20),
         ((12, 6), 8, 1, 300),
         ((20, 9), 6, 3, 300),
     ],
 )
 def test_a_schedule_that_its_window_does_not_hold_at_once_keeps_every_invariant(
-    rows: tuple[int, int], slots: int | str, lanes: int, window_accesses: int, tmp_path: Path
+    rows: tuple[int, int], slots: int | str, lanes: int, window_accesses: int | None, tmp_path: Path
 ) -> None:
     features = FeatureSpec(
         label="y",
@@ -275,7 +278,9 @@ def test_a_schedule_that_its_window_does_not_hold_at_once_keeps_every_invariant(
     per_lane = [own_rows(program, lane, outcome.rows) for lane in range(lanes)]
     fewest = sum(belady_arrivals(steps, n) for steps, n in zip(per_lane, schedule.header.slots, strict=True))
     assert outcome.initial <= fewest <= outcome.arrivals
-    if schedule.manifest["lookahead"]["exact"]:
+    if window_accesses is None:
+        assert outcome.arrivals == fewest
+    elif schedule.manifest["lookahead"]["exact"]:
         assert outcome.arrivals <= 1.001 * fewest
 
 
@@ -341,16 +346,24 @@ def test_a_schedule_after_another_continues_its_rows(case: Case) -> None:
 @given(cases())
 @settings(max_examples=60)
 def test_with_all_of_the_future_known_arrivals_are_the_minimum(case: Case) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane_oracle, "TARGET_RATIO", EVERYTHING)
-        schedule = compiled(case, Path(folder), window_accesses=EVERYTHING)
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = compiled(case, Path(folder), window_accesses=None)
         if schedule is None:
             return
-        assert schedule.manifest["lookahead"]["exact"]
+        assert schedule.manifest["lookahead"] == {"bound": 3, "cover": None, "exact": True}
         program = program_of(case, case.sources[0])
         outcome = check(schedule, program)
         steps = [own_rows(program, lane, outcome.rows) for lane in range(case.lanes)]
-        assert outcome.arrivals == sum(belady_arrivals(rows, n) for rows, n in zip(steps, schedule.header.slots, strict=True))
+        fewest = sum(belady_arrivals(rows, n) for rows, n in zip(steps, schedule.header.slots, strict=True))
+        assert outcome.arrivals == fewest
+        if isinstance(case.slots, int):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(windowed, "TARGET_RATIO", EVERYTHING)
+                (Path(folder) / "windowed").mkdir()
+                seen = compiled(case, Path(folder) / "windowed", window_accesses=EVERYTHING)
+            assert seen is not None
+            assert seen.manifest["lookahead"]["exact"]
+            assert check(seen, program).arrivals == fewest, "a window that holds everything is as good"
 
 
 @given(cases())
@@ -376,7 +389,9 @@ def test_slots_are_refused_exactly_where_a_step_does_not_fit(case: Case) -> None
         def needs(slots: int | str) -> int:
             out = Path(folder) / str(slots)
             out.mkdir()
-            return max(compile_schedule(case.sources[0], case.settings(slots=slots), out, out / "work")["minimum_slots"])
+            window = None if slots == "min" else case.window_accesses
+            settings = case.settings(slots=slots, window_accesses=window)
+            return max(compile_schedule(case.sources[0], settings, out, out / "work")["minimum_slots"])
 
         largest = needs("min")
         assert needs(largest) == largest

@@ -21,7 +21,7 @@ from foreload.pipelines import prepare
 from foreload.pipelines.base.at_work import Watch, at_work
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.beam.order import source_of
-from foreload.pipelines.beam.pipeline import Compile
+from foreload.pipelines.beam.pipeline import ReadAll
 from foreload.pipelines.errors import (
     DiskError,
     ForeloadError,
@@ -113,7 +113,7 @@ def write_csv(path: Path, rows: int, seed: int) -> Path:
 class Dump(beam.DoFn):
     """Keeps what the compilation is given, and then has it compile."""
 
-    def __init__(self, stage: Compile, folder: Path) -> None:
+    def __init__(self, stage: ReadAll, folder: Path) -> None:
         super().__init__()
         self.stage, self.folder = stage, folder
 
@@ -153,7 +153,7 @@ def run(tmp_path: Path, *arguments: str | Path) -> dict[str, Any]:
     words = [str(a) for a in arguments]
     return prepare.run(
         ["--format", "csv", "--batch-size", "64", "--lanes", "2", "--slots", "200", "--out", str(tmp_path / "schedule"), *words],
-        wrap=lambda stage: Dump(stage, tmp_path / "dump") if isinstance(stage, Compile) else stage,
+        wrap=lambda stage: Dump(stage, tmp_path / "dump") if isinstance(stage, ReadAll) else stage,
     )
 
 
@@ -411,7 +411,7 @@ def test_ctrl_c_leaves_nothing_that_could_be_taken_for_whole(features: Path, tmp
     file, out = write_csv(tmp_path / "a.csv", 100, 1), tmp_path / "schedule"
     command = [str(file), "--features", str(features), "--format", "csv", "--batch-size", "64", "--out", str(out)]
     with pytest.raises(KeyboardInterrupt):
-        prepare.run(command, wrap=lambda stage: Interrupted() if isinstance(stage, Compile) else stage)
+        prepare.run(command, wrap=lambda stage: Interrupted() if isinstance(stage, ReadAll) else stage)
     assert [path.name for path in out.iterdir()] == ["failed.json"]
     with pytest.raises(ScheduleError, match="it was stopped before it was complete"):
         Schedule(out)

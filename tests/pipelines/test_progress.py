@@ -8,12 +8,14 @@ from foreload.pipelines.base.progress import Progress
 
 
 def test_progress_tells_rows_read_then_steps_compiled(tmp_path: Path) -> None:
-    pieces, steps = tmp_path / "pieces", tmp_path / "steps"
-    progress = Progress(pieces, steps, rows=250, piece_rows=100)
+    pieces, compiled = tmp_path / "pieces", tmp_path / "compiled"
+    progress = Progress(pieces, compiled, rows=250, piece_rows=100)
     assert progress.line() == "prepare: read about 0 of 250 rows"
     pieces.mkdir()
     for name in ("training-0", "training-1", "evaluation-0", "sorted-0", "training-2.tmp"):
         (pieces / name).touch()
     assert progress.line() == "prepare: read about 250 of 250 rows, ordered 1 pieces"
-    steps.write_text("3 9")
+    compiled.mkdir()
+    for name, told in (("read", "4 9 36"), ("lane-0", "8 9 36"), ("lane-1.tmp", "8 9 36")):
+        (compiled / name).write_text(told)
     assert progress.line() == "prepare: compiled 3 of 9 steps"

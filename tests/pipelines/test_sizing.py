@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
-from foreload.pipelines.compiler import row_table
+from foreload.pipelines.compiler import numbering, row_table
 from foreload.pipelines.compiler.row_table import RowTable
 from foreload.pipelines.compiler.segments import write_row_table
 from foreload.pipelines.planning.options import DEFAULT_MEMORY_BYTES
 from foreload.pipelines.planning.sizing import (
     DIRECT_ROWS,
+    FEWEST_DIRECT_ROWS,
     HASHED_ROW_BYTES,
+    LANE_ROW_BYTES,
     MOST_SLOTS,
     ROW_LINE_BYTES,
     ROW_RECORD_BYTES,
+    ROWS_A_LOOKUP,
     Shape,
     columns_of,
     default_columns,
@@ -92,7 +95,9 @@ def test_a_row_ever_trained_takes_what_it_is_said_to_take(tmp_path: Path) -> Non
             assert table.rows.keys.nbytes + table.rows.entries.nbytes == count * HASHED_ROW_BYTES
         header_bytes = write_row_table(tmp_path, table)["bytes"] - count * ROW_LINE_BYTES
         assert 0 < header_bytes < 2000
-    assert DIRECT_ROWS == row_table.DIRECT_ROWS
+    for samples in (0, 1 << 12, 1 << 16, 1 << 30):
+        assert row_table.direct_rows(samples) == min(max(ROWS_A_LOOKUP * samples, FEWEST_DIRECT_ROWS), DIRECT_ROWS)
+    assert numbering.LANE_ROW.itemsize == LANE_ROW_BYTES
 
 
 def test_the_row_table_of_a_schedule_grows_with_the_rows_that_are_looked_up() -> None:
@@ -103,11 +108,11 @@ def test_the_row_table_of_a_schedule_grows_with_the_rows_that_are_looked_up() ->
         least = _spec(*((2, None) for _ in tables), pooling=pooling)
         return schedule_bytes(shape, _spec(*tables, pooling=pooling)) - schedule_bytes(shape, least)
 
-    of_row = ROW_LINE_BYTES + ROW_RECORD_BYTES
+    of_row = ROW_LINE_BYTES + ROW_RECORD_BYTES + LANE_ROW_BYTES
     assert more_bytes((10, None), (300, None)) == of_row * (8 + 298)
-    assert more_bytes((10**7, None)) == more_bytes((None, None)) == of_row * 998
+    assert more_bytes((FEWEST_DIRECT_ROWS, None)) == more_bytes((None, None)) == of_row * 998
     assert more_bytes((None, None), pooling="sum") > 2 * more_bytes((None, None))
-    assert more_bytes((1 << 30, None)) == 1000 * (of_row + HASHED_ROW_BYTES) - 2 * of_row
+    assert more_bytes((1 << 30, None)) == more_bytes((10**7, None)) == 1000 * (of_row + HASHED_ROW_BYTES) - 2 * of_row
 
 
 def _spec(*tables: tuple[int | None, int | None], pooling: Literal["single", "sum"] = "single") -> FeatureSpec:

@@ -37,7 +37,13 @@ def growing(schedule: Path, path: Path, segments: int) -> Iterator[Path]:
 def publish_rest(schedule: Path, path: Path) -> None:
     """What `prepare` publishes from there on, in its order."""
     for published in [*manifests(schedule), schedule / MANIFEST]:
-        shutil.copy(published, path / published.name)
+        _publish(published, path)
+
+
+def _publish(published: Path, path: Path) -> None:
+    """As prepare does: a trainer that looks for the file sees it whole, or not at all."""
+    shutil.copy(published, path / f".{published.name}")
+    (path / f".{published.name}").rename(path / published.name)
 
 
 class GrowingRun:
@@ -71,7 +77,7 @@ class GrowingRun:
             if self._waits():
                 segments = manifests(self._schedule)
                 assert self._published < len(segments)
-                shutil.copy(segments[self._published], self._followed)
+                _publish(segments[self._published], self._followed)
                 self._published += 1
             return set(self.status.lanes) == set(trainers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import SMALL, Clicks
+from command_line import DEADLINE_SECONDS, SMALL, Clicks, Command
 
-from foreload.pipelines.compiler.other_slots import LaneAccesses
+from foreload.pipelines.compiler.other_slots import LaneUses
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
 from foreload.trainer.commands.plan import slot_counts
@@ -59,7 +60,7 @@ def test_what_need_not_be_prepared_again_goes_before_what_is_hardly_better() -> 
 
 
 def test_slots_go_from_the_fewest_to_all_rows() -> None:
-    accesses = LaneAccesses(np.empty(0, np.int32), np.array([0, 40, 90]), np.ones(12_000, bool))
+    accesses = LaneUses(np.empty(0, np.int32), np.array([0, 40, 90]), np.ones(12_000, bool))
     counts = slot_counts([accesses], 700)
     assert (counts[0], counts[-1], 700 in counts, len(counts)) == (50, 12_000, True, 6)
 
@@ -160,3 +161,25 @@ def test_where_nothing_is_known_moments_are_run_and_remembered(
     assert len(history.read(known)) == 2
     assert main(["plan", str(clicks.schedule), *SMALL, "--pool", "cores=1,stores=3", "--history", str(known)]) == 0
     assert "moment" not in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_where_it_is_killed_its_short_run_ends_and_the_next_one_removes_what_it_left(clicks: Clicks, tmp_path: Path) -> None:
+    known = tmp_path / "history.sqlite"
+    arguments = ["plan", clicks.schedule, *SMALL, "--pool", "cores=1,stores=3", "--history", known]
+    killed = Command(*arguments)
+    try:
+        temporary = killed.remains.temporary
+        killed.until(lambda: any(path.stat().st_size for path in temporary.glob("foreload-plan-*/run/metrics.jsonl")))
+        (left,) = temporary.glob("foreload-plan-*")
+        killed.process.kill()
+        gone = time.monotonic() + DEADLINE_SECONDS
+        while killed.remains.processes():
+            assert time.monotonic() < gone
+            time.sleep(0.05)
+        assert json.loads((left / "run" / "status.json").read_text())["state"] == "stopped"
+        status, _, err = Command(*arguments, TMPDIR=str(temporary)).end()
+        assert status == 0, err
+        assert not list(temporary.glob("foreload-plan-*"))
+    finally:
+        killed.clear()

@@ -10,7 +10,7 @@ import pytest
 from belady import belady_arrivals
 from command_line import Clicks
 
-from foreload.pipelines.compiler.other_slots import LaneAccesses, count_moves, lane_accesses
+from foreload.pipelines.compiler.other_slots import LaneUses, count_moves, lane_uses
 from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.term_session import spread_copies
@@ -41,7 +41,7 @@ def test_counts_are_those_that_the_schedule_states(clicks: Clicks) -> None:
 
 def test_counts_for_other_slots_are_those_of_a_schedule_prepared_with_them(clicks: Clicks) -> None:
     schedule = Schedule(clicks.schedule)
-    accesses = [lane_accesses(schedule, lane) for lane in range(2)]
+    accesses = [lane_uses(schedule, lane) for lane in range(2)]
     stated = step_counts(schedule)
     again = with_slots(stated, accesses, max(schedule.header.slots))
     assert schedule.manifest["lookahead"]["exact"]
@@ -58,7 +58,7 @@ def test_counts_for_other_slots_are_those_of_a_schedule_prepared_with_them(click
 
 
 def test_rows_of_a_schedule_before_are_fetched_when_they_first_arrive() -> None:
-    accesses = LaneAccesses(np.array([0, 1, 0, 2, 1], np.int32), np.array([0, 2, 4, 5]), np.array([True, False, True]))
+    accesses = LaneUses(np.array([0, 1, 0, 2, 1], np.int32), np.array([0, 2, 4, 5]), np.array([True, False, True]))
     counted = count_moves(accesses, 2)
     assert counted.arrived.tolist() == [2, 1, 1]
     assert counted.fetched.tolist() == [1, 0, 1]

@@ -189,6 +189,9 @@ class TrainerGroup:
             self._scaling.end_starting()
             # All is done; one that takes longer to leave is ended with the rest.
             self._trainers.await_end(GRACE)
+            # Who had stood still, and was taken for lost, may only now have found out.
+            for trainer, event in self._receiver.poll():
+                self._receive(trainer, event, board, report)
             return ending
         finally:
             self._trainers.kill()

@@ -16,7 +16,7 @@ import torch
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CopyLost
 from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.rehearsal import rehearse_takeover
+from foreload.cache.protocol.rehearsal import rehearse
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
@@ -116,8 +116,7 @@ class TrainerProcess:
         self._dense = dense = DenseModel.build(job, schedule)
         if spec.resumes and not self._terms.joins:
             folder.load_dense(dense, spec.start_step)
-        if self._terms.survives or self._terms.joins:
-            rehearse_takeover()
+        rehearse(self._link.placement, takeover=self._terms.survives or self._terms.joins)
         self._checkpoints.prepare(job, dense.layouts)
         with (
             Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,

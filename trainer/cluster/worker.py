@@ -7,6 +7,7 @@ What it is told comes over the rendezvous store, passwords in its environment.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -97,6 +98,8 @@ def work(
     sender = EventSender(board, trainer)
     try:
         spec = board.read(LaunchSpec)
+        # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
+        gc.freeze()
         TrainerProcess(
             rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
             commands, on_host,

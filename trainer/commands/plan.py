@@ -14,7 +14,7 @@ import numpy as np
 
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.base.settings import read_job_file, settings_of
-from foreload.pipelines.compiler.other_slots import LaneAccesses, lane_accesses
+from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.schedule.format import PROVENANCE
 from foreload.pipelines.schedule.reader import Schedule
@@ -31,7 +31,6 @@ from foreload.trainer.run.job_values import Parity
 
 DECIDED = ("store", "trainers", "parity", "run", "schedule")
 """Settings of `foreload train` that a plan is about."""
-_BYTES_OF_USE = 16  # of a row used at a step, while the moves for other slots are counted
 _SLOT_COUNTS = 3  # besides the schedule's own and the fewest
 
 Tell = Callable[[str], None]
@@ -294,17 +293,17 @@ def _corners(setups: Sequence[Setup]) -> list[Setup]:
 def _by_slots(schedule: Schedule, tell: Tell) -> list[StepCounts]:
     """The schedule's counts, and those for other numbers of slots: from the fewest to as many as there are rows."""
     stated = step_counts(schedule)
-    needed = _BYTES_OF_USE * schedule.manifest["counts"]["rows_used"]
+    needed = BYTES_OF_USE * schedule.manifest["counts"]["rows_used"]
     if needed > available_bytes() / 2:
         tell(f"other slots are left out: counting what they would move takes {needed / 2**30:.1f} GiB")
         return [stated]
-    accesses = [lane_accesses(schedule, lane) for lane in range(schedule.header.lanes)]
+    accesses = [lane_uses(schedule, lane) for lane in range(schedule.header.lanes)]
     return [
         stated if slots == stated.slots else with_slots(stated, accesses, slots) for slots in slot_counts(accesses, stated.slots)
     ]
 
 
-def slot_counts(accesses: Sequence[LaneAccesses], own: int) -> list[int]:
+def slot_counts(accesses: Sequence[LaneUses], own: int) -> list[int]:
     """Numbers of slots to look at, in order: the schedule's own, the fewest that any step allows, all rows of a lane, and some between."""
     least, most = max(one.least_slots for one in accesses), max(len(one.new) for one in accesses)
     between = np.geomspace(max(least, 1), max(most, 1), _SLOT_COUNTS + 2).round().astype(int).tolist()

@@ -1,24 +1,34 @@
-"""Short runs of a schedule, for where the history has nothing like it: a few seconds of steps each, in a folder that is gone afterwards."""
+"""Short runs of a schedule, for where the history has nothing like it: a few seconds of steps each, in a folder that is gone afterwards.
+
+Where `foreload plan` is killed, its short run ends as well, by a clean stop, and the next plan removes the folder.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreload.trainer.errors import TrainerError
+from foreload.trainer.errors import RunError, TrainerError
 from foreload.trainer.resources.history import Profile, read
+from foreload.trainer.run.directory import locked
 
 STEPS = 60  # of a short run, where they fit its time
 LEAST_SECONDS, MOST_SECONDS = 2.0, 12.0  # of its steps
 _DEADLINE_SECONDS = 300.0  # from its start to its first step, and from its end to that of its process
 _PAUSE_SECONDS = 0.1
+_PREFIX = "foreload-plan-"  # of folders' names
+_PR_SET_PDEATHSIG = 1
+_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +50,16 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
     Raises TrainerError where the run fails.
     """
     tell(f"runs a moment of it: {one}")
-    with tempfile.TemporaryDirectory(prefix="foreload-plan-") as folder:
-        history, run = Path(folder) / "history.sqlite", Path(folder) / "run"
+    with _folder() as (folder, lock):
+        history, run = folder / "history.sqlite", folder / "run"
         command = [sys.executable, "-m", "foreload.trainer.cli", "train", *settings, "--run", str(run), "--history", str(history)]
         command += ["--store", f"local:{one.shards}", "--trainers", str(one.trainers), "--parity", one.parity]
-        with open(Path(folder) / "said", "w+b") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        with open(folder / "said", "w+b") as said:
+            # It has the lock as well, for as long as it uses the folder.
+            process = subprocess.Popen(
+                command, stdout=said, stderr=said, start_new_session=True, pass_fds=(lock,),
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, which takes no lock
+            )  # fmt: skip
             try:
                 _stop_after_steps(process, run / "metrics.jsonl")
             finally:
@@ -57,6 +71,23 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
             why = next((line for line in reversed(words) if "error" in line), words[-1] if words else "it said nothing")
             raise TrainerError(f"plan: a short run with {one} left no profile: {why}")
         return profiles[-1]
+
+
+@contextmanager
+def _folder() -> Iterator[tuple[Path, int]]:
+    """A folder for as long as it is entered, and the descriptor by which it is locked; those that killed processes have left are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError, RunError), locked(left):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, locked(Path(folder)) as lock:
+        assert lock is not None
+        yield Path(folder), lock
+
+
+def _end_with_parent() -> None:
+    """Between fork and exec: have this process asked to stop, as by a user, when its parent is gone. On Linux; elsewhere it runs to its end."""
+    if _LIBRARY is not None:
+        _LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def _stop_after_steps(process: subprocess.Popen[bytes], metrics: Path) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foreload.pipelines.base.malloc import KEEPS_FREED
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import FingerprintError
 
@@ -33,12 +34,7 @@ _CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # Tensors of a step are of the same sizes in every step: glibc is told to keep their memory, in huge pages, instead of giving it back and
 # faulting it in again. Read when a process starts, so it is in force in what the launcher starts. Other C libraries ignore it.
-_KEEP_MEMORY = {
-    "hugetlb": 1,
-    "mmap_threshold": 32 << 20,
-    "trim_threshold": 1 << 30,
-    "top_pad": 64 << 20,
-}
+_KEEP_MEMORY = {"hugetlb": 1, **KEEPS_FREED}
 
 _REMEDY = {
     "threads": "give the run's number with --threads",

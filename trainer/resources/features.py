@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foreload.pipelines.compiler.other_slots import LaneAccesses, count_moves
+from foreload.pipelines.compiler.other_slots import LaneUses, count_moves
 from foreload.pipelines.schedule.reader import MappedLists, Schedule
 
 MASKED_STEPS = 64  # in which it is counted who uses whose rows
@@ -93,7 +93,7 @@ def step_counts(schedule: Schedule) -> StepCounts:
     )  # fmt: skip
 
 
-def with_slots(counts: StepCounts, accesses: Sequence[LaneAccesses], slots: int) -> StepCounts:
+def with_slots(counts: StepCounts, accesses: Sequence[LaneUses], slots: int) -> StepCounts:
     """The counts with another number of slots in each lane. accesses: of each lane. Raises SlotsError where they do not suffice."""
     lanes = [count_moves(one, slots) for one in accesses]
     return replace(

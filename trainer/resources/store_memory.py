@@ -15,13 +15,14 @@ from foreload.trainer.resources.row_timeline import RowTimeline, sizes_of
 from foreload.trainer.run.memory_check import readable
 
 CLIENT_BYTES = 16 << 10  # of a trainer's connection, about
-_BUFFER_BYTES = 24 << 10  # that a server keeps for each once rows came by it, about
+_BUFFER_BYTES, _VALKEY_BUFFER_BYTES = 40 << 10, 24 << 10  # that a server keeps for each once rows came by it, about
 _SHARED_BYTES = 128 << 10  # a buffer that Valkey reads all commands into, as long as the longest was
 _ARGUMENT_BYTES = (
     120  # of a row in a command that a server has read but not yet done, beside the row: two strings and their objects
 )
 _UNCERTAIN = 0.005  # of what rows take: how far a rehearsal may be wrong
-_PARITY_WORK = 0.5  # of a row read or written again, on each parity shard, and half as much of a new one: rows of a stripe share its parity row
+_MARKERS = 2  # of a lane on each shard at a step: with the rows that it fetches, and with those that it writes back
+_PARITY_WORK = 0.75  # of a row read or written again, on each parity shard, and half as much of a new one: rows of a stripe share its parity row
 
 
 @dataclass(slots=True)
@@ -122,7 +123,8 @@ class StoreMemory:
         """What a server uses while training goes on, after each step that is known (`timeline.steps`): float64 [known]."""
         if server.shard not in self._stored:
             self._stored[server.shard] = self._of_rows(server, self.timeline.stored, exact=True)
-        buffers = np.where(self.timeline.stored[: self.timeline.known, :, server.shard].any(axis=(1, 2)), _BUFFER_BYTES, 0)
+        buffer = _VALKEY_BUFFER_BYTES if server.hashes.growth.buckets else _BUFFER_BYTES
+        buffers = np.where(self.timeline.stored[: self.timeline.known, :, server.shard].any(axis=(1, 2)), buffer, 0)
         return self._stored[server.shard] + server.used_bytes + server.correction_bytes + self.trainers * (CLIENT_BYTES + buffers)
 
     def at_stop(self, server: ShardServer) -> np.ndarray:
@@ -151,6 +153,8 @@ class StoreMemory:
         added = entries - started(server.hashes, entries)
         work = self.timeline.work[: len(own), lane]
         done = growth.steps * added + (work - work[first]) * (1 + parity) / placement.shard_count + parity * 0.5 * added
+        steps = self.timeline.steps[: len(own)]
+        done += (steps - steps[first]) * (_MARKERS + (placement.r > 0))
         moved: np.ndarray = done / growth.moving(size)
         # One that was there when training began had all the time that it needed.
         moved[size == growth.size(self.timeline.before[lane, server.shard].sum() + 1)] = 1.0

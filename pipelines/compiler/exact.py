@@ -1,0 +1,244 @@
+"""Compile with all of the future known: read everything, then plan it lane by lane. Arrivals are Belady's minimum for any number of slots.
+
+`read` goes over all samples first and writes them, and of each lane the rows of every step. `plan_lane` then finds every access's next use, in a pass
+in reverse (`next_uses`), and plans the lane, in one forwards (`oracle`). Lanes know nothing of each other: they are planned in threads, or by workers
+of their own that see the same disk. What is held in memory follows rows, slots and steps, not accesses. `publish` puts together what they have
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from foreload.pipelines.compiler.lane_oracle import LaneOracle, too_few_slots
+from foreload.pipelines.compiler.next_uses import AccessWriter, LaneAccesses
+from foreload.pipelines.compiler.oracle import NEVER
+from foreload.pipelines.compiler.output import SampleOutput, ScheduleOutput
+from foreload.pipelines.compiler.segments import EntryShare, LanePart, LaneWriter, SampleFiles, write_row_table
+from foreload.pipelines.compiler.serial_pass import SerialPass
+from foreload.pipelines.samples.piece_order import OrderedSource
+from foreload.pipelines.samples.pieces import batches
+from foreload.pipelines.schedule.format import Header, mask_dtype
+
+_OF_SAMPLES = ("kind", "epoch", "first", "samples", "files")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSegment:
+    """A segment of the program. entry: whether it has an entry state."""
+
+    samples: SampleFiles
+    entry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What `read` leaves, besides files: all that a lane's worker must know, and that the manifest tells.
+
+    shuffled: epochs have an order each; segments: all of them, in order; ordinals: given before the first step, by lane and table; minimum_slots:
+    rows of each lane's largest step; rows: the row table's manifest entry.
+    """
+
+    header: Header
+    shuffled: bool
+    segments: tuple[PlannedSegment, ...]
+    ordinals: tuple[tuple[int, ...], ...]
+    minimum_slots: tuple[int, ...]
+    rows: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        segments = [
+            {name: getattr(segment.samples, name) for name in _OF_SAMPLES} | {"entry": segment.entry} for segment in self.segments
+        ]
+        others = {name: getattr(self, name) for name in ("shuffled", "ordinals", "minimum_slots", "rows")}
+        return {"header": self.header.to_dict(), "segments": segments, **others}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Program:
+        """Inverse of to_dict."""
+        segments = []
+        for segment in value["segments"]:
+            files: Future[tuple[dict[str, Any], ...]] = Future()
+            files.set_result(tuple(segment["files"]))
+            samples = SampleFiles(segment["kind"], segment["epoch"], segment["first"], tuple(segment["samples"]), files)
+            segments.append(PlannedSegment(samples, segment["entry"]))
+        ordinals, minimum = tuple(tuple(lane) for lane in value["ordinals"]), tuple(value["minimum_slots"])
+        told = {"header": Header.from_dict(value["header"]), "segments": tuple(segments), "ordinals": ordinals}
+        return cls(**{**value, **told, "minimum_slots": minimum})
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """What `plan_lane` leaves, besides files. parts: of each segment; occupied: slots that hold a row at the end."""
+
+    parts: tuple[LanePart, ...]
+    occupied: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> LanePlan:
+        """Inverse of to_dict."""
+        return cls(tuple(LanePart(**part) for part in value["parts"]), value["occupied"])
+
+
+def read(
+    source: OrderedSource,
+    header: Header,
+    serial: SerialPass,
+    slots: int | Literal["min", "all"],
+    segment_bytes: int,
+    out: Path,
+    folder: Path,
+    progress: Callable[[], object] = lambda: None,
+) -> Program:
+    """The serial pass over all that is to come: sample files and row table into `out`, the lanes' accesses into `folder`.
+
+    header: of the schedule, with no slots yet; serial: at its beginning; slots: per lane; progress: called after every training step that is read:
+    epochs in the same order are read once. Raises SlotsError.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return _Reader(source, header, serial, segment_bytes, out, folder, thread).read(slots, progress)
+
+
+class _Reader:
+    """See `read`."""
+
+    def __init__(
+        self,
+        source: OrderedSource,
+        header: Header,
+        serial: SerialPass,
+        segment_bytes: int,
+        out: Path,
+        folder: Path,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self._source, self._header, self._serial, self._out = source, header, serial, out
+        self._samples = SampleOutput(out, header, segment_bytes, source.shuffled, thread)
+        self._lanes = [AccessWriter(folder, lane, mask_dtype(header.lanes)) for lane in range(header.lanes)]
+        # Before each training step that is read, and at the end: rows used so far, and of each lane rows numbered.
+        self._used, self._numbered = [0], [[0] * header.lanes]
+        self._evaluated = [0]  # before each evaluation step: rows used so far
+
+    def read(self, slots: int | Literal["min", "all"], progress: Callable[[], object]) -> Program:
+        ordinals = tuple(map(tuple, self._serial.counts.tolist()))
+        with ExitStack() as files:
+            for lane in self._lanes:
+                files.callback(lane.close)
+            self._read(progress)
+        header = self._with_slots(slots)
+        repeated = 0 if self._source.shuffled else (header.epochs - 1) * header.steps_per_epoch
+        rows = write_row_table(self._out, self._serial.table, header.first_step, repeated)
+        minimum_slots = tuple(self._serial.most.tolist())
+        return Program(header, self._source.shuffled, tuple(self._segments(header)), ordinals, minimum_slots, rows)
+
+    def _read(self, progress: Callable[[], object]) -> None:
+        for epoch in range(self._header.epochs if self._source.shuffled else 1):
+            for place, (samples, numbers) in enumerate(batches(self._source.training(epoch), self._header.batch_size)):
+                step = self._serial.train(samples)
+                self._samples.train(epoch, place, samples, numbers, self._serial, step)
+                for lane, of_lane in zip(self._lanes, step.lanes, strict=True):
+                    lane.add(of_lane)
+                self._used.append(self._used[-1] + step.count)
+                self._numbered.append([lane.rows for lane in self._lanes])
+                progress()
+            if epoch == 0:  # the evaluation is the same after each epoch
+                for samples, numbers in batches(self._source.evaluation(), self._header.batch_size):
+                    step = self._serial.look_up(samples)
+                    self._samples.evaluate(samples, numbers, self._serial, step)
+                    for lane, of_lane in zip(self._lanes, step.lanes, strict=True):
+                        lane.add_evaluation(of_lane)
+                    self._evaluated.append(self._evaluated[-1] + step.count)
+
+    def _with_slots(self, slots: int | Literal["min", "all"]) -> Header:
+        """The header with every lane's slots: those given, or what "min" and "all" come to. Raises SlotsError where a step does not fit."""
+        most = self._serial.most
+        if isinstance(slots, int):
+            header = replace(self._header, slots=(slots,) * self._header.lanes)
+            if most.max() > slots:
+                raise too_few_slots(header, most)
+            return header
+        counts = most if slots == "min" else self._serial.counts.sum(axis=1)
+        return replace(self._header, slots=tuple(max(int(count), 1) for count in counts))
+
+    def _segments(self, header: Header) -> Iterator[PlannedSegment]:
+        share, read = EntryShare(mask_dtype(header.lanes).itemsize), len(self._used) - 1
+        for epoch in range(header.epochs):
+            for samples in self._samples.of_epoch(epoch):
+                first = samples.first - header.first_step
+                # A row that has come takes a slot, until there is none that was never taken.
+                numbered = self._numbered[min(first, read)]
+                entry = share.begin(sum(map(min, numbered, header.slots)))
+                place = first % read
+                share.end(samples, self._used[place + len(samples.samples)] - self._used[place])
+                yield PlannedSegment(samples, entry)
+            last = self._numbered[min((epoch + 1) * header.steps_per_epoch, read)]
+            for samples in self._samples.evaluation(epoch):
+                entry = share.begin(sum(map(min, last, header.slots)))
+                place = samples.first % (len(self._evaluated) - 1)
+                share.end(samples, self._evaluated[place + len(samples.samples)] - self._evaluated[place])
+                yield PlannedSegment(samples, entry)
+
+
+def plan_lane(
+    program: Program, lane: int, out: Path, folder: Path, scratch: Path, progress: Callable[[int], object] = lambda steps: None
+) -> LanePlan:
+    """Plan a lane, and write its moves and entry states into `out`.
+
+    folder: that of `read`; scratch: a folder for what is found of next uses; progress: called every now and then with steps that were planned since,
+    and may end it by an error of its own.
+    """
+    header, writer, parts = program.header, LaneWriter(out, lane), []
+    same = header.epochs > 1 and not program.shuffled
+    with closing(LaneAccesses(folder, lane, mask_dtype(header.lanes), same, scratch)) as accesses:
+        accesses.find_next_uses(progress)
+        oracle = LaneOracle(header, lane, np.array(program.ordinals[lane], np.int64), accesses.rows)
+        evaluated, of_epoch = accesses.evaluated(), 0
+        for segment in program.segments:
+            if segment.entry:
+                writer.begin(oracle)
+            samples = segment.samples
+            if samples.kind == "train":
+                _train(program, oracle, accesses, samples)
+                parts.append(writer.write(oracle.buffer.take()))
+                progress(len(samples.samples))
+                continue
+            if samples.epoch > of_epoch:
+                evaluated, of_epoch = accesses.evaluated(), samples.epoch
+            oracle.plan_evaluation(islice(evaluated, len(samples.samples)), accesses.unknown)
+            parts.append(writer.write(*oracle.take_evaluation()))
+    return LanePlan(tuple(parts), oracle.occupied)
+
+
+def _train(program: Program, oracle: LaneOracle, accesses: LaneAccesses, samples: SampleFiles) -> None:
+    """Plan a segment's training steps."""
+    header = program.header
+    start, shift, never = samples.first - header.first_step, 0, int(NEVER)
+    if not program.shuffled:
+        # An epoch in the same order as the first one, whose next uses go into the one after (oracle.plan_steps).
+        steps = header.steps_per_epoch
+        shift, never = samples.epoch * steps, (2 * steps if samples.epoch < header.epochs - 1 else steps)
+    for first, last, part, starts in accesses.accesses(start - shift, start - shift + len(samples.samples)):
+        if last + shift == header.end_step - header.first_step:
+            part.next_users[starts[-2] :] = 0  # epochs in the same order begin anew, the last one does not
+        oracle.plan(first + shift, part, starts, (shift, never))
+
+
+def publish(program: Program, plans: Sequence[LanePlan], out: Path) -> dict[str, Any]:
+    """Write the header and all manifests; plans: of each lane. Returns the schedule's manifest."""
+    output = ScheduleOutput(out, program.header)
+    for index, segment in enumerate(program.segments):
+        output.publish(segment.samples, [plan.parts[index] for plan in plans])
+    return output.finish([plan.occupied for plan in plans], program.minimum_slots, float("inf"), program.rows)

@@ -1,0 +1,212 @@
+"""All accesses of a schedule on the disk, lane by lane, and of each the step of its next use, by a pass in reverse.
+
+What is held in memory of a lane is 8 bytes a row and a chunk of its accesses. Epochs in the same order have the same accesses: they are there once,
+and the next use of an epoch's last access to a row is its first one in the epoch after.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numba as nb
+import numpy as np
+
+from foreload.pipelines.base.prefetch import prefetch
+from foreload.pipelines.compiler.numbering import LANE_ROW
+from foreload.pipelines.compiler.oracle import NEVER, Accesses
+from foreload.pipelines.compiler.row_table import AHEAD
+from foreload.pipelines.compiler.serial_pass import LaneStep
+
+_BUFFER_BYTES = 1 << 17  # of each file that is written: there are 7 a lane
+_CHUNK = 1 << 20  # accesses of a lane that are looked at together, unless a step has more
+ALL_ACCESSES = np.uint64(2**64 - 1)
+"""The ring of Accesses that is never gone round."""
+
+
+class _File:
+    """An array on the disk, read and written in parts."""
+
+    def __init__(self, file: BinaryIO, kind: np.dtype | type) -> None:
+        self.kind, self._file = np.dtype(kind), file
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Entries first .. last - 1."""
+        values = np.empty(last - first, self.kind)
+        room, done = values.view(np.uint8).data, 0
+        while done < len(room):
+            count = os.preadv(self._file.fileno(), [room[done:]], first * self.kind.itemsize + done)
+            if not count:
+                raise EOFError(f"{self._file.name}: ends early")
+            done += count
+        return values
+
+    def write(self, first: int, values: np.ndarray) -> None:
+        """From entry `first` on."""
+        room, done = values.view(np.uint8).data, 0
+        while done < len(room):
+            done += os.pwrite(self._file.fileno(), room[done:], first * self.kind.itemsize + done)
+
+    def all(self) -> np.ndarray:
+        """All of it."""
+        return self.read(0, self._bytes // self.kind.itemsize)
+
+    def mapped(self) -> np.ndarray:
+        """All of it, to be read at random."""
+        if not self._bytes:
+            return np.empty(0, self.kind)
+        return np.memmap(self._file, self.kind, mode="c").view(np.ndarray)
+
+    @property
+    def _bytes(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _kinds(mask: np.dtype) -> dict[str, np.dtype | type]:
+    """The files of a lane's accesses: of training steps, of evaluation steps, and of rows. counts: rows used and rows numbered, in turn."""
+    used: dict[str, np.dtype | type] = {"numbers": np.int32, "users": mask, "counts": np.int32}
+    return used | {"evaluated": np.int32, "evaluated_counts": np.int32, "rows": LANE_ROW, "unknown": LANE_ROW}
+
+
+class AccessWriter:
+    """What the serial pass finds of one lane, as files in a folder: the rows of each step, and who the rows are. What the disk has no room for raises
+    OSError.
+
+    mask: an unsigned type with a bit for every lane.
+    """
+
+    def __init__(self, folder: Path, lane: int, mask: np.dtype) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = _kinds(mask)
+        self._files = {name: (folder / f"{name}-{lane:02d}").open("wb", buffering=_BUFFER_BYTES) for name in names}
+        self._unknown = 0  # rows looked up that were never trained
+        self.rows = 0  # that training steps numbered
+
+    def add(self, step: LaneStep) -> None:
+        """Append a training step."""
+        self._append("numbers", step.numbers)
+        self._append("users", step.users)
+        self._append("rows", step.newcomers)
+        self._append("counts", np.array([(len(step.numbers), len(step.newcomers))], np.int32))
+        self.rows += len(step.newcomers)
+
+    def add_evaluation(self, step: LaneStep) -> None:
+        """Append an evaluation step."""
+        # A step counts its rows that were never trained from 0; here all of them stand in one list.
+        self._append("evaluated", np.where(step.numbers < 0, step.numbers - np.int32(self._unknown), step.numbers))
+        self._append("rows", step.newcomers)
+        self._append("unknown", step.unknown)
+        self._append("evaluated_counts", np.array([len(step.numbers)], np.int32))
+        self._unknown += len(step.unknown)
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        self._files[name].write(values.data)
+
+    def close(self) -> None:
+        """All has been appended."""
+        for file in self._files.values():
+            file.close()
+
+
+class LaneAccesses:
+    """What an `AccessWriter` has written of a lane, and of each access its row's next use.
+
+    same: whether epochs have the same accesses, so that those of the first one are all. scratch: a folder for what is found of next uses. Reading
+    what is not there raises OSError.
+    """
+
+    def __init__(self, folder: Path, lane: int, mask: np.dtype, same: bool, scratch: Path) -> None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._same, self._mask = same, mask
+        self._files = {name: _File((folder / f"{name}-{lane:02d}").open("rb"), kind) for name, kind in _kinds(mask).items()}
+        written: dict[str, np.dtype | type] = {"nexts": np.int32, "next_users": mask}
+        self._files |= {name: _File((scratch / f"{name}-{lane:02d}").open("w+b"), kind) for name, kind in written.items()}
+        used, self._newcomers = self._files["counts"].all().reshape(-1, 2).T.astype(np.int64)
+        self._evaluated = self._files["evaluated_counts"].all().tolist()
+        self.starts = np.concatenate([[0], np.cumsum(used)])
+        self.rows, self.unknown = self._files["rows"].mapped(), self._files["unknown"].mapped()
+
+    def find_next_uses(self, progress: Callable[[int], object] = lambda steps: None) -> None:
+        """The pass in reverse, before `accesses` can be asked for. progress: called with 0 every now and then."""
+        steps = len(self.starts) - 1
+        lasts = np.full((len(self.rows), 2), NEVER, np.int32)
+        if self._same:
+            # Each row's first access in the epoch after. Its place matters where that is the step after the last one; rows are numbered in order.
+            first_steps = np.repeat(np.arange(steps, dtype=np.int32), self._newcomers)
+            lasts[: len(first_steps), 0] = steps + first_steps
+            lasts[:, 1] = np.arange(len(self.rows), dtype=np.int32)
+        following = self._users_of(0) if steps else np.empty(0, self._mask)
+        for first, last in reversed(list(self._chunks(0, steps))):
+            begin, end = int(self.starts[first]), int(self.starts[last])
+            users = self._files["users"].read(begin, end)
+            nexts, next_users = np.empty(end - begin, np.int32), np.empty(end - begin, self._mask)
+            starts = self.starts[first : last + 1] - begin
+            next_uses(self._files["numbers"].read(begin, end), starts, users, following, first, lasts, nexts, next_users)
+            self._files["nexts"].write(begin, nexts)
+            self._files["next_users"].write(begin, next_users)
+            following = users[: starts[1]].copy()
+            progress(0)
+
+    def accesses(self, first: int, last: int) -> Iterator[tuple[int, int, Accesses, np.ndarray]]:
+        """Training steps first .. last - 1 in parts: of each its first and last one + 1, the accesses, and where those of each step begin."""
+        for start, stop in self._chunks(first, last):
+            begin, end = int(self.starts[start]), int(self.starts[stop])
+            numbers, nexts, next_users = (self._files[name].read(begin, end) for name in ("numbers", "nexts", "next_users"))
+            yield start, stop, Accesses(numbers, nexts, next_users, ALL_ACCESSES), self.starts[start : stop + 1] - begin
+
+    def evaluated(self) -> Iterator[np.ndarray]:
+        """The numbers of the rows of each evaluation step; -1 - n for the nth of `unknown`."""
+        start = 0
+        for count in self._evaluated:
+            yield self._files["evaluated"].read(start, start + count)
+            start += count
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _users_of(self, step: int) -> np.ndarray:
+        return self._files["users"].read(int(self.starts[step]), int(self.starts[step + 1]))
+
+    def _chunks(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        while first < last:
+            stop = int(np.searchsorted(self.starts, self.starts[first] + _CHUNK, side="right")) - 1
+            stop = min(max(stop, first + 1), last)
+            yield first, stop
+            first = stop
+
+
+@nb.njit(nogil=True, cache=True)
+def next_uses(
+    numbers: np.ndarray,
+    starts: np.ndarray,
+    users: np.ndarray,
+    following: np.ndarray,
+    first: int,
+    lasts: np.ndarray,
+    nexts: np.ndarray,
+    next_users: np.ndarray,
+) -> None:
+    """The step of the next use of every access of some steps, gone through in reverse.
+
+    numbers int32, users unsigned [accesses]: rows used, and by whom; starts int64 [steps + 1]; following unsigned: the users of the rows of the step
+    after these; first: the number of the first of the steps; lasts int32 [rows, 2]: the step of each row's next use after these steps and its place
+    there, brought up to the first of them. Fills nexts int32 and next_users unsigned [accesses]: 0 unless the next use is in the step after.
+    """
+    for k in range(starts.size - 2, -1, -1):
+        step = np.int32(first + k)
+        begin, end = starts[k], starts[k + 1]
+        for i in range(end - 1, begin - 1, -1):
+            prefetch(lasts, np.int64(numbers[max(i - AHEAD, 0)]) * 2)
+            number = np.uint64(numbers[i])
+            following_step, place = lasts[number, 0], lasts[number, 1]
+            lasts[number, 0], lasts[number, 1] = step, np.int32(i - begin)
+            nexts[i] = following_step
+            next_users[i] = following[place] if following_step == step + 1 else 0
+        following = users[begin:end]

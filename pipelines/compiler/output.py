@@ -1,0 +1,140 @@
+"""What every way of compiling writes: sample files as the serial pass goes on, segments as they are planned, and the manifest at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreload.pipelines.base.files import write_sealed
+from foreload.pipelines.compiler.segments import LanePart, SampleFiles, SampleWriter, write_segment
+from foreload.pipelines.compiler.serial_pass import SerialPass, Step
+from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.format import FORMAT_VERSION, HEADER, MANIFEST, Header
+
+
+class SampleOutput:
+    """The sample files of a schedule. Epochs in the same order refer to the first one's, and every evaluation to the first one's.
+
+    header: its slots are not looked at; thread: writes them.
+    """
+
+    def __init__(self, out: Path, header: Header, segment_bytes: int, shuffled: bool, thread: ThreadPoolExecutor) -> None:
+        self._header, self._segment_bytes, self._shuffled = header, segment_bytes, shuffled
+        self._training = SampleWriter(out, header.features, header.lanes, "train", segment_bytes, thread)
+        self._held_out = SampleWriter(out, header.features, header.lanes, "evaluate", segment_bytes, thread)
+        self._files: list[SampleFiles] = []
+        self._ends: dict[int, SampleFiles] = {}  # by the step after them
+        self._evaluation: list[SampleFiles] = []
+
+    def train(
+        self, epoch: int, place: int, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step
+    ) -> SampleFiles | None:
+        """Add a training step, the epoch's `place`th, which the serial pass has just gone through; the files that end with it, if any do."""
+        end = self._header.first_step + epoch * self._header.steps_per_epoch + place + 1
+        if epoch and not self._shuffled:
+            first = self._ends.get(end - epoch * self._header.steps_per_epoch)
+            return None if first is None else self._again(first, epoch)
+        self._training.add(samples, numbers + self._header.first_number, serial, step)
+        if place < self._header.steps_per_epoch - 1 and self._training.bytes < self._segment_bytes:
+            return None
+        self._files.append(self._training.close(epoch, end))
+        self._ends[end] = self._files[-1]
+        return self._files[-1]
+
+    def of_epoch(self, epoch: int) -> Iterator[SampleFiles]:
+        """The files of an epoch that the serial pass has gone through, or gone through in the same order."""
+        for files in self._files:
+            if self._shuffled and files.epoch == epoch:
+                yield files
+            elif not self._shuffled:
+                yield self._again(files, epoch)
+
+    def _again(self, files: SampleFiles, epoch: int) -> SampleFiles:
+        """The first epoch's files, as those of another one in the same order."""
+        return replace(files, epoch=epoch, first=files.first + epoch * self._header.steps_per_epoch)
+
+    def evaluate(self, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step) -> None:
+        """Add an evaluation step of the first pass, which the serial pass has just gone through."""
+        self._held_out.add(samples, numbers, serial, step)
+        if self._held_out.bytes >= self._segment_bytes:
+            self._end_evaluation()
+
+    def evaluation(self, epoch: int) -> Iterator[SampleFiles]:
+        """The files of the evaluation after an epoch, once the first pass is whole."""
+        if self._held_out.events:
+            self._end_evaluation()
+        steps = sum(len(files.samples) for files in self._evaluation)
+        for files in self._evaluation:
+            yield replace(files, epoch=epoch, first=files.first + epoch * steps)
+
+    def _end_evaluation(self) -> None:
+        end = sum(len(files.samples) for files in self._evaluation) + self._held_out.events
+        self._evaluation.append(self._held_out.close(0, end))
+
+
+class ScheduleOutput:
+    """The rest: header, segments, manifest."""
+
+    def __init__(self, out: Path, header: Header) -> None:
+        self._out, self._header = out, header
+        self._checksums: list[str] = []
+        self._evaluation_slots = np.zeros(header.lanes, np.int64)
+        self._totals: Counter[str] = Counter()
+        write_sealed(out / HEADER, header.to_dict())
+
+    def publish(self, samples: SampleFiles, parts: Sequence[LanePart]) -> None:
+        """Publish the next segment; parts: what each lane has of it, its files written."""
+        self._checksums.append(write_segment(self._out, len(self._checksums), samples, parts))
+        self._evaluation_slots = np.maximum(self._evaluation_slots, [part.evaluation_slots for part in parts])
+        if samples.kind == "train":
+            for part in parts:
+                self._totals.update(part.counts)
+
+    def finish(
+        self, occupied: Sequence[int], minimum_slots: Sequence[int], lookahead_ratio: float, rows: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Write the manifest, which makes the schedule whole.
+
+        occupied: of each lane, slots that hold a row at the end; minimum_slots: rows of each lane's largest step; lookahead_ratio: the
+        least lookahead that a decision to end a residency had, in units of slots / arrivals per step; infinite: all of the future; rows: the row
+        table's entry.
+        """
+        totals = self._totals
+        manifest = {
+            "version": FORMAT_VERSION,
+            "header": hashlib.sha256((self._out / HEADER).read_bytes()).hexdigest(),
+            "segments": self._checksums,
+            "evaluation_slots": [int(n) for n in self._evaluation_slots],
+            "occupied": list(occupied),
+            "minimum_slots": list(minimum_slots),
+            "end_step": self._header.end_step,
+            "counts": {
+                "training_samples": self._header.training_samples * self._header.epochs,
+                "training_steps": self._header.end_step - self._header.first_step,
+                "evaluation_samples": self._header.evaluation_samples,
+                "rows_used": totals["rows_used"],
+                "arrivals": totals["arrivals"],
+                "initial": totals["initial"],
+                "stored": totals["arrivals"] - totals["initial"],
+                "write_backs": totals["write_backs"] + sum(occupied),
+            },
+            "lookahead": {
+                "cover": None if lookahead_ratio == float("inf") else lookahead_ratio,
+                "bound": 3,
+                "exact": lookahead_ratio >= 3,
+            },
+            "rows": rows,
+        }
+        write_sealed(self._out / MANIFEST, manifest)
+        return manifest
+
+
+Progress = Callable[[int, int], None]
+"""Called with how many training steps have been compiled, of how many."""

@@ -35,7 +35,8 @@ class ParquetSource:
     def __init__(self, path: Path, spec: FeatureSpec) -> None:
         self._file = pq.ParquetFile(path, memory_map=True)
         self._spec = spec
-        self.training_samples: int = self._file.metadata.num_rows
+        self.expected_samples: int = self._file.metadata.num_rows
+        self.training_samples = self.expected_samples
 
     def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
         """The file's rows by row group."""

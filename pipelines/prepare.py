@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from foreload.pipelines.compiler.other_slots import fewest_arrivals
 from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
 from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
-from foreload.pipelines.planning.disk import check_disk, estimate_rows
+from foreload.pipelines.planning.disk import check_disk, estimate_rows, is_counted
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.plan import (
     FOLDERS,
@@ -72,8 +73,9 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
     plan, tasks = make_plan(options, parent)
     with _output(options) as held:
         try:
-            rows = estimate_rows([task.split for task in tasks])
-            shape = Shape(rows, options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None)
+            splits = {which: [task.split for task in tasks if task.which == which] for which in ("training", "evaluation")}
+            rows = {which: estimate_rows(of_set) for which, of_set in splits.items()}
+            shape = Shape(sum(rows.values()), options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None)
             needed_bytes = schedule_bytes(shape, plan.spec)
             check_disk(options.out, needed_bytes)
             for folder in FOLDERS:
@@ -82,8 +84,9 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             if parent is not None:
                 expected = parent.header.settings.get("encoding")
                 encoding_state.copy(parent.path / encoding_state.FOLDER, plan.encoding, expected)
-            with Progress(plan.pieces, plan.work / PROGRESS, rows, plan.piece_rows):
-                beam_run.run_pipeline(plan, tasks, flags, wrap)
+            counted = not plan.max_rejects and all(map(is_counted, chain(*splits.values())))
+            with Progress(plan.pieces, plan.work / PROGRESS, sum(rows.values()), plan.piece_rows):
+                beam_run.run_pipeline(plan, tasks, rows, counted, flags, wrap)
             plan.raise_failure()
             if not (options.out / MANIFEST).exists():
                 raise ScheduleError(

@@ -21,6 +21,10 @@ class MemorySource:
     shuffle_seed: int | None
 
     @property
+    def expected_samples(self) -> int:
+        return self.training_samples
+
+    @property
     def training_samples(self) -> int:
         return len(self.train)
 

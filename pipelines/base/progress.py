@@ -94,9 +94,10 @@ class Progress:
 
     def line(self) -> str:
         """What there is to say now."""
+        compiled = ""
         if told := [[int(word) for word in path.read_text(encoding="ascii").split()] for path in self._files()]:
             _, steps, work = told[0]
-            return f"prepare: compiled {sum(done for done, _, _ in told) * steps // work:,} of {steps:,} steps"
+            compiled = f"compiled {sum(done for done, _, _ in told) * steps // work:,} of {steps:,} steps"
         try:
             names = [name for name in os.listdir(self._pieces) if not name.endswith(".tmp")]
         except FileNotFoundError:
@@ -104,7 +105,10 @@ class Progress:
         read = sum(name.startswith(("training-", "evaluation-")) for name in names)
         ordered = sum(name.startswith(("sorted-", "run-", "epoch-")) for name in names)
         rows = min(self._rows, read * self._piece_rows)
-        return f"prepare: read about {rows:,} of {self._rows:,} rows" + (f", ordered {ordered:,} pieces" if ordered else "")
+        if compiled and rows == self._rows:
+            return f"prepare: {compiled}"
+        parts = [f"read about {rows:,} of {self._rows:,} rows", f"ordered {ordered:,} pieces" if ordered else "", compiled]
+        return f"prepare: {', '.join(filter(None, parts))}"
 
     def _files(self) -> list[Path]:
         return [path for path in self._compiled.glob("*") if not path.name.endswith(".tmp")]

@@ -29,7 +29,7 @@ from foreload.pipelines.beam.stages import (
     grouped,
 )
 from foreload.pipelines.errors import RecordError, SourceError
-from foreload.pipelines.planning.plan import REJECTS, Plan, ReadTask
+from foreload.pipelines.planning.plan import REJECTS, Plan, ReadTask, names_of, piece_of
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.dense import DenseStatistics
@@ -78,10 +78,10 @@ class ReadStage(Stage):
                 rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
                 add_causes(causes, records.causes)
                 rejected += records.rejected
-                if rejected > self.plan.max_rejects:
-                    break  # what has been read is enough to say so
+                if rejected > self.plan.max_rejects or self.plan.failed():
+                    break  # what has been read is enough to say so, or for nothing
                 if len(records):
-                    name = f"{element.name}-{place:08d}"
+                    name = piece_of(element.name, place)
                     if working is not None:
                         working.result()
                     working = thread.submit(self.piece, name, records)
@@ -91,15 +91,15 @@ class ReadStage(Stage):
         if rejected:
             report = {"first": rejects, "causes": by_frequency(causes)}
             write_json(self.plan.work / REJECTS / f"{element.name}.json", report)
-        self.finish(element.name)
+        self.finish(element.name, pieces)
         yield element.name, pieces, rejected
 
     def piece(self, name: str, records: Records) -> None:
         """Do what the stage is for with some records; in a thread, in the records' order."""
         raise NotImplementedError
 
-    def finish(self, task: str) -> None:
-        """Write what was gathered over the task's pieces."""
+    def finish(self, task: str, pieces: list[tuple[str, int]]) -> None:
+        """Write what was gathered over the task's pieces, which are (name, rows)."""
 
 
 class CollectStage(GroupStage):
@@ -198,7 +198,7 @@ class Count(ReadStage):
             self._counts[table] = merge_counts([counts, count_values(records, self.plan.spec, table)])
         self._statistics = self._statistics.merge(DenseStatistics.of(records.dense))
 
-    def finish(self, task: str) -> None:
+    def finish(self, task: str, pieces: list[tuple[str, int]]) -> None:
         for table, counts in self._counts.items():
             sink = pa.BufferOutputStream()
             with pa.ipc.new_file(sink, COUNTS) as writer:
@@ -268,8 +268,9 @@ class Encode(ReadStage):
             samples, keys = samples.take(order), keys.take(pa.array(order))
         write_piece(self.plan.pieces / name, samples, keys, {})
 
-    def finish(self, task: str) -> None:
+    def finish(self, task: str, pieces: list[tuple[str, int]]) -> None:
         write_json(self.plan.pieces / _columns_name(task), self._columns.to_dict())
+        self.plan.save(names_of(task), [name for name, _ in pieces])
 
 
 def _columns_name(task: str) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
 from foreload.pipelines.base.interrupts import came_of_interrupt
-from foreload.pipelines.beam.pipeline import add_schedule
+from foreload.pipelines.beam.local import compiling
+from foreload.pipelines.beam.pipeline import add_compiling, add_ordering
 from foreload.pipelines.beam.stages import Wrap
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.command_line import beam_flags
@@ -42,15 +43,26 @@ def runs_locally(flags: Sequence[str]) -> bool:
     return runner_name(flags).lower().rpartition(".")[2] in _LOCAL_RUNNERS
 
 
-def run_pipeline(plan: Plan, tasks: Sequence[ReadTask], flags: Sequence[str], wrap: Wrap) -> None:
-    """Run to the end. The plan's work folder exists; failures that the user can see to are noted there, others are raised."""
+def run_pipeline(
+    plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], counted: bool, flags: Sequence[str], wrap: Wrap
+) -> None:
+    """Run to the end. The plan's work folder exists; failures that the user can see to are noted there, others are raised.
+
+    rows: of "training" and "evaluation" sources, about; counted: exactly.
+    """
+    local = runs_locally(flags)
     # Beam's own default first tries to download another runner, so name the one in this process.
-    runner = FnApiRunner() if runs_locally(flags) else None
     with _temporary_folders_in(plan.work):
-        pipeline = beam.Pipeline(runner, PipelineOptions(list(flags)))
-    workers = pipeline.options.view_as(DirectOptions).direct_num_workers  # 0: as many as there are cores
-    add_schedule(pipeline, plan, tasks, wrap, alone=runner is not None and workers == 1)
+        pipeline = beam.Pipeline(FnApiRunner() if local else None, PipelineOptions(list(flags)))
+    ready = add_ordering(pipeline, plan, tasks, wrap)
+    if not local:
+        add_compiling(ready, plan, wrap)
     logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
+    with compiling(plan, tasks, rows, counted) if local else contextlib.nullcontext():
+        _run(pipeline)
+
+
+def _run(pipeline: beam.Pipeline) -> None:
     try:
         result = pipeline.run()
         try:

@@ -8,17 +8,23 @@ whether any before it has failed.
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.typehints import with_output_types
 
-from foreload.pipelines.base.files import disk_error, write_json
+from foreload.pipelines.base.files import disk_error, write_atomically
 from foreload.pipelines.base.malloc import keep_freed
 from foreload.pipelines.errors import ForeloadError
-from foreload.pipelines.planning.plan import FAILURES, RESERVE, Plan
+from foreload.pipelines.planning.plan import PROGRESS, Plan
 
+_PROGRESS_SECONDS = 1.0
 Wrap = Callable[[beam.DoFn], beam.DoFn]
 """Applied to every DoFn of the pipeline: the identity but in tests, which disturb them."""
 
@@ -59,13 +65,7 @@ class Stage(beam.DoFn):
             self._note(element, told)
 
     def _note(self, element: Any, error: ForeloadError) -> None:
-        path = self.plan.work / FAILURES / f"{self.label}-{self.name(element)}.json"
-        failure = {"code": error.code, "message": str(error)}
-        try:
-            write_json(path, failure)
-        except OSError:
-            (self.plan.work / RESERVE).unlink(missing_ok=True)
-            write_json(path, failure)
+        self.plan.note_failure(f"{self.label}-{self.name(element)}", error)
 
 
 class GroupStage(Stage):
@@ -79,6 +79,29 @@ class GroupStage(Stage):
     def together(self, values: list[Any]) -> Iterator[Any]:
         """Do the stage's work for all values, and give what it puts out for the next stage."""
         raise NotImplementedError
+
+
+@contextlib.contextmanager
+def attempt(plan: Plan) -> Iterator[Path]:
+    """A folder of this attempt alone: a worker given up for dead may still be writing into its own."""
+    scratch = Path(tempfile.mkdtemp(prefix="compile-", dir=plan.work))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def progress_of(plan: Plan, name: str) -> Callable[[int, int, int], None]:
+    """What is called with the work done, the schedule's steps, and the work in all; writes them for the command to show, once a second at most."""
+    noted = 0.0
+
+    def note(done: int, steps: int, work: int) -> None:
+        nonlocal noted
+        if time.monotonic() - noted >= _PROGRESS_SECONDS:
+            noted = time.monotonic()
+            write_atomically(plan.work / PROGRESS / name, f"{done} {steps} {work}".encode())
+
+    return note
 
 
 @with_output_types(tuple[str, Any])

@@ -19,13 +19,13 @@ from foreload.pipelines.compiler import exact
 from foreload.pipelines.compiler.exact import LanePlan, Program
 from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.compiler.locality import assign_samples
-from foreload.pipelines.compiler.output import Progress
+from foreload.pipelines.compiler.output import Progress, SlotsWanted, counted
 from foreload.pipelines.compiler.row_table import RowTable, direct_rows
 from foreload.pipelines.compiler.serial_pass import SerialPass
 from foreload.pipelines.compiler.windowed import WindowedCompiler
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.piece_order import OrderedSource
+from foreload.pipelines.samples.piece_order import Abandoned, OrderedSource
 from foreload.pipelines.schedule.format import FAILED, FORMAT_VERSION, Header, SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
 
@@ -40,6 +40,7 @@ class CompileSettings:
     files. window_accesses: bound on the distinct rows per step, summed over the lookahead; None: all of the future is known. parent: the schedule to
     continue. placement: of a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly
     (RowTable); None: by how many samples there are. threads: that plan lanes at once. settings: kept in the header as they are.
+    slots_at_most: the number of slots is what there is room for; not more are given than there can be rows.
     """
 
     features: FeatureSpec
@@ -55,6 +56,12 @@ class CompileSettings:
     direct_rows: int | None = None
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    slots_at_most: bool = False
+
+    @property
+    def slots_wanted(self) -> SlotsWanted:
+        """What a lane's slots follow from."""
+        return SlotsWanted(self.slots, self.slots_at_most)
 
 
 def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Path, samples: int) -> SerialPass:
@@ -70,9 +77,9 @@ def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Pat
     return serial
 
 
-def _header(source: OrderedSource, settings: CompileSettings, parent: Schedule | None) -> Header:
-    """The header but for its slots."""
-    header = Header(
+def _header(settings: CompileSettings, parent: Schedule | None) -> Header:
+    """The header but for its slots and its numbers of samples."""
+    return Header(
         version=FORMAT_VERSION,
         features=settings.features,
         batch_size=settings.batch_size,
@@ -80,17 +87,14 @@ def _header(source: OrderedSource, settings: CompileSettings, parent: Schedule |
         slots=(0,) * settings.lanes,
         epochs=settings.epochs,
         shuffle_seed=settings.shuffle_seed,
-        training_samples=source.training_samples,
-        evaluation_samples=source.evaluation_samples,
+        training_samples=0,
+        evaluation_samples=0,
         first_step=0 if parent is None else parent.header.end_step,
         first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
         parent=None if parent is None else parent.checksum,
         settings=settings.settings,
         placement=settings.placement,
     )
-    if header.end_step >= 2**31 - 2:
-        raise ScheduleError(f"steps: must be below 2^31, are {header.end_step}: use a larger --batch-size")
-    return header
 
 
 def _check_parent(settings: CompileSettings, parent: Schedule) -> None:
@@ -119,14 +123,14 @@ class Compilation:
     """
 
     def __init__(self, settings: CompileSettings, out: Path) -> None:
-        self._settings, self._out = settings, out
+        self.settings, self._out = settings, out
 
     def compile(self, source: OrderedSource, work: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
         """Compile `source`; returns the manifest (docs/schedule.md). work: a folder for scratch files."""
-        threads = max(1, min(self._settings.threads, self._settings.lanes))
-        if self._settings.window_accesses is not None:
+        threads = max(1, min(self.settings.threads, self.settings.lanes))
+        if self.settings.window_accesses is not None:
             return self._through_window(source, work, threads, progress)
-        settings = self._settings
+        settings = self.settings
         counted = Counted.of(settings, source, lambda done, steps, work: progress(done * steps // work, steps))
         program = self.read(source, work, counted.read)
         plans = self.plan_all(program, range(settings.lanes), work, work, threads, counted.planned)
@@ -134,7 +138,7 @@ class Compilation:
 
     def read(self, source: OrderedSource, folder: Path, progress: Callable[[], object] = lambda: None) -> Program:
         """Go over all samples: see `exact.read`. folder: for what the lanes' plans need."""
-        slots, segment_bytes = self._settings.slots, self._settings.segment_bytes
+        slots, segment_bytes = self.settings.slots_wanted, self.settings.segment_bytes
         with self._telling():
             header, serial = self._begin(source, folder)
             program = exact.read(source, header, serial, slots, segment_bytes, self._out, folder / _ACCESSES, progress)
@@ -174,13 +178,15 @@ class Compilation:
             return exact.publish(program, plans, self._out)
 
     def _through_window(self, source: OrderedSource, work: Path, threads: int, progress: Progress) -> dict[str, Any]:
-        settings = self._settings
-        if not isinstance(settings.slots, int):
-            raise ValueError(f"slots: must be a number where a window is given, is {settings.slots}")
+        settings = self.settings
         assert settings.window_accesses is not None
         with self._telling():
             header, serial = self._begin(source, work)
-            header = replace(header, slots=(settings.slots,) * settings.lanes)
+            header = counted(header, source)
+            slots = settings.slots_wanted.number(header)
+            if slots is None:
+                raise ValueError(f"slots: must be a number where a window is given, is {settings.slots}")
+            header = replace(header, slots=(slots,) * settings.lanes)
             again = settings.epochs > 1 and not source.shuffled
             slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
             windowed = WindowedCompiler(
@@ -189,17 +195,19 @@ class Compilation:
             return windowed.run(threads, progress)
 
     def _begin(self, source: OrderedSource, folder: Path) -> tuple[Header, SerialPass]:
-        parent = None if self._settings.parent is None else Schedule(self._settings.parent)
+        parent = None if self.settings.parent is None else Schedule(self.settings.parent)
         if parent is not None:
-            _check_parent(self._settings, parent)
-        serial = _serial_pass(self._settings, parent, folder / _ROWS, source.training_samples)
-        return _header(source, self._settings, parent), serial
+            _check_parent(self.settings, parent)
+        serial = _serial_pass(self.settings, parent, folder / _ROWS, source.expected_samples)
+        return _header(self.settings, parent), serial
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Where it fails, `failed.json` says so."""
+        """Where it fails, `failed.json` says so, unless the failure is that of its source."""
         try:
             yield
+        except Abandoned:
+            raise
         except BaseException as error:
             told = disk_error(error, self._out)
             message = str(told or error) or type(error).__name__
@@ -224,8 +232,8 @@ class Counted:
 
     @classmethod
     def of(cls, settings: CompileSettings, source: OrderedSource, told: Callable[[int, int, int], object]) -> Counted:
-        """As the schedule of a source will have it."""
-        steps = -(-source.training_samples // settings.batch_size)
+        """As the schedule of a source will have it, about."""
+        steps = -(-source.expected_samples // settings.batch_size)
         return cls(steps, settings.epochs, settings.lanes, source.shuffled, told)
 
     def read(self) -> None:

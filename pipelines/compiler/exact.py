@@ -14,14 +14,14 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from foreload.pipelines.compiler.lane_oracle import LaneOracle, too_few_slots
 from foreload.pipelines.compiler.next_uses import AccessWriter, LaneAccesses
 from foreload.pipelines.compiler.oracle import NEVER
-from foreload.pipelines.compiler.output import SampleOutput, ScheduleOutput
+from foreload.pipelines.compiler.output import SampleOutput, ScheduleOutput, SlotsWanted, counted
 from foreload.pipelines.compiler.segments import EntryShare, LanePart, LaneWriter, SampleFiles, write_row_table
 from foreload.pipelines.compiler.serial_pass import SerialPass
 from foreload.pipelines.samples.piece_order import OrderedSource
@@ -97,7 +97,7 @@ def read(
     source: OrderedSource,
     header: Header,
     serial: SerialPass,
-    slots: int | Literal["min", "all"],
+    slots: SlotsWanted,
     segment_bytes: int,
     out: Path,
     folder: Path,
@@ -105,8 +105,8 @@ def read(
 ) -> Program:
     """The serial pass over all that is to come: sample files and row table into `out`, the lanes' accesses into `folder`.
 
-    header: of the schedule, with no slots yet; serial: at its beginning; slots: per lane; progress: called after every training step that is read:
-    epochs in the same order are read once. Raises SlotsError.
+    header: of the schedule, with no slots and no numbers of samples yet, which the source may know only when all has been read; serial: at its
+    beginning; progress: called after every training step that is read: epochs in the same order are read once. Raises SlotsError.
     """
     with ThreadPoolExecutor(1) as thread:
         return _Reader(source, header, serial, segment_bytes, out, folder, thread).read(slots, progress)
@@ -132,13 +132,13 @@ class _Reader:
         self._used, self._numbered = [0], [[0] * header.lanes]
         self._evaluated = [0]  # before each evaluation step: rows used so far
 
-    def read(self, slots: int | Literal["min", "all"], progress: Callable[[], object]) -> Program:
+    def read(self, slots: SlotsWanted, progress: Callable[[], object]) -> Program:
         ordinals = tuple(map(tuple, self._serial.counts.tolist()))
         with ExitStack() as files:
             for lane in self._lanes:
                 files.callback(lane.close)
             self._read(progress)
-        header = self._with_slots(slots)
+        header = self._whole(slots)
         repeated = 0 if self._source.shuffled else (header.epochs - 1) * header.steps_per_epoch
         rows = write_row_table(self._out, self._serial.table, header.first_step, repeated)
         minimum_slots = tuple(self._serial.most.tolist())
@@ -146,14 +146,15 @@ class _Reader:
 
     def _read(self, progress: Callable[[], object]) -> None:
         for epoch in range(self._header.epochs if self._source.shuffled else 1):
-            for place, (samples, numbers) in enumerate(batches(self._source.training(epoch), self._header.batch_size)):
+            for samples, numbers in batches(self._source.training(epoch), self._header.batch_size):
                 step = self._serial.train(samples)
-                self._samples.train(epoch, place, samples, numbers, self._serial, step)
+                self._samples.train(epoch, samples, numbers, self._serial, step)
                 for lane, of_lane in zip(self._lanes, step.lanes, strict=True):
                     lane.add(of_lane)
                 self._used.append(self._used[-1] + step.count)
                 self._numbered.append([lane.rows for lane in self._lanes])
                 progress()
+            self._samples.end_epoch(epoch)
             if epoch == 0:  # the evaluation is the same after each epoch
                 for samples, numbers in batches(self._source.evaluation(), self._header.batch_size):
                     step = self._serial.look_up(samples)
@@ -162,16 +163,17 @@ class _Reader:
                         lane.add_evaluation(of_lane)
                     self._evaluated.append(self._evaluated[-1] + step.count)
 
-    def _with_slots(self, slots: int | Literal["min", "all"]) -> Header:
-        """The header with every lane's slots: those given, or what "min" and "all" come to. Raises SlotsError where a step does not fit."""
-        most = self._serial.most
-        if isinstance(slots, int):
-            header = replace(self._header, slots=(slots,) * self._header.lanes)
-            if most.max() > slots:
+    def _whole(self, slots: SlotsWanted) -> Header:
+        """The header with its numbers of samples, and every lane's slots. Raises SlotsError where a step does not fit."""
+        header, most = counted(self._header, self._source), self._serial.most
+        number = slots.number(header)
+        if number is not None:
+            header = replace(header, slots=(number,) * header.lanes)
+            if most.max() > number:
                 raise too_few_slots(header, most)
             return header
-        counts = most if slots == "min" else self._serial.counts.sum(axis=1)
-        return replace(self._header, slots=tuple(max(int(count), 1) for count in counts))
+        counts = most if slots.wanted == "min" else self._serial.counts.sum(axis=1)
+        return replace(header, slots=tuple(max(int(count), 1) for count in counts))
 
     def _segments(self, header: Header) -> Iterator[PlannedSegment]:
         share, read = EntryShare(mask_dtype(header.lanes).itemsize), len(self._used) - 1

@@ -6,46 +6,80 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.compiler.segments import LanePart, SampleFiles, SampleWriter, write_segment
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.samples.piece_order import OrderedSource
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.format import FORMAT_VERSION, HEADER, MANIFEST, Header
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsWanted:
+    """How many slots a lane is to have.
+
+    wanted: a number, "min" (the rows of the largest step) or "all" (no row ever leaves); at_most: the number is what there is room for, and more than
+    there can be rows are not given.
+    """
+
+    wanted: int | Literal["min", "all"]
+    at_most: bool = False
+
+    def number(self, header: Header) -> int | None:
+        """What was given as a number, for a schedule of so many samples; None for "min" and "all", which follow from what is read."""
+        if not isinstance(self.wanted, int) or not self.at_most:
+            return self.wanted if isinstance(self.wanted, int) else None
+        return max(min(self.wanted, header.features.most_rows(header.training_samples) or self.wanted), 1)
+
+
+def counted(header: Header, source: OrderedSource) -> Header:
+    """The header with its numbers of samples, for which the source may have to read on. Raises ScheduleError where there are too many steps."""
+    header = replace(header, training_samples=source.training_samples, evaluation_samples=source.evaluation_samples)
+    if header.end_step >= 2**31 - 2:
+        raise ScheduleError(f"steps: must be below 2^31, are {header.end_step}: use a larger --batch-size")
+    return header
 
 
 class SampleOutput:
     """The sample files of a schedule. Epochs in the same order refer to the first one's, and every evaluation to the first one's.
 
-    header: its slots are not looked at; thread: writes them.
+    header: neither its slots nor its samples' numbers are looked at; thread: writes them.
     """
 
     def __init__(self, out: Path, header: Header, segment_bytes: int, shuffled: bool, thread: ThreadPoolExecutor) -> None:
         self._header, self._segment_bytes, self._shuffled = header, segment_bytes, shuffled
         self._training = SampleWriter(out, header.features, header.lanes, "train", segment_bytes, thread)
         self._held_out = SampleWriter(out, header.features, header.lanes, "evaluate", segment_bytes, thread)
+        self._end = header.first_step  # of the training steps added so far
+        self._epoch_steps = 0  # training steps of an epoch, once the first one has ended
         self._files: list[SampleFiles] = []
         self._ends: dict[int, SampleFiles] = {}  # by the step after them
         self._evaluation: list[SampleFiles] = []
 
-    def train(
-        self, epoch: int, place: int, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step
-    ) -> SampleFiles | None:
-        """Add a training step, the epoch's `place`th, which the serial pass has just gone through; the files that end with it, if any do."""
-        end = self._header.first_step + epoch * self._header.steps_per_epoch + place + 1
+    def train(self, epoch: int, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step) -> SampleFiles | None:
+        """Add the next training step, which the serial pass has just gone through; the files that end with it, if any do."""
+        self._end += 1
         if epoch and not self._shuffled:
-            first = self._ends.get(end - epoch * self._header.steps_per_epoch)
+            first = self._ends.get(self._end - epoch * self._epoch_steps)
             return None if first is None else self._again(first, epoch)
         self._training.add(samples, numbers + self._header.first_number, serial, step)
-        if place < self._header.steps_per_epoch - 1 and self._training.bytes < self._segment_bytes:
-            return None
-        self._files.append(self._training.close(epoch, end))
-        self._ends[end] = self._files[-1]
+        return self._close(epoch) if self._training.bytes >= self._segment_bytes else None
+
+    def end_epoch(self, epoch: int) -> SampleFiles | None:
+        """The training steps of an epoch have been added; the files that end with it, unless `train` has told of them."""
+        self._epoch_steps = self._epoch_steps or self._end - self._header.first_step
+        return self._close(epoch) if self._training.events else None
+
+    def _close(self, epoch: int) -> SampleFiles:
+        self._files.append(self._training.close(epoch, self._end))
+        self._ends[self._end] = self._files[-1]
         return self._files[-1]
 
     def of_epoch(self, epoch: int) -> Iterator[SampleFiles]:
@@ -58,7 +92,7 @@ class SampleOutput:
 
     def _again(self, files: SampleFiles, epoch: int) -> SampleFiles:
         """The first epoch's files, as those of another one in the same order."""
-        return replace(files, epoch=epoch, first=files.first + epoch * self._header.steps_per_epoch)
+        return replace(files, epoch=epoch, first=files.first + epoch * self._epoch_steps)
 
     def evaluate(self, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step) -> None:
         """Add an evaluation step of the first pass, which the serial pass has just gone through."""

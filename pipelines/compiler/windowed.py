@@ -192,9 +192,11 @@ class WindowedCompiler:
         for lane, of_lane in zip(self.lanes, step.lanes, strict=True):
             lane.link(self.front, of_lane)
         self.front += 1
-        files = self._samples.train(epoch, place, samples, numbers, self.serial, step)
-        if files is not None:
-            self._closed.append(files)
+        files = self._samples.train(epoch, samples, numbers, self.serial, step)
+        self._closed.extend([] if files is None else [files])
+        if place == self.header.steps_per_epoch - 1:
+            last = self._samples.end_epoch(epoch)
+            self._closed.extend([] if last is None else [last])
 
     def _look_ahead(self, steps: int) -> int:
         """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned.

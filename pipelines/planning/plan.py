@@ -11,14 +11,13 @@ from typing import Any
 
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.compiler.compile import CompileSettings
-from foreload.pipelines.errors import ScheduleError, SettingError, SourceError, error_of
+from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError, SourceError, error_of
 from foreload.pipelines.planning.options import PrepareOptions, feature_spec
 from foreload.pipelines.planning.sizing import (
     DEFAULT_DIMENSION,
     columns_of,
     default_columns,
     lane_bytes,
-    most_rows,
     slots_of_size,
     stored_bytes,
 )
@@ -51,15 +50,13 @@ class Plan:
     """What every worker knows: settings, and where things lie. Made by the command; pickled, and the same in every process.
 
     spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
-    features stand only where there is a parent; their slots, where `sized`, are those that the memory has room for; `compile_settings` makes
-    them fewer where the data has fewer rows. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
+    features stand only where there is a parent. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
     writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training sample.
     """
 
     out: Path
     spec: FeatureSpec
     settings: CompileSettings
-    sized: bool
     evaluation_only: bool
     evaluation_fraction: float
     max_rejects: int
@@ -87,17 +84,14 @@ class Plan:
         """The folder of vocabularies and scales."""
         return self.out / encoding_state.FOLDER
 
-    def compile_settings(self, training_samples: int) -> CompileSettings:
-        """The settings, with what is known only once the data has been read."""
+    def compile_settings(self) -> CompileSettings:
+        """The settings, with what is known only once the data has been counted, if it is: vocabularies and scales."""
         features = self.settings.features
         if self.settings.parent is None:
             features = encoding_state.load(self.encoding, self.spec)[0]
         settings = {**self.settings.settings, "encoding": encoding_state.identity(self.encoding)}
-        slots = self.settings.slots
-        if self.sized and isinstance(slots, int):
-            slots = max(min(slots, most_rows(features, training_samples) or slots), 1)
         threads = min(self.settings.lanes, os.cpu_count() or 1)
-        return replace(self.settings, features=features, slots=slots, settings=settings, threads=threads)
+        return replace(self.settings, features=features, settings=settings, threads=threads)
 
     def order_path(self, name: str) -> Path:
         """The file in which a stage leaves an order, or another result as JSON, for later stages."""
@@ -110,6 +104,15 @@ class Plan:
     def load(self, name: str) -> Any:
         """Read what a stage before has saved under a name."""
         return json.loads(self.order_path(name).read_bytes())
+
+    def note_failure(self, name: str, error: ForeloadError) -> None:
+        """Leave word of an error of the user's making, or of the disk's, under a name: nothing that is still to be done will be of use."""
+        path, failure = self.work / FAILURES / f"{name}.json", {"code": error.code, "message": str(error)}
+        try:
+            write_json(path, failure)
+        except OSError:
+            (self.work / RESERVE).unlink(missing_ok=True)
+            write_json(path, failure)
 
     def failed(self) -> list[Path]:
         """The failures noted, in an order that does not depend on time."""
@@ -125,6 +128,16 @@ class Plan:
 def piece_name(*parts: int | str) -> str:
     """A piece's file name; names sort as their parts do."""
     return "-".join(part if isinstance(part, str) else f"{part:08d}" for part in parts)
+
+
+def piece_of(task: str, place: int) -> str:
+    """The name of the piece that holds what is read at a place of a task, unless all of it is malformed."""
+    return f"{task}-{place:08d}"
+
+
+def names_of(task: str) -> str:
+    """Under what name the names of a task's pieces are saved once all of them are there."""
+    return f"pieces-{task}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +180,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
         batch_size=options.batch_size,
         lanes=options.lanes,
         slots=size.slots or _slots_of_memory(size.memory_bytes, row_bytes),
+        slots_at_most=size.slots is None,
         epochs=options.epochs,
         shuffle_seed=options.shuffle_seed,
         placement=options.placement or ("locality" if parent is None else parent.header.placement),
@@ -194,7 +208,6 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
         out=options.out.absolute(),
         spec=spec,
         settings=settings,
-        sized=size.slots is None,
         evaluation_only=options.evaluation_only,
         evaluation_fraction=options.eval_fraction,
         max_rejects=options.max_rejects,

@@ -71,23 +71,6 @@ def default_columns(features: FeatureSpec) -> int:
     return 2 * (max((table.dimension or DEFAULT_DIMENSION for table in features.tables), default=DEFAULT_DIMENSION) + 1)
 
 
-def most_rows(features: FeatureSpec, samples: int | None = None) -> int | None:
-    """A bound on the distinct rows that a training may use: what the tables have and, where the samples have been counted, their lookups.
-
-    None where a table is not bounded by what is known.
-    """
-    total = 0
-    for number, table in enumerate(features.tables):
-        bounds = [] if table.rows is None else [table.rows]
-        users = [feature for feature in features.features if feature.table == number]
-        if samples is not None and all(feature.pooling == "single" for feature in users):
-            bounds.append(samples * len(users))
-        if not bounds:
-            return None
-        total += min(bounds)
-    return total
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What the size of a schedule depends on, besides its features.

@@ -135,6 +135,22 @@ class FeatureSpec:
         """Places of the tables whose ids come from a vocabulary."""
         return tuple(sorted({f.table for f in self.features if f.encoding == "vocabulary"}))
 
+    def most_rows(self, samples: int | None = None) -> int | None:
+        """A bound on the distinct rows that a training may use: what the tables have and, where the samples have been counted, their lookups.
+
+        None where a table is not bounded by what is known.
+        """
+        total = 0
+        for number, table in enumerate(self.tables):
+            bounds = [] if table.rows is None else [table.rows]
+            users = [feature for feature in self.features if feature.table == number]
+            if samples is not None and all(feature.pooling == "single" for feature in users):
+                bounds.append(samples * len(users))
+            if not bounds:
+                return None
+            total += min(bounds)
+        return total
+
     def unlabelled(self) -> FeatureSpec:
         """The spec for sources of which only the features are wanted, in the order in which they stand."""
         return replace(self, label="", order_by=None, order_type=None)

@@ -15,8 +15,19 @@ from foreload.pipelines.samples.external_sort import Keys
 from foreload.pipelines.samples.pieces import Samples, read_piece
 
 
+class Abandoned(Exception):
+    """A source that was still growing will not be whole: its reading has failed, or was stopped. Whoever did that says why."""
+
+
 class OrderedSource(Protocol):
-    """What a schedule is compiled from: samples in their global order, in chunks of any size."""
+    """What a schedule is compiled from: samples in their global order, in chunks of any size.
+
+    It may still be growing. Then chunks come as they are there, and who asks for a number of samples that is not known yet waits for it.
+    """
+
+    @property
+    def expected_samples(self) -> int:
+        """Samples of one epoch, about: known from the beginning."""
 
     @property
     def training_samples(self) -> int:
@@ -126,6 +137,11 @@ class PieceSource:
     training_order: PieceOrder
     evaluation_order: PieceOrder
     epochs: tuple[PieceOrder, ...] = ()
+
+    @property
+    def expected_samples(self) -> int:
+        """Samples of one epoch."""
+        return self.training_samples
 
     @property
     def training_samples(self) -> int:

@@ -65,8 +65,8 @@ class Killed(beam.DoFn):
 
 
 def prepare_and_die(arguments: list[str], where: str, elements: int, piece_rows: int) -> None:
-    """Run prepare until it is killed: after a stage's n-th element, or when `ReadAll` or `PlanLanes` has told of its progress so many times."""
-    method = {"ReadAll": "read", "PlanLanes": "planned"}.get(where)
+    """Run prepare until it is killed: after a stage's n-th element, or when reading or planning has told of its progress so many times."""
+    method = {"reading": "read", "planning": "planned"}.get(where)
     times = 0
 
     def until_killed(counted: Counted, *steps: int) -> None:

@@ -112,7 +112,7 @@ def test_groups_in_any_order_and_work_done_twice_change_nothing(
 # A run that dies in ShuffleBucket leaves what one leaves that dies in Encode, and more.
 @pytest.mark.parametrize(
     ("stage", "elements"),
-    [pytest.param("Encode", 3, marks=pytest.mark.full), ("ShuffleBucket", 5), ("ReadAll", 20), ("PlanLanes", 5)],
+    [pytest.param("Encode", 3, marks=pytest.mark.full), ("ShuffleBucket", 5), ("reading", 20), ("planning", 5)],
 )
 def test_a_run_broken_off_can_be_started_again(
     stage: str, elements: int, arguments: list[str], expected: dict[str, bytes], tmp_path: Path

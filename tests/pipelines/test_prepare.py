@@ -20,8 +20,8 @@ from grids import covering
 from foreload.pipelines import prepare
 from foreload.pipelines.base.at_work import Watch, at_work
 from foreload.pipelines.base.settings import settings_of
-from foreload.pipelines.beam.order import source_of
-from foreload.pipelines.beam.pipeline import ReadAll
+from foreload.pipelines.beam.read import CollectPieces
+from foreload.pipelines.compiler.compile import Compilation
 from foreload.pipelines.errors import (
     DiskError,
     ForeloadError,
@@ -36,6 +36,7 @@ from foreload.pipelines.planning.disk import estimate_rows
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.piece_order import OrderedSource
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits
@@ -110,24 +111,6 @@ def write_csv(path: Path, rows: int, seed: int) -> Path:
     return path
 
 
-class Dump(beam.DoFn):
-    """Keeps what the compilation is given, and then has it compile."""
-
-    def __init__(self, stage: ReadAll, folder: Path) -> None:
-        super().__init__()
-        self.stage, self.folder = stage, folder
-
-    def process(self, element: Any) -> Iterator[Any]:
-        source = source_of(self.stage.plan)
-        settings = self.stage.plan.compile_settings(source.training_samples)
-        self.folder.mkdir()
-        for epoch in range(settings.epochs):
-            keep(self.folder / f"training-{epoch}.npz", list(source.training(epoch)))
-        keep(self.folder / "evaluation.npz", list(source.evaluation()))
-        (self.folder / "rows.json").write_text(json.dumps(settings.features.table_rows))
-        yield from self.stage.process(element)
-
-
 def keep(path: Path, chunks: list[tuple[Samples, np.ndarray]]) -> None:
     """Save chunks of samples and their numbers as one."""
     if chunks:
@@ -150,11 +133,34 @@ def assert_same(path: Path, expected: reference.Samples) -> np.ndarray:
 
 def run(tmp_path: Path, *arguments: str | Path) -> dict[str, Any]:
     """Prepare into tmp_path/schedule, keeping what is compiled in tmp_path/dump."""
-    words = [str(a) for a in arguments]
-    return prepare.run(
-        ["--format", "csv", "--batch-size", "64", "--lanes", "2", "--slots", "200", "--out", str(tmp_path / "schedule"), *words],
-        wrap=lambda stage: Dump(stage, tmp_path / "dump") if isinstance(stage, ReadAll) else stage,
-    )
+    words, folder, compile_all = [str(a) for a in arguments], tmp_path / "dump", Compilation.compile
+
+    def keep_and_compile(compilation: Compilation, source: OrderedSource, *further: Any) -> dict[str, Any]:
+        settings = compilation.settings
+        folder.mkdir()
+        for epoch in range(settings.epochs):
+            keep(folder / f"training-{epoch}.npz", list(source.training(epoch)))
+        keep(folder / "evaluation.npz", list(source.evaluation()))
+        (folder / "rows.json").write_text(json.dumps(settings.features.table_rows))
+        return compile_all(compilation, source, *further)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Compilation, "compile", keep_and_compile)
+        return prepare.run(
+            [
+                "--format",
+                "csv",
+                "--batch-size",
+                "64",
+                "--lanes",
+                "2",
+                "--slots",
+                "200",
+                "--out",
+                str(tmp_path / "schedule"),
+                *words,
+            ]
+        )
 
 
 CASES = [
@@ -411,7 +417,7 @@ def test_ctrl_c_leaves_nothing_that_could_be_taken_for_whole(features: Path, tmp
     file, out = write_csv(tmp_path / "a.csv", 100, 1), tmp_path / "schedule"
     command = [str(file), "--features", str(features), "--format", "csv", "--batch-size", "64", "--out", str(out)]
     with pytest.raises(KeyboardInterrupt):
-        prepare.run(command, wrap=lambda stage: Interrupted() if isinstance(stage, ReadAll) else stage)
+        prepare.run(command, wrap=lambda stage: Interrupted() if isinstance(stage, CollectPieces) else stage)
     assert [path.name for path in out.iterdir()] == ["failed.json"]
     with pytest.raises(ScheduleError, match="it was stopped before it was complete"):
         Schedule(out)

@@ -28,7 +28,6 @@ from foreload.pipelines.planning.sizing import (
     columns_of,
     default_columns,
     lane_bytes,
-    most_rows,
     schedule_bytes,
     slot_bytes,
     slots_of_size,
@@ -73,12 +72,12 @@ def test_slots_by_default_fit_every_built_in_model_trained_by_default() -> None:
 
 def test_rows_are_bounded_by_tables_and_by_lookups() -> None:
     spec = _spec((10, None), (None, None))
-    assert most_rows(spec) is None
-    assert most_rows(spec, 4) == 4 + 4
-    assert most_rows(spec, 40) == 10 + 40
-    assert most_rows(_spec((10, None), (7, None))) == 17
-    assert most_rows(_spec((10, None), (None, None), pooling="sum"), 4) is None
-    assert most_rows(_spec((10, None), (7, None), pooling="sum"), 4) == 17
+    assert spec.most_rows() is None
+    assert spec.most_rows(4) == 4 + 4
+    assert spec.most_rows(40) == 10 + 40
+    assert _spec((10, None), (7, None)).most_rows() == 17
+    assert _spec((10, None), (None, None), pooling="sum").most_rows(4) is None
+    assert _spec((10, None), (7, None), pooling="sum").most_rows(4) == 17
 
 
 def test_a_row_ever_trained_takes_what_it_is_said_to_take(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, 
 
 def test_an_increment_may_begin_in_the_schedule_before(case: Case, tmp_path: Path) -> None:
     more, run = tmp_path / "more", tmp_path / "run"
-    done("prepare", write_log(tmp_path / "more.csv", 400), "--after", case.clicks.schedule, "--out", more)
+    done("prepare", write_log(tmp_path / "more.csv", 4000), "--after", case.clicks.schedule, "--out", more)
     call = ["train", more, "--from", case.checkpoint("default", 2), "--run", run, "--store", "local:1", "--trainers", 1]
     case.warm.begin(call, tmp_path / "err", [TrainerFault(0, "rows applied", case.steps[2] + 3, signal.SIGTERM)]).end()
     step = Run.open(run).saved_status().step

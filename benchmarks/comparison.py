@@ -41,6 +41,7 @@ MINUTES = {
     "oracle": (3.0, 0.4),
     "compile": (4.0, 0.7),
     "prepare": (8.0, 1.0),
+    "follow": (3.0, 1.0),
     "locality": (2.0, 0.4),
     "exchange": (3.0, 0.7),
     "memory": (3.0, 0.4),

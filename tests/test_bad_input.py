@@ -307,7 +307,7 @@ def test_a_prepare_that_is_stopped_before_its_pipeline_runs_leaves_nothing(
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(beam_run, "add_schedule", stopped)
+    monkeypatch.setattr(beam_run, "add_ordering", stopped)
     # Beam has made its temporary folder by then; nothing of it may be left.
     status, _, err = run_here("prepare", clicks.log, *clicks.options(tmp_path / "out"))
     assert (status, err.splitlines()[-1:]) == (130, ["foreload: stopped"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from foreload.pipelines.errors import ForeloadError
 
 if TYPE_CHECKING:
+    from foreload import nn as nn
     from foreload.api.handles import Checkpoint as Checkpoint
     from foreload.api.handles import Run as Run
     from foreload.api.handles import Schedule as Schedule
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from foreload.api.handles import open_run as open_run
     from foreload.api.handles import prepare as prepare
     from foreload.api.handles import train as train
+    from foreload.nn import wrap as wrap
     from foreload.trainer.serving.redis_keys import ServedRows as ServedRows
 
 _MODULES = dict.fromkeys(
     ("Checkpoint", "Run", "Schedule", "apply", "open_checkpoint", "open_run", "prepare", "train"), "foreload.api.handles"
-) | {"ServedRows": "foreload.trainer.serving.redis_keys"}
+) | {"ServedRows": "foreload.trainer.serving.redis_keys", "wrap": "foreload.nn"}
 __all__ = [
     "Checkpoint",
     "ForeloadError",
@@ -28,15 +30,19 @@ __all__ = [
     "Schedule",
     "ServedRows",
     "apply",
+    "nn",
     "open_checkpoint",
     "open_run",
     "prepare",
     "train",
+    "wrap",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """The names of the Python interface are imported when they are first asked for, so that importing foreload stays cheap."""
+    if name == "nn":
+        return importlib.import_module("foreload.nn")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

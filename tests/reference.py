@@ -1,6 +1,6 @@
 """Plain synchronous training with whole tables in memory and no cache: what the project's digests are held against.
 
-Follows docs/definitions.md alone. Of the project it uses the modules of foreload.trainer.models with what they are told (ModelSpec, Embeddings) and
+Follows docs/definitions.md alone. Of the project it uses the modules of foreload.trainer.models with what they are told (ModelSpec, Embeddings), their layers connected to that, and
 the numerics settings; reading, hashing, initial rows, gathers, sums, row optimizers and the digest are written here afresh, for
 correctness before speed.
 """
@@ -35,7 +35,8 @@ from torch import nn
 
 from foreload.trainer.compute import numerics
 from foreload.trainer.models import load_model
-from foreload.trainer.models.spec import Embeddings, ModelSpec
+from foreload.trainer.models.layers import connect
+from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec
 
 EPSILON = np.float32(1e-8)
 """Of the row optimizers, under the fraction line."""
@@ -47,7 +48,7 @@ class Config:
 
     log: Log
     sources: tuple[Path, ...]
-    model: type[nn.Module]
+    model: ModelBuilder
     dim: int
     batch_size: int
     lanes: int = 1
@@ -212,7 +213,7 @@ class Trainer:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(config.seed)
-        self.module = config.model(spec, **config.model_options)
+        self.module = connect(config.model(spec, **config.model_options))
         torch.set_num_threads(threads)
         self.parameters = dict(self.module.named_parameters())
         self.with_gradients = {name: value for name, value in self.parameters.items() if value.requires_grad}

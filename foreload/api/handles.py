@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -166,17 +166,22 @@ def prepare(
 
 
 def train(
-    schedule: AnyPath | None = None, *, model: str | type | None = None, progress: bool = False, **settings: Unpack[TrainSettings]
+    schedule: AnyPath | None = None,
+    *,
+    model: str | Callable[..., object] | None = None,
+    progress: bool = False,
+    **settings: Unpack[TrainSettings],
 ) -> Run:
     """Train a model from a schedule, in processes of its own; returns when the run has ended.
 
-    schedule: may be left out with resume=True or from_checkpoint. model: a name as the command line has it, or the class itself, of a module that
-    can be imported from its file. Ctrl-C stops after the step with everything saved, and KeyboardInterrupt is raised then; resume=True goes on.
+    schedule: may be left out with resume=True or from_checkpoint. model: a name as the command line has it, or the class itself, or a function that
+    builds one, of a module that can be imported from its file. Ctrl-C stops after the step with everything saved, and KeyboardInterrupt is raised
+    then; resume=True goes on.
     """
     values = {name: plain(value) for name, value in settings.items()}
     if schedule is not None:
         values["schedule"] = os.fspath(schedule)
-    if isinstance(model, type):
+    if model is not None and not isinstance(model, str):
         values["model"], values["model_folder"] = _location(model)
     elif model is not None:
         values["model"] = model
@@ -191,8 +196,12 @@ def _threads(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
-def _location(model: type) -> tuple[str, str]:
+def _location(model: Callable[..., object]) -> tuple[str, str]:
     """The name by which a process of its own finds a class of the caller's, and the folder where it looks. Raises ModelError."""
+    if not isinstance(model, type) and not inspect.isfunction(model):
+        raise ModelError(
+            f"model: must be a class, or a function that builds one, for each trainer builds its own; got {type(model).__name__}"
+        )
     module, name = sys.modules.get(model.__module__), model.__qualname__
     remedy = 'write it into a file of its own, at the top level, and give that as model="file.py:Class" or import it from there'
     try:

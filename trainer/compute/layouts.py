@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
+from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
 
 # How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.
 SINGLE, SUM, MEAN = 0, 1, 2
@@ -36,10 +36,12 @@ def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
         tuple(
             (feature.name, table_dimensions[feature.table], features.tables[feature.table].name) for feature in features.features
         ),
+        tuple(dense.name for dense in features.dense),
+        tuple(feature.pooling for feature in features.features),
     )
 
 
-def layouts(features: FeatureSpec, model: type[nn.Module], dim: int, optimizers: Sequence[RowOptimizer]) -> list[RowLayout]:
+def layouts(features: FeatureSpec, model: ModelBuilder, dim: int, optimizers: Sequence[RowOptimizer]) -> list[RowLayout]:
     """The layout of every table's rows, in the order of the tables; optimizers: of each of them, whose state the rows have.
 
     Raises SettingError and ModelError.

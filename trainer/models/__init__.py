@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
+from foreload.trainer.models.layers import check_layers, connect
+from foreload.trainer.models.logits import ends_in_sigmoid, first_not_finite, not_finite_gradient
+from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
+from foreload.trainer.models.wrapping import Wrapped
 
 MODELS = {
     "dlrm": "foreload.trainer.models.dlrm:DLRM",
@@ -28,8 +31,8 @@ MODELS = {
 _MANY = 64  # made-up samples: with so many, an input that is used shows in the gradient of at least one
 
 
-def load_model(name: str, folder: str = "") -> type[nn.Module]:
-    """The class of a model: a name in MODELS, package.module:Class, or file.py:Class.
+def load_model(name: str, folder: str = "") -> ModelBuilder:
+    """The class of a model, or the function that builds it: a name in MODELS, package.module:Class, or file.py:Class.
 
     A module is looked for on Python's path, then in `folder`, where one is given, and in the working directory; a file in these two folders alone.
     Raises ModelError.
@@ -46,8 +49,15 @@ def load_model(name: str, folder: str = "") -> type[nn.Module]:
             f"model: cannot import {name}: {type(error).__name__}: {error}; looked for it in {' and '.join(folders)}: put it there, or its folder "
             "into PYTHONPATH"
         ) from error
-    if not (isinstance(model, type) and issubclass(model, nn.Module)):
-        raise ModelError(f"model: {name} must be a subclass of torch.nn.Module")
+    if not (issubclass(model, nn.Module) if isinstance(model, type) else inspect.isfunction(model)):
+        remedy = (
+            "; it is built when it is imported, so not from --seed: build it in a function"
+            if isinstance(model, nn.Module)
+            else ""
+        )
+        raise ModelError(
+            f"model: {name} must be a subclass of torch.nn.Module, or a function that builds one from a ModelSpec{remedy}"
+        )
     further_columns(model)  # refused here if they are declared wrongly
     return model
 
@@ -102,7 +112,7 @@ def parse_value(name: str, value: object, like: object) -> Any:
     raise ModelError(f"{name}: must be {wanted}; got {value!r}")
 
 
-def parse_options(model: type[nn.Module], options: Mapping[str, object]) -> dict[str, Any]:
+def parse_options(model: ModelBuilder, options: Mapping[str, object]) -> dict[str, Any]:
     """Options for a model's constructor, with the types of its defaults. Raises ModelError, with the known options if one is unknown."""
     parameters = list(inspect.signature(model).parameters.values())[1:]
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -119,7 +129,7 @@ def parse_options(model: type[nn.Module], options: Mapping[str, object]) -> dict
     return arguments
 
 
-def build_model(model: type[nn.Module], spec: ModelSpec, options: Mapping[str, object], seed: int) -> nn.Module:
+def build_model(model: ModelBuilder, spec: ModelSpec, options: Mapping[str, object], seed: int) -> nn.Module:
     """The module, built on the CPU as docs/definitions.md says (a function of the seed) and checked. Raises ModelError."""
     arguments = parse_options(model, options)
     threads = torch.get_num_threads()
@@ -127,7 +137,7 @@ def build_model(model: type[nn.Module], spec: ModelSpec, options: Mapping[str, o
         try:
             torch.set_num_threads(1)
             torch.manual_seed(seed)
-            module = model(spec, **arguments)
+            module = _of_features(model, model(spec, **arguments), spec)
         except ModelError:
             raise
         except Exception as error:  # a user's model may raise anything
@@ -136,6 +146,21 @@ def build_model(model: type[nn.Module], spec: ModelSpec, options: Mapping[str, o
             torch.set_num_threads(threads)
         check_model(module, spec)
     return module
+
+
+def _of_features(model: ModelBuilder, module: nn.Module, spec: ModelSpec) -> nn.Module:
+    """What a model's builder made, its layers of features connected, where they fit the data. Raises ModelError."""
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{model.__name__}: must return a torch.nn.Module; got {type(module).__name__}")
+    if further_columns(type(module)) != further_columns(model):
+        raise ModelError(
+            f"{model.__name__}: returns {type(module).__name__}, which has further_columns; name that class as the model"
+        )
+    check_layers(module, spec)
+    for part in module.modules():
+        if isinstance(part, Wrapped):
+            part.check(spec)
+    return connect(module)
 
 
 def _trial(module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float = 0.0) -> tuple[Tensor, Tensor | None]:
@@ -153,6 +178,10 @@ def _trial(module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float 
         got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ModelError(
             f"{type(module).__name__}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}"
+        )
+    if ends_in_sigmoid(logits):
+        raise ModelError(
+            f"{type(module).__name__}: forward must return logits, and ends in a sigmoid; return what goes into it, for the loss has one of its own"
         )
     logits.sum().backward()
     return logits.detach(), block.grad
@@ -233,13 +262,18 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
             raise ModelError(f"{name}: parameter {parameter} must be float32, on the CPU, with its shape known when it is built")
     before = {buffer: value.clone() for buffer, value in module.named_buffers()}
     module.train()
-    (first, _), (again, _) = _checked_trial(module, spec, 3), _checked_trial(module, spec, 3)
+    (first, of_block), (again, _) = _checked_trial(module, spec, 3), _checked_trial(module, spec, 3)
     # Before a single sample is tried, of which BatchNorm has no variance.
     _check_buffers(module, before)
     if not first.isfinite().all():
         raise ModelError(
             f"{name}: forward must return finite logits for made-up samples (dense values and embeddings around 0); got "
-            f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of what may be negative"
+            f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of what may be negative, in "
+            f"{first_not_finite(module, lambda: _trial(module, spec, 3))}"
+        )
+    if infinite := not_finite_gradient(module, spec.names, of_block):
+        raise ModelError(
+            f"{name}: backward must give finite gradients for made-up samples, and does not for {infinite}; look for a root or norm of what is 0"
         )
     if not torch.equal(first, again):
         raise ModelError(f"{name}: two forwards of the same samples under one seed differ; forward must keep no state of its own")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,15 @@ from foreload.trainer.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The inputs of a model: the number of dense values per sample, and per feature (name, dimension D, table), in order."""
+    """The inputs of a model: the number of dense values per sample, and per feature (name, dimension D, table), in order.
+
+    dense_names: of the dense values; poolings: of the features, "single", "sum" or "mean"; both in order, and empty where that is not known.
+    """
 
     dense_width: int
     features: tuple[tuple[str, int, str], ...]
+    dense_names: tuple[str, ...] = ()
+    poolings: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,8 +72,12 @@ class Embeddings(dict[str, Tensor]):
         return cls(views, block)
 
 
-def further_columns(model: type[nn.Module]) -> tuple[tuple[str, int], ...]:
-    """The columns per row that a model class declares besides the embedding: (name, columns) in order. Raises ModelError."""
+ModelBuilder = Callable[..., nn.Module]
+"""A model's class, or a function that builds it: called with a ModelSpec and its options."""
+
+
+def further_columns(model: ModelBuilder) -> tuple[tuple[str, int], ...]:
+    """The columns per row that a model's class declares besides the embedding: (name, columns) in order. Raises ModelError."""
     declared = getattr(model, "further_columns", {})
     valid = isinstance(declared, Mapping) and all(
         isinstance(name, str) and name not in ("", "weights") and type(columns) is int and columns > 0

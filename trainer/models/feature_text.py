@@ -1,0 +1,87 @@
+"""The feature file that goes with a wrapped module."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreload.pipelines.samples.features import ENCODINGS
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.tables import TorchTable
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedFeature:
+    """A feature of a wrapped module, and its table. column: of the data."""
+
+    name: str
+    table: TorchTable
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureFile:
+    """What a feature file says of a module. title: what it is called; dense: names of the dense values; unused: its tables without a feature."""
+
+    title: str
+    features: Sequence[WrappedFeature]
+    dense: Sequence[str]
+    unused: Sequence[str]
+
+    def write(self, path: Path, label: str, encoding: str) -> None:
+        """Write it. label: the column of labels; encoding: of all features. Raises ModelError where it cannot be written, or there is a file."""
+        if encoding not in ENCODINGS:
+            raise ModelError(f"encoding: must be one of {', '.join(ENCODINGS)}; got {encoding!r}")
+        text = "\n".join(self._lines(label, encoding)) + "\n"
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise ModelError(
+                f"{path}: cannot write the feature file ({error.strerror}); give another path, or remove what is there"
+            ) from error
+
+    def _lines(self, label: str, encoding: str) -> Iterator[str]:
+        yield f"# The features of {self.title}, as foreload.wrap found them; docs/features.md says what else can stand here."
+        for table in self.unused:
+            yield f"# {table}: not used in forward, so no feature has it"
+        yield f"label = {_quoted(label)}"
+        shared = {
+            feature.table.name: feature.table
+            for feature in self.features
+            if [other.name for other in self.features if other.table == feature.table] != [feature.table.name]
+        }
+        for table in shared.values():
+            key = table.name if re.fullmatch(r"[A-Za-z0-9_-]+", table.name) else _quoted(table.name)
+            yield f"\n[table.{key}]"
+            yield from _size(table, encoding)
+        for feature in self.features:
+            yield "\n[[feature]]"
+            yield f"name = {_quoted(feature.name)}"
+            if feature.column != feature.name:
+                yield f"column = {_quoted(feature.column)}"
+            if feature.table.name in shared:
+                yield f"table = {_quoted(feature.table.name)}"
+            else:
+                yield from _size(feature.table, encoding)
+            yield f"encoding = {_quoted(encoding)}"
+            if feature.table.pooling != "single":
+                yield f"pooling = {_quoted(feature.table.pooling)}"
+        for name in self.dense:
+            yield "\n[[dense]]"
+            yield f"name = {_quoted(name)}"
+            yield 'transform = "none"'
+
+
+def _size(table: TorchTable, encoding: str) -> Iterator[str]:
+    if encoding != "vocabulary":  # which counts them
+        yield f"rows = {table.rows}"
+    yield f"dimension = {table.dimension}"
+
+
+def _quoted(text: str) -> str:
+    """As TOML writes a text."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,128 @@
+"""What stands for the ids that a model's forward is called with where there are none: it is only picked from, and given to an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+Path = tuple[str | int, ...]
+"""An argument of forward, and what was picked from it: ("ids", 3), ("batch", "user")."""
+
+_SAME = ("long", "int", "to", "contiguous", "clone", "detach", "cpu", "cuda", "flatten", "squeeze")
+_RESHAPED = ("view", "reshape")
+_OPERATORS = (
+    "eq ne lt le gt ge bool int float index array contains setitem invert neg abs add radd iadd sub rsub isub mul rmul imul mod rmod floordiv "
+    "rfloordiv truediv rtruediv and rand or ror xor rxor matmul rmatmul"
+)
+REMEDY = "ids may only be picked from an argument and given to an embedding (docs/models.md)"
+
+
+def text_of(path: Path) -> str:
+    """A path as it stands in a program: batch["user"], ids[3]."""
+    picked = (f"[{key}]" if isinstance(key, int) else f'["{key}"]' for key in path[1:])
+    return f"{path[0]}{''.join(picked)}"
+
+
+class Ids:
+    """Stands for the ids of b samples, or for several columns of them.
+
+    path: where it is from; columns: their names where it is several, None for ids of one column, [b]. x[k], x[:, k] and x["name"] pick one; shapes,
+    conversions and reshapes to [b] are as those of a tensor. Whatever would need the ids themselves raises TypeError or AttributeError.
+    """
+
+    def __init__(self, path: Path, samples: int, device: torch.device, columns: Sequence[str] | None = None) -> None:
+        self.path, self.columns, self.device, self.dtype = path, columns, device, torch.int64
+        self.shape = torch.Size((samples,) if columns is None else (samples, len(columns)))
+
+    def __getitem__(self, key: Any) -> Ids:
+        if isinstance(key, tuple) and len(key) == 2 and key[0] in (slice(None), Ellipsis):
+            key = key[1]
+        if isinstance(key, str):
+            return Ids((*self.path, key), self.shape[0], self.device)
+        if not isinstance(key, int) or isinstance(key, bool):
+            self._refuse(f"takes [{key!r}] of")
+        if self.columns is not None and not -len(self.columns) <= key < len(self.columns):
+            raise IndexError(f"{text_of(self.path)} has {len(self.columns)} columns, as wrap was told; forward takes [{key}]")
+        if self.columns is None and key < 0:
+            self._refuse(f"takes [{key}] of", f'; say how many they are: columns={{"{self.path[0]}": [...]}}')
+        return Ids((*self.path, key % len(self.columns) if self.columns is not None else key), self.shape[0], self.device)
+
+    def __iter__(self) -> Iterator[Ids]:
+        if self.columns is None:
+            self._refuse("goes through", f'; say what they are: columns={{"{self.path[0]}": [...]}}')
+        return (self[place] for place in range(len(self.columns)))
+
+    def __len__(self) -> int:
+        return self.shape[0] if self.columns is None else len(self.columns)
+
+    def unbind(self, dim: int = 0) -> tuple[Ids, ...]:
+        """Its columns."""
+        if dim not in (1, -1):
+            self._refuse(f"takes unbind({dim}) of")
+        return tuple(self)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Its shape, or one size of that."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """1, or 2 where it is several columns."""
+        return len(self.shape)
+
+    def stride(self) -> int:
+        """The number of samples, as a KeyedJaggedTensor of TorchRec has it."""
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SAME:
+            return lambda *rest, **options: self
+        if name in _RESHAPED:
+            return self._reshaped
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        raise AttributeError(f"forward takes .{name} of the ids {text_of(self.path)}; {REMEDY}")
+
+    def _reshaped(self, *shape: Any) -> Ids:
+        if self.columns is not None or shape not in ((-1,), ((-1,),), (self.shape[0],)):
+            self._refuse(f"gives a shape {shape} to")
+        return self
+
+    def _refuse(self, what: str, more: str = "") -> NoReturn:
+        raise TypeError(f"forward {what} the ids {text_of(self.path)}{more or '; ' + REMEDY}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> NoReturn:
+        given = next((value for value in _within((arguments, options)) if isinstance(value, Ids)), None)
+        named = text_of(given.path) if given is not None else "?"
+        argument = given.path[0] if given is not None else "?"
+        raise TypeError(
+            f"forward gives the ids {named} to torch.{getattr(function, '__name__', function)}; {REMEDY}; if they are dense values, say "
+            f'dense={{"{argument}": [...]}}'
+        )
+
+    # Else equality would be identity, without a word.
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """What stands in lists, tuples and mappings, one after the other."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _within(item)
+    else:
+        yield value
+
+
+def _refused(name: str) -> Any:
+    def operator(self: Ids, *others: Any) -> NoReturn:
+        self._refuse(f"takes {name} of")
+
+    return operator
+
+
+for _name in _OPERATORS.split():
+    setattr(Ids, f"__{_name}__", _refused(_name))

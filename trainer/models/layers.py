@@ -1,0 +1,149 @@
+"""Layers that stand where nn.Embedding and nn.EmbeddingBag stood in a model, and give a feature's rows of the step; they hold no parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.spec import ModelSpec
+
+
+class StepRows:
+    """Where the layers of one model take the step's embeddings from: set while the model's forward runs, None otherwise."""
+
+    def __init__(self) -> None:
+        self.embeddings: Mapping[str, Tensor] | None = None
+
+    def of(self, feature: str) -> Tensor:
+        """The feature's embeddings, float32 [b, dimension]: a copy that is contiguous, as torch's layers give one. Raises ModelError."""
+        if self.embeddings is None:
+            raise ModelError(
+                f"feature {feature}: its rows are there while the model's forward runs, called with (dense, embeddings); nothing is before or after"
+            )
+        return self.embeddings[feature].clone(memory_format=torch.contiguous_format)
+
+
+class Needed(NamedTuple):
+    """A feature that a layer takes. dimension: the columns that the layer must get, None for any; pooling: those that the feature may have."""
+
+    feature: str
+    dimension: int | None
+    pooling: tuple[str, ...]
+
+
+class FeatureLayer(nn.Module):
+    """A layer that gives rows of features. rows: where it takes them from, once it is part of a model."""
+
+    rows: StepRows | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = None
+
+    def needed(self) -> Iterator[Needed]:
+        """The features that it takes."""
+        raise NotImplementedError
+
+
+class _OneFeature(FeatureLayer):
+    poolings: tuple[str, ...]
+
+    def __init__(self, feature: str) -> None:
+        super().__init__()
+        if not isinstance(feature, str) or not feature:
+            raise ModelError(
+                f"foreload.nn.{type(self).__name__}: needs the name of a feature of the feature file; got {feature!r}"
+            )
+        self.feature = feature
+
+    def forward(self) -> Tensor:
+        """The feature's embeddings of this slice, float32 [b, dimension]."""
+        return (self.rows or StepRows()).of(self.feature)
+
+    def needed(self) -> Iterator[Needed]:
+        yield Needed(self.feature, None, self.poolings)
+
+    def extra_repr(self) -> str:
+        """What print shows of it."""
+        return repr(self.feature)
+
+
+class Embedding(_OneFeature):
+    """Stands where nn.Embedding stood: forward, without arguments, gives the row of each sample's value of a feature, float32 [b, dimension].
+
+    feature: its name in the feature file; one value a sample.
+    """
+
+    poolings = ("single",)
+
+
+class EmbeddingBag(_OneFeature):
+    """Stands where nn.EmbeddingBag stood: forward, without arguments, gives the sum or mean of the rows of each sample's values of a feature.
+
+    feature: its name in the feature file, which says how it is pooled. The result is float32 [b, dimension].
+    """
+
+    poolings = ("single", "sum", "mean")
+
+
+class _Connection:
+    """The hooks of a model that has layers of features: what it is called with goes to them, and to its forward as far as that takes it."""
+
+    def __init__(self, rows: StepRows, arguments: int) -> None:
+        self.rows, self.arguments = rows, arguments
+
+    def before(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.rows.embeddings = given[1]
+        return given[: self.arguments]
+
+    def after(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        self.rows.embeddings = None
+
+
+def connect(module: nn.Module) -> nn.Module:
+    """Have the layers of features in a model take their rows from what it is called with, (dense, embeddings); returns the model.
+
+    Its own forward may take both, `dense` alone, or nothing. Layers that a part of it feeds already, as `wrap` does, are left to that.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, FeatureLayer) and layer.rows is None]
+    if layers:
+        connection = _Connection(StepRows(), _positional(module))
+        module.register_forward_pre_hook(connection.before)
+        module.register_forward_hook(connection.after, always_call=True)
+        for layer in layers:
+            layer.rows = connection.rows
+    return module
+
+
+def _positional(module: nn.Module) -> int:
+    """How many of (dense, embeddings) the forward of a module takes."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return 2
+    return min(2, sum(parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters))
+
+
+def check_layers(module: nn.Module, spec: ModelSpec) -> None:
+    """Raise ModelError where a layer takes a feature that the data do not have, or not as the layer needs it."""
+    dimensions = {name: dimension for name, dimension, _ in spec.features}
+    poolings = dict(zip(spec.names, spec.poolings, strict=False))
+    for path, layer in module.named_modules():
+        for need in layer.needed() if isinstance(layer, FeatureLayer) else ():
+            where = f"{type(module).__name__}: {path}: feature {need.feature}"
+            if need.feature not in dimensions:
+                raise ModelError(f"{where}: is not in the feature file, which has {', '.join(spec.names)}")
+            if need.dimension not in (None, dimensions[need.feature]):
+                raise ModelError(
+                    f"{where}: must have rows of dimension {need.dimension}; got {dimensions[need.feature]}; say dimension = {need.dimension} "
+                    "in the feature file"
+                )
+            pooling = poolings.get(need.feature, need.pooling[0])
+            if pooling not in need.pooling:
+                raise ModelError(
+                    f"{where}: must have pooling {' or '.join(need.pooling)}; got {pooling}; change the feature file, or the layer"
+                )

@@ -1,0 +1,73 @@
+"""What is wrong with logits, and where in a model that comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+_SHAPES = (
+    "Squeeze",
+    "Unsqueeze",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Select",
+    "Clone",
+    "Alias",
+    "Slice",
+    "T",
+    "Permute",
+    "Transpose",
+    "Clamp",
+)
+"""Operations, as autograd names them, that leave probabilities probabilities."""
+
+
+def ends_in_sigmoid(logits: Tensor) -> bool:
+    """Whether a sigmoid made these, so that they are probabilities."""
+    node: Any = logits.grad_fn
+    while node is not None and node.name().rstrip("0123456789").removesuffix("Backward") in _SHAPES:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("SigmoidBackward")
+
+
+def first_not_finite(module: nn.Module, forward: Callable[[], object]) -> str:
+    """The layer of a module that first gives what is NaN or infinite when `forward` calls it, in words."""
+    places: list[str] = []
+
+    def note(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def after(layer: nn.Module, given: Any, output: Any) -> None:
+            if any(not value.isfinite().all() for value in _tensors(output)):
+                places.append(f"{path} ({type(layer).__name__})" if path else "its own forward, not in a layer")
+
+        return after
+
+    handles = [layer.register_forward_hook(note(path)) for path, layer in module.named_modules()]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return places[0] if places else "its own forward, now and then"
+
+
+def not_finite_gradient(module: nn.Module, names: tuple[str, ...], of_block: Tensor | None) -> str | None:
+    """A parameter, or the feature, whose gradient is NaN or infinite after a backward. of_block: the gradient of the embedding block, [b, F, W]."""
+    for path, parameter in module.named_parameters():
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            return f"parameter {path}"
+    if of_block is not None and not of_block.isfinite().all():
+        return f"feature {names[int((~of_block.isfinite()).any(2).any(0).nonzero()[0])]}"
+    return None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield output
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from _tensors(item)

@@ -1,0 +1,276 @@
+"""`wrap`: a PyTorch module with embedding tables of its own as a model of foreload, in which its tables are features of the data."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
+from foreload.trainer.models.ids import Ids, Path
+from foreload.trainer.models.layers import FeatureLayer
+from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
+from foreload.trainer.models.spec import ModelSpec
+from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
+
+Columns = str | Sequence[str] | Mapping[str, str]
+"""The columns of the data that an argument of forward holds: one; several, in order; or by the keys of a dict."""
+
+_SAMPLES = 3
+"""Made-up samples that forward is looked at with."""
+
+
+class Wrapped(nn.Module):
+    """A module with tables of its own as a model: forward(dense, embeddings) calls that of the module, its ids being stood for.
+
+    module: the one that was wrapped, changed; features: in the order in which forward looks them up; dense_names: the dense values, in order;
+    unused: the module's tables that forward does not use, which are features of nothing.
+    """
+
+    def __init__(self, module: nn.Module, arguments: Arguments, rows: WrappedRows) -> None:
+        super().__init__()
+        self.module = module
+        self.dense_names = arguments.dense_names
+        self.features: tuple[WrappedFeature, ...] = ()
+        self.unused: tuple[str, ...] = ()
+        self._arguments, self._rows = arguments, rows
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        """What the module returns; where that is [b, 1], as logits [b]."""
+        self._rows.embeddings = embeddings
+        try:
+            logits = self._arguments.call(self.module, dense)
+        finally:
+            self._rows.embeddings = None
+        return logits.squeeze(1) if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == 1 else logits
+
+    def write_features(self, path: str | os.PathLike[str], *, label: str, encoding: str = "id") -> None:
+        """Write the feature file that goes with the module (docs/features.md), for `foreload prepare`. Raises ModelError where there is a file.
+
+        label: the column of labels; encoding: of all features; "id" where the values are the ids that the module was written for.
+        """
+        described = FeatureFile(type(self.module).__name__, self.features, self.dense_names, self.unused)
+        described.write(pathlib.Path(path), label, encoding)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raise ModelError unless the data have the dense values that the module takes."""
+        got = spec.dense_names or tuple(self.dense_names)
+        if self.dense_names and (got != self.dense_names or len(self.dense_names) != spec.dense_width):
+            raise ModelError(
+                f"{type(self.module).__name__}: dense values must be {', '.join(self.dense_names)}, in this order, as `wrap` was told; got "
+                f"{', '.join(got) or 'none'}; change dense= or the feature file"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the forward of a module is called with. dense: per argument its columns; columns: of those that hold ids."""
+
+    signature: inspect.Signature
+    dense: Mapping[str, str | tuple[str, ...]]
+    columns: Mapping[str, Columns]
+
+    @classmethod
+    def of(cls, module: nn.Module, dense: Mapping[str, str | Sequence[str]], columns: Mapping[str, Columns]) -> Arguments:
+        """Those of a module. Raises ModelError where one is named that it does not have."""
+        signature = inspect.signature(module.forward)
+        for name in (*dense, *columns):
+            if name not in signature.parameters:
+                known = ", ".join(signature.parameters) or "none"
+                raise ModelError(f"wrap: forward of {type(module).__name__} has no argument {name}; it has {known}")
+            if name in dense and name in columns:
+                raise ModelError(f"wrap: argument {name}: must be dense values or ids, not both")
+        named = {name: given if isinstance(given, str) else tuple(given) for name, given in dense.items()}
+        return cls(signature, named, dict(columns))
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """The dense values, in order."""
+        return tuple(name for given in self.dense.values() for name in ([given] if isinstance(given, str) else given))
+
+    def call(self, module: nn.Module, dense: Tensor) -> Any:
+        """Call the module for the samples of `dense`, float32 [b, n]."""
+        bound = self.signature.bind_partial()
+        bound.arguments.update(self._dense(dense))
+        for name, parameter in self.signature.parameters.items():
+            optional = parameter.default is not parameter.empty or parameter.kind in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            )
+            if name not in self.dense and (name in self.columns or not optional):
+                bound.arguments[name] = self._ids(name, len(dense), dense.device)
+        # In the order of the signature, by which positional ones are given.
+        bound.arguments = {name: bound.arguments[name] for name in self.signature.parameters if name in bound.arguments}
+        return module(*bound.args, **bound.kwargs)
+
+    def _dense(self, dense: Tensor) -> dict[str, Tensor]:
+        values, start = {}, 0
+        for name, given in self.dense.items():
+            end = start + (1 if isinstance(given, str) else len(given))
+            part = dense if end - start == dense.shape[1] else dense[:, start:end].contiguous()
+            values[name], start = part.squeeze(1) if isinstance(given, str) else part, end
+        return values
+
+    def _ids(self, name: str, samples: int, device: torch.device) -> Any:
+        given = self.columns.get(name)
+        if isinstance(given, Mapping):
+            return {key: Ids((name, key), samples, device) for key in given}
+        if given is None or isinstance(given, str):
+            return Ids((name,), samples, device)
+        if self.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            return tuple(Ids((name, place), samples, device) for place in range(len(given)))
+        return Ids((name,), samples, device, tuple(given))
+
+    def column(self, path: Path) -> str | None:
+        """The column that ids are from, where that is known."""
+        given = self.columns.get(str(path[0]))
+        if len(path) == 1:
+            return given if isinstance(given, str) else str(path[0])
+        last = path[-1]
+        if isinstance(last, str):
+            return given.get(last, last) if isinstance(given, Mapping) else last
+        return None if given is None or isinstance(given, str | Mapping) else given[last]
+
+
+def wrap(
+    module: nn.Module,
+    *,
+    dense: Mapping[str, str | Sequence[str]] | None = None,
+    columns: Mapping[str, Columns] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Wrapped:
+    """A PyTorch module as a model, of forward(dense, embeddings): its nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection become features.
+
+    module: is changed, and kept as `.module`; the values of its tables are not read, so they may be on the device "meta". dense: the arguments of
+    its forward that hold dense values, each with the names of these (a list: [b, n]; one name: [b]). columns: of those that hold ids, what they are
+    called in the data: one name, a list (for ids[k] and ids[:, k]), or a dict; by default as arguments and keys are called. names: what the table at
+    a path in the module is to be called; by default as the path, with _ for each dot. Raises ModelError (docs/models.md, Modules of others).
+    """
+    arguments = Arguments.of(module, dense or {}, columns or {})
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):
+        raise ModelError(f"wrap: {type(module).__name__}: is an embedding itself; wrap the module that has it")
+    rows = WrappedRows()
+    layers = _replace(module, rows, dict(names or {}))
+    wrapped = Wrapped(module, arguments, rows)
+    wrapped.features = _features(wrapped, _calls(wrapped, arguments, rows), arguments)
+    used = {feature.table.name for feature in wrapped.features}
+    wrapped.unused = tuple(layer.path for layer in layers if not {table.name for table in _tables(layer)} & used)
+    if not wrapped.features:
+        raise ModelError(f"wrap: forward of {type(module).__name__} uses none of its tables: {', '.join(wrapped.unused)}")
+    for layer in module.modules():
+        if isinstance(layer, FeatureLayer) and layer.rows is None:
+            layer.rows = rows
+    return wrapped
+
+
+def _tables(layer: Lookup | Collection) -> list[TorchTable]:
+    return [layer.table] if isinstance(layer, Lookup) else [table for _, _, table in layer.keys]
+
+
+def _place(layer: Lookup | Collection, table: TorchTable) -> str:
+    """Where a table is in the module, as `names` has it."""
+    return layer.path if isinstance(layer, Lookup) else f"{layer.path}.{table.name}"
+
+
+def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str]) -> list[Lookup | Collection]:
+    """Put layers that give a step's rows in the place of those with tables; returns them."""
+    given = set(names)
+
+    def name_of(path: str, name: str) -> str:
+        given.discard(path)
+        return names.get(path, name)
+
+    weights: dict[int, str] = {}
+    replaced: dict[nn.Module, nn.Module] = {}
+    layers: list[Lookup | Collection] = []
+    for path, layer in module.named_modules():
+        if any(path.startswith(f"{other.path}.") for other in layers):
+            continue  # what a collection has within
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            table = torch_table(path, name_of(path, feature_name(path)), layer)
+            weights[id(layer.weight)] = path
+            layers.append(Lookup(path, rows, table))
+            replaced[layer] = layers[-1]
+        elif is_collection(layer):
+            layers.append(Collection(path, rows, keys_of(collection_tables(path, layer, name_of))))
+            replaced[layer] = layers[-1]
+    if not layers:
+        raise ModelError(
+            f"wrap: {type(module).__name__} has no nn.Embedding, nn.EmbeddingBag or EmbeddingBagCollection; give it its tables, or leave out wrap"
+        )
+    if given:
+        raise ModelError(
+            f"wrap: names: {type(module).__name__} has no table at {sorted(given)[0]}; it has {', '.join(layer.path for layer in layers)}"
+        )
+    _refuse_twice("table", [(table.name, _place(layer, table)) for layer in layers for table in dict.fromkeys(_tables(layer))])
+    replace_layers(module, replaced)
+    for path, parameter in module.named_parameters():
+        if id(parameter) in weights:
+            raise ModelError(
+                f"wrap: {weights[id(parameter)]}: its weight is also {path}, which the module would keep; tables stand for themselves"
+            )
+    return layers
+
+
+def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:
+    """Raise ModelError where two are called alike. named: each name, with where it comes from."""
+    often = Counter(name for name, _ in named)
+    for name, count in often.items():
+        if count > 1:
+            places = [place for other, place in named if other == name]
+            raise ModelError(
+                f'wrap: {kind} {name}: {" and ".join(places)} would both be called so; give one a name: names={{"{places[0]}": "..."}}'
+            )
+
+
+def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tuple[Lookup | Collection, Path]]:
+    """Which layers forward gives which ids, from a forward with made-up samples, in evaluation mode, that leaves everything as it was."""
+    modes = [(part, part.training) for part in wrapped.modules()]
+    rows.calls = []
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            wrapped.eval()
+            wrapped(torch.randn(_SAMPLES, len(arguments.dense_names)), {})
+        return list(dict.fromkeys(rows.calls))
+    except ModelError:
+        raise
+    except Exception as error:  # a user's module may raise anything
+        raise ModelError(f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}") from error
+    finally:
+        rows.calls = None
+        for part, training in modes:
+            part.training = training
+
+
+def _features(
+    wrapped: Wrapped, calls: Sequence[tuple[Lookup | Collection, Path]], arguments: Arguments
+) -> tuple[WrappedFeature, ...]:
+    """The features that follow from what forward looks up, in order; notes with the layers which they take."""
+    features: list[WrappedFeature] = []
+    places: list[tuple[str, str]] = []
+    for layer, path in calls:
+        if isinstance(layer, Collection):
+            if any(other is layer and first != path for other, first in calls):
+                raise ModelError(
+                    f"wrap: {layer.path}: is given two arguments; a collection has features of its own, so it needs to be given one"
+                )
+            features += [WrappedFeature(name, table, key.partition("@")[0]) for key, name, table in layer.keys]
+            places += [(name, _place(layer, table)) for _, name, table in layer.keys]
+            continue
+        column, name = arguments.column(path), layer.table.name
+        if sum(other is layer for other, _ in calls) > 1:
+            # Several columns with one table.
+            name = feature_name(f"{name}_{column or '_'.join(map(str, path))}")
+        layer.features[path] = name
+        features.append(WrappedFeature(name, layer.table, column or name))
+        places.append((name, layer.path))
+    _refuse_twice("feature", places)
+    return tuple(features)

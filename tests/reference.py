@@ -1,8 +1,8 @@
 """Plain synchronous training with whole tables in memory and no cache: what the project's digests are held against.
 
-Follows docs/definitions.md alone. Of the project it uses the modules of foreload.trainer.models with what they are told (ModelSpec, Embeddings), their layers connected to that, and
-the numerics settings; reading, hashing, initial rows, gathers, sums, row optimizers and the digest are written here afresh, for
-correctness before speed.
+Follows docs/definitions.md alone. Of the project it uses the modules of foreload.trainer.models with what they are told (ModelSpec, Embeddings),
+connects layers of features to that, and the numerics settings; reading, hashing, initial rows, gathers, sums, row optimizers and the digest are
+written here afresh, for correctness before speed.
 """
 
 from __future__ import annotations

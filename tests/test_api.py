@@ -39,6 +39,9 @@ class Net(torch.nn.Module):
 
     def forward(self, dense, embeddings):
         return halved(self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1))
+
+def net(spec):
+    return Net(spec)
 """
 
 
@@ -208,19 +211,24 @@ def test_a_class_of_ones_own_is_trained_by_its_file(
     (tmp_path / "net_of_the_door.py").write_text(OWN_MODEL)
     (tmp_path / "beside.py").write_text("def halved(x):\n    return x / 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    from net_of_the_door import Net  # type: ignore[import-not-found]
+    from net_of_the_door import Net, net  # type: ignore[import-not-found]
 
     by_class = foreload.train(schedule, run=tmp_path / "by-class", store="local:1", dim=4, model=Net)
     by_name = foreload.train(
         schedule, run=tmp_path / "by-name", store="local:1", dim=4, model="net_of_the_door.py:Net", model_folder=tmp_path
     )
-    assert by_class.digest() == by_name.digest()
+    by_function = foreload.train(schedule, run=tmp_path / "by-function", store="local:1", dim=4, model=net)
+    assert by_class.digest() == by_name.digest() == by_function.digest()
 
     class Local(Net):
         pass
 
     with pytest.raises(ModelError, match=r"must be found in its module by its name.*write it into a file of its own"):
         foreload.train(schedule, run=tmp_path / "no", store="local:1", model=Local)
+    with pytest.raises(
+        ModelError, match="must be a class, or a function that builds one, for each trainer builds its own; got Object"
+    ):
+        foreload.train(schedule, run=tmp_path / "no", store="local:1", model=type("Object", (), {})())
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.models.spec import ModelSpec
+from foreload.trainer.models.wide_deep import WideDeep
 
 POISON_ABOVE = 60
 """A sample whose first dense value is above it is poison to `Poisoned`. (log(1 + 1e30) is 69.)"""
@@ -141,8 +142,22 @@ class Demanding(Sum):
         super().__init__(spec)
 
 
-def not_a_class() -> None:
-    """A function, which is no model."""
+def not_a_model(spec: ModelSpec) -> None:
+    """A function that builds no module."""
+
+
+def a_sum(spec: ModelSpec, *, scale: float = 1.0) -> Sum:
+    """A function that builds one."""
+    return Sum(spec, scale=scale)
+
+
+def wide_and_deep(spec: ModelSpec) -> nn.Module:
+    """A function that builds one that has further columns."""
+    return WideDeep(spec)
+
+
+BUILT = Sum(ModelSpec(0, ()))
+"""A module that is built already."""
 
 
 class Poisoned(Sum):
@@ -175,11 +190,51 @@ class Paired(Sum):
         return super().forward(dense, embeddings)
 
 
+class Crowded(Sum):
+    """It fails where there are many samples."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        assert len(dense) < 10
+        return super().forward(dense, embeddings)
+
+
 class Rooted(Sum):
     """Its logits are NaN: the root of what is below 0."""
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return super().forward(dense, embeddings) + torch.sqrt(-1 - dense.sum(1).abs())
+
+
+class Norm(Sum):
+    """Its gradient is NaN: that of the norm of what is 0."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings) + (embeddings[self.names[0]] * 0).square().sum(1).sqrt()
+
+
+class Layered(Sum):
+    """Its logits are NaN by a layer within a layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.deep = nn.Sequential(nn.Linear(spec.dense_width, 2), nn.Sequential(nn.ReLU(), Logarithm()), nn.Linear(2, 1))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings) + self.deep(dense).squeeze(1)
+
+
+class Logarithm(nn.Module):
+    """Of what may be 0, and less."""
+
+    def forward(self, values: Tensor) -> Any:
+        return torch.log(values - 1)
+
+
+class Probable(Sum):
+    """Its logits are probabilities, in a shape of their own on the way."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return torch.sigmoid(super().forward(dense, embeddings)[:, None]).squeeze(1)
 
 
 class Zero(Sum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ ROWS = {"site": 40, "ad": 30, "user": 120}
 
 def mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -92,21 +93,28 @@ class WideDeep(nn.Module):
         return wide + (deep + self.linear(numbers)).view(-1)
 
 
+def dlrm() -> DLRM:
+    return DLRM([*ROWS.values(), ROWS["site"]], 4, 2)
+
+
+def two_tower() -> TwoTower:
+    return TwoTower(ROWS["user"], ROWS["ad"], ROWS["site"], 3)
+
+
+def wide_deep(dropout: float = 0.0) -> WideDeep:
+    return WideDeep(ROWS, {"site": 2, "ad": 3, "user": 5}, 2, dropout)
+
+
 def dlrm_here(spec: ModelSpec) -> Wrapped:
-    module = DLRM([*ROWS.values(), ROWS["site"]], 4, 2)
-    names = ["site", "ad", "user", "visited"]
-    return foreload.wrap(module, dense={"dense_x": ["x", "age"]}, columns={"lS_i": names})
+    return foreload.wrap(dlrm(), dense={"dense_x": ["x", "age"]}, columns={"lS_i": ["site", "ad", "user", "visited"]})
 
 
 def two_tower_here(spec: ModelSpec) -> Wrapped:
-    return foreload.wrap(
-        TwoTower(ROWS["user"], ROWS["ad"], ROWS["site"], 3), dense={"age": "age"}, columns={"history": "visited", "last_ad": "ad_before"}
-    )
+    return foreload.wrap(two_tower(), dense={"age": "age"}, columns={"history": "visited", "last_ad": "ad_before"})
 
 
 def wide_deep_here(spec: ModelSpec, *, dropout: float = 0.0) -> Wrapped:
-    module = WideDeep(ROWS, {"site": 2, "ad": 3, "user": 5}, 2, dropout)
-    return foreload.wrap(module, dense={"numbers": ["age", "x"]}, columns={"ids": {name: name for name in ROWS}})
+    return foreload.wrap(wide_deep(dropout), dense={"numbers": ["age", "x"]}, columns={"ids": {name: name for name in ROWS}})
 
 
 class Native(nn.Module):

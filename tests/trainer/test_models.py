@@ -219,6 +219,14 @@ def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, objec
         build_model(load_model(name), spec_of(), options, 0)
 
 
+def test_a_model_may_be_a_function_that_builds_one() -> None:
+    module, same = (build_model(load_model(f"model_cases:{name}"), spec_of(), {"scale": "0.5"}, 0) for name in ("a_sum", "Sum"))
+    assert type(module) is type(same)
+    assert module.arguments == same.arguments
+    with pytest.raises(ModelError, match="a_sum has no option size; it has scale"):
+        build_model(load_model("model_cases:a_sum"), spec_of(), {"size": 1}, 0)
+
+
 def test_a_users_model_gets_options_of_the_types_of_its_defaults() -> None:
     module = build_model(load_model("model_cases:Sum"), spec_of(), {"scale": "0.5", "flag": "true", "steps": "7"}, 0)
     assert module.arguments == (0.5, True, 7)
@@ -244,7 +252,17 @@ def test_a_users_model_gets_options_of_the_types_of_its_defaults() -> None:
         ),
         ("Paired", "forward failed on 1 made-up sample: .*; it must work on slices of any size, from one sample on"),
         ("Rooted", "forward must return finite logits for made-up samples .*; got nan; look for a division by zero"),
-        ("Unbuildable", "cannot be built: RuntimeError: no such luck"),
+        (
+            "Norm",
+            "Norm: backward must give finite gradients for made-up samples, and does not for feature c0; look for a root or norm",
+        ),
+        ("Layered", r"must return finite logits .*; got (nan|-inf); look for .* negative, in deep.1.1 \(Logarithm\)"),
+        ("Rooted", "or a logarithm or root of what may be negative, in its own forward, not in a layer"),
+        ("Probable", "Probable: forward must return logits, and ends in a sigmoid; return what goes into it"),
+        ("Failing", r"KeyError: 'nothing of this name' \(model_cases.py, line \d+\); it must work on slices"),
+        ("not_a_model", "not_a_model: must return a torch.nn.Module; got NoneType"),
+        ("wide_and_deep", "wide_and_deep: returns WideDeep, which has further_columns; name that class as the model"),
+        ("Unbuildable", r"cannot be built: RuntimeError: no such luck \(model_cases.py, line \d+\)"),
     ],
 )
 def test_modules_that_cannot_be_trained_exactly_are_refused(case: str, message: str) -> None:
@@ -258,7 +276,8 @@ def test_modules_that_cannot_be_trained_exactly_are_refused(case: str, message: 
         ("dlrn", "must be one of dlrm, wide_deep, dcn, deepfm, package.module:Class or file.py:Class"),
         ("no_such_module:Model", "cannot import no_such_module:Model: ModuleNotFoundError"),
         ("model_cases:Nothing", "cannot import model_cases:Nothing: AttributeError"),
-        ("model_cases:not_a_class", "must be a subclass"),
+        ("model_cases:POISON_ABOVE", "must be a subclass of torch.nn.Module, or a function that builds one from a ModelSpec$"),
+        ("model_cases:BUILT", "a function that builds one from a ModelSpec; it is built when it is imported, so not from --seed"),
         ("model_cases:BadColumns", "must map names .not weights. to positive integers"),
     ],
 )

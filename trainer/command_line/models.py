@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from foreload.pipelines.base.settings import add_arguments, given, settings_of
 from foreload.trainer.command_line.shared import add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
+from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text
+
+_OF_MODELS = ("model_folder", "dim", "model_options", "seed")
+"""The settings of `foreload train` that say what a model is built with."""
 
 
 def add_to(commands: Any) -> None:
     """Declare the commands."""
+    _add_check(commands)
     evaluate = add_command(
         commands, "evaluate", _evaluate, "measure a run's model on held-out data",
         "Computes log loss, AUC and normalised entropy of the model on the evaluation steps of a schedule.", or_checkpoint=True,
@@ -71,6 +77,20 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
 
 
+def _add_check(commands: Any) -> None:
+    check = add_plain(
+        commands, "check-model", _check_model, "try a model of your own on made-up samples",
+        "Builds a model for a feature file and runs it forward and backward on made-up samples, without data, store or run; says in one line what "
+        "is wrong with it, if anything is, or what it is.",
+    )  # fmt: skip
+    check.add_argument(
+        "model", metavar="MODEL", help="file.py:Class or package.module:Class, as `foreload train --model` takes it"
+    )
+    check.add_argument("--features", required=True, metavar="FILE.toml", help="the feature file of the data that it is for")
+    add_arguments(check, TrainJob, _OF_MODELS)
+    add_json(check, "result")
+
+
 def _add_apply(commands: Any) -> None:
     apply = add_plain(
         commands, "apply", _apply, "bring an export to where it is served",
@@ -92,6 +112,17 @@ def _add_apply(commands: Any) -> None:
         "--keep", type=int, default=0, metavar="N", help="how many versions before the new one can still be read (default: 0)"
     )
     add_json(apply, "result")
+
+
+def _check_model(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import check_model
+
+    words, known = given(parsed, TrainJob), settings_of(TrainJob)
+    folder, dim, options, seed = (
+        known[name].parse(known[name].flag, words.get(name, known[name].default)) for name in _OF_MODELS
+    )
+    about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed)
+    return tell(parsed, about, check_model.text(about))
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:

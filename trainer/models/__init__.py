@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.layers import check_layers, connect
-from foreload.trainer.models.logits import ends_in_sigmoid, first_not_finite, not_finite_gradient
+from foreload.trainer.models.faults import ends_in_sigmoid, first_not_finite, not_finite_gradient, raised_at
+from foreload.trainer.models.fitting import check_fits, model_name
+from foreload.trainer.models.layers import connect
 from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
-from foreload.trainer.models.wrapping import Wrapped
 
 MODELS = {
     "dlrm": "foreload.trainer.models.dlrm:DLRM",
@@ -141,7 +141,7 @@ def build_model(model: ModelBuilder, spec: ModelSpec, options: Mapping[str, obje
         except ModelError:
             raise
         except Exception as error:  # a user's model may raise anything
-            raise ModelError(f"{model.__name__}: cannot be built: {type(error).__name__}: {error}") from error
+            raise ModelError(f"{model.__name__}: cannot be built: {type(error).__name__}: {error}{raised_at(error)}") from error
         finally:
             torch.set_num_threads(threads)
         check_model(module, spec)
@@ -156,10 +156,7 @@ def _of_features(model: ModelBuilder, module: nn.Module, spec: ModelSpec) -> nn.
         raise ModelError(
             f"{model.__name__}: returns {type(module).__name__}, which has further_columns; name that class as the model"
         )
-    check_layers(module, spec)
-    for part in module.modules():
-        if isinstance(part, Wrapped):
-            part.check(spec)
+    check_fits(module, spec)
     return connect(module)
 
 
@@ -177,11 +174,11 @@ def _trial(module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float 
     if not isinstance(logits, Tensor) or logits.shape != (samples,) or logits.dtype != torch.float32:
         got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ModelError(
-            f"{type(module).__name__}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}"
+            f"{model_name(module)}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}"
         )
     if ends_in_sigmoid(logits):
         raise ModelError(
-            f"{type(module).__name__}: forward must return logits, and ends in a sigmoid; return what goes into it, for the loss has one of its own"
+            f"{model_name(module)}: forward must return logits, and ends in a sigmoid; return what goes into it, for the loss has one of its own"
         )
     logits.sum().backward()
     return logits.detach(), block.grad
@@ -195,7 +192,8 @@ def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int) -> tuple[Te
         raise
     except Exception as error:  # a user's model may raise anything
         raise ModelError(
-            f"{type(module).__name__}: forward failed on {samples} made-up sample{'s' * (samples > 1)}: {type(error).__name__}: {error}; "
+            f"{model_name(module)}: forward failed on {samples} made-up sample{'s' * (samples > 1)}: {type(error).__name__}: "
+            f"{error}{raised_at(error)}; "
             "it must work on slices of any size, from one sample on"
         ) from error
 
@@ -207,7 +205,7 @@ def _check_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
     if changed or len(after) != len(before):
         what = changed[0] if changed else next(iter(set(before) - set(after)))
         raise ModelError(
-            f"{type(module).__name__}: forward must leave buffers as they are, since lanes do not share them; it changes {what}; leave out "
+            f"{model_name(module)}: forward must leave buffers as they are, since lanes do not share them; it changes {what}; leave out "
             "BatchNorm and the like, use LayerNorm"
         )
 
@@ -215,6 +213,18 @@ def _check_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether values are equal, NaN to itself."""
     return torch.equal(one, other) or (one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
+def check_uses(module: nn.Module, spec: ModelSpec) -> None:
+    """Raise ModelError where forward fails on many made-up samples, or the logits do not depend on a feature or the dense values.
+
+    The module is not to be used afterwards (see `ignored_inputs`).
+    """
+    _checked_trial(module, spec, _MANY)
+    if ignored := ignored_inputs(module, spec):
+        raise ModelError(
+            f"{model_name(module)}: logits do not depend on {', '.join(ignored)}; use what is there, or take it out of the feature file"
+        )
 
 
 def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
@@ -251,7 +261,7 @@ def _ignored(module: nn.Module, spec: ModelSpec) -> list[str]:
 
 def check_model(module: nn.Module, spec: ModelSpec) -> None:
     """Refuse a module whose training would not be a function of its parameters, the slice and the seed. Raises ModelError."""
-    name = type(module).__name__
+    name = model_name(module)
     if not spec.features:
         raise ModelError(f"{name}: there are no features to look up; the feature file must name at least one")
     parameters = dict(module.named_parameters())

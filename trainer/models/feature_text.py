@@ -46,16 +46,16 @@ class FeatureFile:
 
     def _lines(self, label: str, encoding: str) -> Iterator[str]:
         yield f"# The features of {self.title}, as foreload.wrap found them; docs/features.md says what else can stand here."
-        for table in self.unused:
-            yield f"# {table}: not used in forward, so no feature has it"
+        for path in self.unused:
+            yield f"# {path}: not used in forward, so no feature has it"
         yield f"label = {_quoted(label)}"
         shared = {
             feature.table.name: feature.table
             for feature in self.features
             if [other.name for other in self.features if other.table == feature.table] != [feature.table.name]
         }
-        for table in shared.values():
-            key = table.name if re.fullmatch(r"[A-Za-z0-9_-]+", table.name) else _quoted(table.name)
+        for name, table in shared.items():
+            key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
             yield f"\n[table.{key}]"
             yield from _size(table, encoding)
         for feature in self.features:
@@ -70,9 +70,9 @@ class FeatureFile:
             yield f"encoding = {_quoted(encoding)}"
             if feature.table.pooling != "single":
                 yield f"pooling = {_quoted(feature.table.pooling)}"
-        for name in self.dense:
+        for dense in self.dense:
             yield "\n[[dense]]"
-            yield f"name = {_quoted(name)}"
+            yield f"name = {_quoted(dense)}"
             yield 'transform = "none"'
 
 

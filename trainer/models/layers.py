@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.spec import ModelSpec
 
 
 class StepRows:
@@ -126,24 +125,3 @@ def _positional(module: nn.Module) -> int:
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 2
     return min(2, sum(parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters))
-
-
-def check_layers(module: nn.Module, spec: ModelSpec) -> None:
-    """Raise ModelError where a layer takes a feature that the data do not have, or not as the layer needs it."""
-    dimensions = {name: dimension for name, dimension, _ in spec.features}
-    poolings = dict(zip(spec.names, spec.poolings, strict=False))
-    for path, layer in module.named_modules():
-        for need in layer.needed() if isinstance(layer, FeatureLayer) else ():
-            where = f"{type(module).__name__}: {path}: feature {need.feature}"
-            if need.feature not in dimensions:
-                raise ModelError(f"{where}: is not in the feature file, which has {', '.join(spec.names)}")
-            if need.dimension not in (None, dimensions[need.feature]):
-                raise ModelError(
-                    f"{where}: must have rows of dimension {need.dimension}; got {dimensions[need.feature]}; say dimension = {need.dimension} "
-                    "in the feature file"
-                )
-            pooling = poolings.get(need.feature, need.pooling[0])
-            if pooling not in need.pooling:
-                raise ModelError(
-                    f"{where}: must have pooling {' or '.join(need.pooling)}; got {pooling}; change the feature file, or the layer"
-                )

@@ -143,7 +143,7 @@ def replace_layers(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -
     """Put other layers in the place of those of a module, wherever it has them."""
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child in replaced:
+            if child is not None and child in replaced:
                 parent._modules[name] = replaced[child]
 
 

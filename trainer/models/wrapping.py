@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.faults import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
 from foreload.trainer.models.ids import Ids, Path
 from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
-from foreload.trainer.models.spec import ModelSpec
 from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
 
 Columns = str | Sequence[str] | Mapping[str, str]
@@ -59,15 +59,6 @@ class Wrapped(nn.Module):
         """
         described = FeatureFile(type(self.module).__name__, self.features, self.dense_names, self.unused)
         described.write(pathlib.Path(path), label, encoding)
-
-    def check(self, spec: ModelSpec) -> None:
-        """Raise ModelError unless the data have the dense values that the module takes."""
-        got = spec.dense_names or tuple(self.dense_names)
-        if self.dense_names and (got != self.dense_names or len(self.dense_names) != spec.dense_width):
-            raise ModelError(
-                f"{type(self.module).__name__}: dense values must be {', '.join(self.dense_names)}, in this order, as `wrap` was told; got "
-                f"{', '.join(got) or 'none'}; change dense= or the feature file"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +234,9 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
     except ModelError:
         raise
     except Exception as error:  # a user's module may raise anything
-        raise ModelError(f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}{raised_at(error)}"
+        ) from error
     finally:
         rows.calls = None
         for part, training in modes:

@@ -1,10 +1,13 @@
-"""What is wrong with logits, and where in a model that comes from."""
+"""What is wrong with a model on made-up samples, and where in it that comes from."""
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _SHAPES = (
@@ -23,6 +26,11 @@ _SHAPES = (
     "Clamp",
 )
 """Operations, as autograd names them, that leave probabilities probabilities."""
+
+
+_PACKAGES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, os.path.dirname(os.path.dirname(__file__)))
+)
 
 
 def ends_in_sigmoid(logits: Tensor) -> bool:
@@ -56,11 +64,20 @@ def first_not_finite(module: nn.Module, forward: Callable[[], object]) -> str:
 def not_finite_gradient(module: nn.Module, names: tuple[str, ...], of_block: Tensor | None) -> str | None:
     """A parameter, or the feature, whose gradient is NaN or infinite after a backward. of_block: the gradient of the embedding block, [b, F, W]."""
     for path, parameter in module.named_parameters():
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
+        if parameter.grad is not None and not parameter.grad.to_dense().isfinite().all():
             return f"parameter {path}"
     if of_block is not None and not of_block.isfinite().all():
         return f"feature {names[int((~of_block.isfinite()).any(2).any(0).nonzero()[0])]}"
     return None
+
+
+def raised_at(error: BaseException) -> str:
+    """Where a user's code raised an error, as " (model.py, line 7)"; empty where it is not known."""
+    own = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not os.path.abspath(frame.filename).startswith(_PACKAGES)
+    ]
+    own = [frame for frame in own if os.path.isfile(frame.filename)]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

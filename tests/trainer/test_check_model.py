@@ -1,0 +1,92 @@
+"""`foreload check-model`: a line that says what is wrong with a model, found without data, store or run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Clicks, done, refused
+
+HERE = Path(__file__).parent
+
+WRAPPED = """
+import foreload
+import torch
+from torch import nn
+
+
+class Theirs(nn.Module):
+    def __init__(self, dimension):
+        super().__init__()
+        self.ad, self.user, self.old = nn.Embedding(300, dimension), nn.Embedding(1000, dimension), nn.Embedding(9, 3)
+        self.site = nn.EmbeddingBag(40, dimension, mode="mean")
+        self.out = nn.Linear(3 * dimension + 1, 1)
+
+    def forward(self, ad, user, site, price):
+        return self.out(torch.cat([self.ad(ad), self.user(user), self.site(site), price], 1))
+
+
+def net(spec, *, dimension: int = 4):
+    return foreload.wrap(Theirs(dimension), dense={"price": ["price"]})
+"""
+
+
+def checked(clicks: Clicks, model: object, *rest: object) -> tuple[object, ...]:
+    return ("check-model", model, "--features", clicks.features, "--model-folder", HERE, *rest)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("Wide", "Wide: forward must return logits, torch.float32 [3], for 3 samples; got torch.float32 [3, 1]"),
+        ("Tupled", "Tupled: forward must return logits, torch.float32 [3], for 3 samples; got tuple"),
+        ("AlwaysNormed", "it changes norm.running_mean; leave out BatchNorm and the like, use LayerNorm"),
+        ("Deaf", "Deaf: logits do not depend on user, site; use what is there, or take it out of the feature file"),
+        ("Failing", "Failing: forward failed on 3 made-up samples: KeyError: 'nothing of this name' (model_cases.py, line "),
+        ("Crowded", "Crowded: forward failed on 64 made-up samples: AssertionError"),
+        ("Layered", "in deep.1.1 (Logarithm)"),
+        ("Rooted", "in its own forward, not in a layer"),
+        ("Norm", "does not for feature ad; look for a root or norm of what is 0"),
+        ("Probable", "ends in a sigmoid; return what goes into it"),
+        ("Nothing", "model: cannot import model_cases.py:Nothing: AttributeError: "),
+    ],
+)
+def test_it_says_what_is_wrong(clicks: Clicks, case: str, message: str) -> None:
+    assert message in refused(*checked(clicks, f"model_cases.py:{case}", "--dim", 4))
+
+
+def test_it_says_why_a_file_cannot_be_imported(clicks: Clicks, tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text("import torch\n\ndef net(spec):\nreturn 3\n")
+    (tmp_path / "lost.py").write_text("import no_such_package\n")
+    message = refused("check-model", "torn.py:net", "--features", clicks.features, "--model-folder", tmp_path)
+    assert message.startswith(
+        "model: cannot import torn.py:net: IndentationError: expected an indented block after function definition on line 3"
+    )
+    message = refused("check-model", "lost.py:net", "--features", clicks.features, "--model-folder", tmp_path)
+    assert message.startswith("model: cannot import lost.py:net: ModuleNotFoundError: No module named 'no_such_package'")
+    message = refused("check-model", "none.py:net", "--features", clicks.features, "--model-folder", tmp_path)
+    assert "FileNotFoundError: there is no file none.py" in message
+
+
+def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(WRAPPED)
+    given = ["check-model", "theirs.py:net", "--features", clicks.features, "--model-folder", tmp_path, "--dim", 4]
+    line = "theirs.py:net: 3 features, 1 dense values, 14 parameters; forward and backward work on made-up samples, and use all of it; not used in "
+    assert done(*given, "--json", tmp_path / "told.json") == f"{line}forward: old\n"
+    told = {"model": "theirs.py:net", "features": 3, "dense_values": 1, "parameters": 14, "unused_tables": ["old"]}
+    assert json.loads((tmp_path / "told.json").read_text()) == told
+    message = refused(*given, "--model-options", "dimension=5")
+    assert message.startswith(
+        "Theirs: ad: feature ad: must have rows of dimension 5; got 4; say dimension = 5 in the feature file"
+    )
+    assert done(*checked(clicks, "dcn")).startswith("dcn: 3 features, 1 dense values, ")
+
+
+def test_what_it_is_told_is_checked(clicks: Clicks, tmp_path: Path) -> None:
+    assert refused("check-model", "dlrm", "--features", tmp_path / "no.toml").startswith(
+        f"{tmp_path}/no.toml: cannot read the feature file"
+    )
+    assert refused(*checked(clicks, "dlrm", "--dim", 0)) == "--dim: must be at least 1; got 0"
+    assert "has no option botom" in refused(*checked(clicks, "dlrm", "--model-options", "botom=3"))
+    assert "--features" in refused("check-model", "dlrm")

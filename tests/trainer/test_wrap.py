@@ -1,0 +1,542 @@
+"""`wrap` and foreload.nn: what a wrapped module is given and gives, the feature file that goes with it, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import plain_models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import foreload
+from foreload.pipelines.samples.feature_file import load_features
+from foreload.trainer.compute.layouts import model_spec
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models import build_model
+from foreload.trainer.models.layers import connect
+from foreload.trainer.models.spec import Embeddings, ModelSpec
+from foreload.trainer.models.wrapping import Wrapped
+
+
+def spec_of(wrapped: Wrapped) -> ModelSpec:
+    """The data that go with a wrapped module."""
+    features = tuple((feature.name, feature.table.dimension, feature.table.name) for feature in wrapped.features)
+    return ModelSpec(len(wrapped.dense_names), features, wrapped.dense_names, tuple(f.table.pooling for f in wrapped.features))
+
+
+def embeddings_of(spec: ModelSpec, samples: int) -> Embeddings:
+    """Rows of made-up samples, as a trainer gives them."""
+    width = max(dimension for _, dimension, _ in spec.features)
+    block = torch.randn(samples, len(spec.features), width, requires_grad=True)
+    return Embeddings.split(block, spec.names, [[("weights", dimension)] for _, dimension, _ in spec.features])
+
+
+def names_of(wrapped: Wrapped) -> dict[str, tuple[str, str]]:
+    """Table and column of each feature."""
+    return {feature.name: (feature.table.name, feature.column) for feature in wrapped.features}
+
+
+class Net(nn.Module):
+    """One table, and what a test makes of it: use(net, argument) gives [b, 3]."""
+
+    table: Any
+    other: Any
+    again: Any
+    table_a: Any
+    logits: Any
+    no_such_layer: Any
+
+    def __init__(
+        self, use: Callable[[Net, Any], Tensor] = lambda net, ids: net.table(ids), table: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 3) if table is None else table
+        self.other = nn.Embedding(5, 3)
+        self.out = nn.Linear(3, 1)
+        self.use = use
+
+    def forward(self, ids: Any) -> Tensor:
+        logits: Tensor = self.out(self.use(self, ids)).squeeze(1)
+        return logits
+
+
+class Two(nn.Module):
+    """Its forward takes two arguments, of which a test makes [b, 3]."""
+
+    def __init__(self, use: Callable[[Two, Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.table, self.use = nn.Embedding(10, 3), use
+
+    def forward(self, first: Any, second: Any) -> Tensor:
+        return self.use(self, first, second).sum(1)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "two_tower", "wide_deep"])
+def test_logits_and_gradients_are_those_of_the_module(name: str) -> None:
+    # As plain_models..._here says: where each feature's ids are among the module's arguments.
+    torch.manual_seed(1)
+    module = getattr(plain_models, name)()
+    plain = copy.deepcopy(module)
+    wrapped = getattr(plain_models, f"{name}_here")(ModelSpec(0, ()))
+    wrapped.module.load_state_dict(
+        {key: value for key, value in plain.state_dict().items() if key in wrapped.module.state_dict()}
+    )
+    spec, samples = spec_of(wrapped), 6
+    ids = {feature.column: torch.randint(0, 30, (samples,)) for feature in wrapped.features}
+    tables = {feature.name: plain.get_submodule(path_of(feature.table.name)) for feature in wrapped.features}
+    rows = {f.name: tables[f.name].weight.detach()[ids[f.column]].requires_grad_() for f in wrapped.features}
+    dense = torch.randn(samples, spec.dense_width)
+
+    logits = wrapped(dense, rows)
+    if name == "dlrm":
+        columns = [ids[column] for column in ("site", "ad", "user", "visited")]
+        expected = plain(dense, [torch.arange(samples)] * 4, columns).squeeze(1)
+    elif name == "two_tower":
+        expected = plain(ids["user"], ids["ad"], ids["ad_before"], ids["visited"], torch.arange(samples), age=dense[:, 0])
+    else:
+        expected = plain({column: ids[column] for column in ("site", "ad", "user")}, dense)
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    expected.sum().backward()
+    for feature in wrapped.features:
+        if sum(other.table == feature.table for other in wrapped.features) == 1:
+            gradient = tables[feature.name].weight.grad.to_dense()
+            summed = torch.zeros_like(gradient).index_add(0, ids[feature.column], rows[feature.name].grad)
+            assert torch.allclose(summed, gradient, atol=1e-6)
+    for path, parameter in wrapped.module.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(path).grad)
+
+
+def path_of(table: str) -> str:
+    return re.sub(r"^(emb_l|deep|wide)_", r"\1.", table)
+
+
+def test_the_parameters_begin_as_the_modules_own_and_nothing_else_is_drawn() -> None:
+    torch.manual_seed(3)
+    plain, after = plain_models.two_tower(), torch.rand(1)
+    torch.manual_seed(3)
+    wrapped = plain_models.two_tower_here(ModelSpec(0, ()))
+    assert torch.equal(torch.rand(1), after)
+    assert wrapped.training
+    own = dict(wrapped.module.named_parameters())
+    assert own.keys() == {name for name, _ in plain.named_parameters() if "emb" not in name}
+    assert all(torch.equal(value, plain.get_parameter(name)) for name, value in own.items())
+
+
+@pytest.mark.parametrize("name", ["dlrm", "two_tower", "wide_deep"])
+def test_the_feature_file_is_that_of_the_module(name: str, tmp_path: Path) -> None:
+    build = getattr(plain_models, f"{name}_here")
+    wrapped = build(ModelSpec(0, ()))
+    wrapped.write_features(tmp_path / "features.toml", label="clicked")
+    features = load_features(tmp_path / "features.toml")
+    assert model_spec(features, 99) == spec_of(wrapped)
+    assert [feature.column for feature in features.features] == [feature.column for feature in wrapped.features]
+    assert {table.name: table.rows for table in features.tables} == {f.table.name: f.table.rows for f in wrapped.features}
+    assert isinstance(build_model(build, model_spec(features, 99), {}, 0), Wrapped)
+    with pytest.raises(ModelError, match=r"cannot write the feature file \(File exists\)"):
+        wrapped.write_features(tmp_path / "features.toml", label="clicked")
+    with pytest.raises(ModelError, match="encoding: must be one of hash, vocabulary, id; got 'ids'"):
+        wrapped.write_features(tmp_path / "other.toml", label="clicked", encoding="ids")
+    wrapped.write_features(tmp_path / "counted.toml", label="clicked", encoding="vocabulary")
+    assert {table.rows for table in load_features(tmp_path / "counted.toml").tables} == {None}
+
+
+def test_a_layer_given_one_argument_twice_is_one_feature() -> None:
+    wrapped = foreload.wrap(Two(lambda net, first, second: net.table(first) * net.table(first)))
+    assert names_of(wrapped) == {"table": ("table", "first")}
+    rows = torch.randn(4, 3, requires_grad=True)
+    assert torch.equal(wrapped(torch.empty(4, 0), {"table": rows}), (rows * rows).sum(1))
+
+
+def test_a_layer_given_two_arguments_is_two_features_of_one_table() -> None:
+    wrapped = foreload.wrap(Two(lambda net, first, second: net.table(first) - net.table(second)), columns={"second": "b"})
+    assert names_of(wrapped) == {"table_first": ("table", "first"), "table_b": ("table", "b")}
+    rows = {name: torch.randn(4, 3) for name in names_of(wrapped)}
+    assert torch.equal(wrapped(torch.empty(4, 0), rows), (rows["table_first"] - rows["table_b"]).sum(1))
+
+
+def test_a_layer_that_stands_in_two_places_is_one_table() -> None:
+    net = Net(lambda net, ids: net.table(ids["a"]) + net.again["x"](ids["b"]))
+    net.again = nn.ModuleDict({"x": net.table})
+    assert names_of(foreload.wrap(net)) == {"table_a": ("table", "a"), "table_b": ("table", "b")}
+
+
+def test_a_table_that_forward_does_not_use_is_left_out_and_told(tmp_path: Path) -> None:
+    wrapped = foreload.wrap(Net())
+    assert names_of(wrapped) == {"table": ("table", "ids")}
+    assert wrapped.unused == ("other",)
+    wrapped.write_features(tmp_path / "features.toml", label="y")
+    assert "\n# other: not used in forward, so no feature has it\n" in (tmp_path / "features.toml").read_text()
+
+
+def test_nested_modules_have_tables_by_their_paths() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([Net(), Net()])
+
+        def forward(self, x: Any) -> Tensor:
+            logits: Tensor = self.inner[0](x[0]) + self.inner[1](x[:, 1])
+            return logits
+
+    wrapped = foreload.wrap(Outer(), columns={"x": ["a", "b"]})
+    assert names_of(wrapped) == {"inner_0_table": ("inner_0_table", "a"), "inner_1_table": ("inner_1_table", "b")}
+    renamed = foreload.wrap(Outer(), columns={"x": ["a", "b"]}, names={"inner.1.table": "b"})
+    assert names_of(renamed) == {"inner_0_table": ("inner_0_table", "a"), "b": ("b", "b")}
+
+
+def test_ids_are_picked_and_reshaped_as_tensors_are() -> None:
+    def use(net: Net, x: Any) -> Tensor:
+        assert x.shape == (len(x[0]), 2)
+        assert x.size(0) == x[0].shape[0] == x.size()[0]
+        assert (len(x), x.dim(), x[0].dim(), x.dtype) == (2, 2, 1, torch.int64)
+        first, second = x.unbind(1)
+        mask = torch.ones(x.size(0), 1, device=x.device)
+        assert [column.path for column in x] == [first.path, second.path] == [x[..., 0].path, x[-1].path]
+        rows: Tensor = net.table(first.long().view(-1).to("cpu", non_blocking=True)) + net.other(
+            second.reshape((-1,)).squeeze(-1).int()
+        )
+        return rows * mask
+
+    wrapped = foreload.wrap(Net(use), columns={"ids": ["a", "b"]})
+    assert names_of(wrapped) == {"table": ("table", "a"), "other": ("other", "b")}
+
+
+class Pooling(Enum):
+    """As TorchRec has it."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class EmbeddingBagCollection(nn.Module):
+    """As much of TorchRec's as `wrap` looks at; its tables are within it as there."""
+
+    def __init__(self, *configs: SimpleNamespace, is_weighted: bool = False) -> None:
+        super().__init__()
+        self._configs, self._weighted = configs, is_weighted
+        self.embedding_bags = nn.ModuleDict(
+            {c.name: nn.EmbeddingBag(c.num_embeddings, c.embedding_dim, max_norm=1.0) for c in configs}
+        )
+
+    def embedding_bag_configs(self) -> tuple[SimpleNamespace, ...]:
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return self._weighted
+
+
+def config(name: str, dimension: int, features: list[str], pooling: Pooling = Pooling.SUM, **rest: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name,
+        num_embeddings=20,
+        embedding_dim=dimension,
+        feature_names=features,
+        pooling=pooling,
+        **{"data_type": Pooling.SUM, **rest},
+    )
+
+
+CONFIGS = [
+    config("t_user", 2, ["user", "friend"], data_type=SimpleNamespace(value="FP32")),
+    config("t_tags", 3, ["tags", "user"], Pooling.MEAN, data_type=SimpleNamespace(value="FP32")),
+]
+
+
+def test_a_collection_as_torchrecs_has_features_of_its_own(tmp_path: Path) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ebc = EmbeddingBagCollection(*CONFIGS)
+            self.out = nn.Linear(10, 1)
+
+        def forward(self, features: Any) -> Tensor:
+            keyed = self.ebc(features)
+            assert keyed.keys() == ["user@t_user", "friend", "tags", "user@t_tags"]
+            assert keyed.length_per_key() == [2, 2, 3, 3]
+            by_key = torch.cat([keyed[key] for key in keyed.to_dict()], 1)
+            assert torch.equal(by_key, keyed.values())
+            logits: Tensor = self.out(by_key.reshape(features.stride(), -1))
+            return logits
+
+    wrapped = foreload.wrap(Sparse())
+    assert names_of(wrapped) == {
+        "user_t_user": ("t_user", "user"), "friend": ("t_user", "friend"), "tags": ("t_tags", "tags"), "user_t_tags": ("t_tags", "user"),
+    }  # fmt: skip
+    wrapped.write_features(tmp_path / "features.toml", label="y")
+    features = load_features(tmp_path / "features.toml")
+    assert [(table.name, table.rows, table.dimension) for table in features.tables] == [("t_user", 20, 2), ("t_tags", 20, 3)]
+    assert [feature.pooling for feature in features.features] == ["sum", "sum", "mean", "mean"]
+    build_model(lambda spec: foreload.wrap(Sparse()), model_spec(features, 1), {}, 0)
+    rows = embeddings_of(spec_of(wrapped), 5)
+    logits = wrapped(torch.empty(5, 0), rows)
+    out: Any = wrapped.module.out
+    assert torch.equal(logits, out(torch.cat(list(rows.values()), 1)).squeeze(1))
+
+
+def frozen() -> nn.Embedding:
+    table = nn.Embedding(10, 3)
+    table.weight.requires_grad_(False)
+    return table
+
+
+def hooked() -> nn.Embedding:
+    table = nn.Embedding(10, 3)
+    table.register_forward_hook(lambda layer, given, output: output * 2)
+    return table
+
+
+class Scaled(nn.Embedding):
+    """It has a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+TABLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "padding": (lambda: nn.Embedding(10, 3, padding_idx=0), "wrap: table: padding_idx must be None; got 0; "),
+    "norm": (lambda: nn.EmbeddingBag(10, 3, max_norm=2.0), "wrap: table: max_norm must be None; got 2.0; "),
+    "frequency": (
+        lambda: nn.Embedding(10, 3, scale_grad_by_freq=True),
+        "wrap: table: scale_grad_by_freq must be False; got True; ",
+    ),
+    "max": (lambda: nn.EmbeddingBag(10, 3, mode="max"), """wrap: table: mode must be "sum" or "mean"; got 'max'"""),
+    "frozen": (frozen, "wrap: table: weight is frozen"),
+    "double": (
+        lambda: nn.Embedding(10, 3, dtype=torch.float64),
+        "wrap: table: weight must be a parameter of torch.float32; got torch.float64",
+    ),
+    "parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(10, 3)),
+        "wrap: table: weight must be a parameter of torch.float32; got a parametrization",
+    ),
+    "forward": (lambda: Scaled(10, 3), "wrap: table: Scaled has a forward of its own"),
+    "hooks": (hooked, "wrap: table: Embedding has a forward of its own"),
+    "weighted collection": (lambda: EmbeddingBagCollection(*CONFIGS, is_weighted=True), "wrap: table: is_weighted must be False"),
+    "collection of halves": (
+        lambda: EmbeddingBagCollection(config("t", 2, ["a"], data_type=SimpleNamespace(value="FP16"))),
+        "wrap: table.t: data_type must be FP32; got FP16",
+    ),
+    "collection of maxima": (
+        lambda: EmbeddingBagCollection(config("t", 2, ["a"], SimpleNamespace(value="MAX"))),  # type: ignore[arg-type]
+        "wrap: table.t: pooling must be sum or mean; got max",
+    ),
+}
+
+
+@pytest.mark.parametrize(("table", "message"), TABLES.values(), ids=TABLES)
+def test_tables_that_would_train_otherwise_are_refused(table: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        foreload.wrap(Net(table=table()))
+
+
+def test_tables_may_be_on_no_device_and_their_options_without_a_meaning_here_are_taken() -> None:
+    table = nn.EmbeddingBag(10**12, 3, include_last_offset=True, sparse=True, device="meta")
+    wrapped = foreload.wrap(Net(table=table))
+    assert (wrapped.features[0].table.rows, wrapped.features[0].table.pooling) == (10**12, "mean")
+
+
+USES: dict[str, tuple[Callable[[Net, Any], Any], str]] = {
+    "arithmetic": (lambda net, ids: net.table(ids + 1), "forward takes add of the ids ids; ids may only be picked"),
+    "arithmetic with tensors": (lambda net, ids: net.table(torch.ones(1) * ids), "forward takes rmul of the ids ids"),
+    "comparison": (lambda net, ids: net.table(ids) * (ids != 0)[:, None], "forward takes ne of the ids ids"),
+    "truth": (lambda net, ids: net.table(ids) if ids else None, "forward takes bool of the ids ids"),
+    "a method": (lambda net, ids: net.table(ids.clamp(0, 3)), "forward takes .clamp of the ids ids"),
+    "a function of torch": (
+        lambda net, ids: net.table(torch.where(ids, 1, 2)),
+        "forward gives the ids ids to torch.where; ids may only be picked",
+    ),
+    "dense values": (lambda net, ids: net.out(ids), 'if they are dense values, say dense={"ids": [...]}'),
+    "a shape": (lambda net, ids: net.table(ids.view(-1, 1)), "forward gives a shape (-1, 1) to the ids ids"),
+    "rows of samples": (lambda net, ids: net.table(ids[1:]), "forward takes [slice(1, None, None)] of the ids ids"),
+    "the last": (
+        lambda net, ids: net.table(ids[-1]),
+        'forward takes [-1] of the ids ids; say how many they are: columns={"ids": [...]}',
+    ),
+    "all of them": (
+        lambda net, ids: sum(net.table(x) for x in ids),
+        'forward goes through the ids ids; say what they are: columns={"ids": [...]}',
+    ),
+    "weights": (lambda net, ids: net.table(ids, None, torch.ones(3)), "forward gives per_sample_weights to the embedding table"),
+    "a tensor": (lambda net, ids: net.table(torch.zeros(3, dtype=torch.int64)), "forward gives Tensor to the embedding table"),
+    "the table": (lambda net, ids: net.table.weight[0], "forward takes .weight of the embedding table"),
+    "nothing": (lambda net, ids: torch.zeros(3, 3), "forward of Net uses none of its tables: table, other"),
+    "an error": (lambda net, ids: net.no_such_layer(ids), "has no attribute 'no_such_layer' (test_wrap.py, line "),
+}
+
+
+@pytest.mark.parametrize(("use", "message"), USES.values(), ids=USES)
+def test_forwards_that_need_more_than_rows_are_refused(use: Callable[[Net, Any], Any], message: str) -> None:
+    with pytest.raises(ModelError, match=r"^wrap: ") as refusal:
+        foreload.wrap(Net(use, nn.EmbeddingBag(10, 3, mode="sum")))
+    assert message in str(refusal.value)
+
+
+def test_what_wrap_is_told_must_fit_the_module() -> None:
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: foreload.wrap(Net(), dense={"x": ["a"]}), "forward of Net has no argument x; it has ids"),
+        (
+            lambda: foreload.wrap(Net(), dense={"ids": ["a"]}, columns={"ids": "a"}),
+            "argument ids: must be dense values or ids, not both",
+        ),
+        (lambda: foreload.wrap(Net(), names={"tabel": "a"}), "names: Net has no table at tabel; it has table, other"),
+        (
+            lambda: foreload.wrap(Net(), names={"table": "other"}),
+            "table other: table and other would both be called so; give one a name",
+        ),
+        (lambda: foreload.wrap(nn.Embedding(3, 3)), "Embedding: is an embedding itself"),
+        (lambda: foreload.wrap(nn.Linear(3, 3)), "Linear has no nn.Embedding, nn.EmbeddingBag or EmbeddingBagCollection"),
+        (
+            lambda: foreload.wrap(Net(lambda net, x: net.table(x[2])), columns={"ids": ["a", "b"]}),
+            "ids has 2 columns, as wrap was told",
+        ),
+        (
+            lambda: foreload.wrap(Net(), columns={"ids": ["a", "b"]}),
+            "forward gives all of ids to the embedding table; give it one column",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(ModelError, match=message):
+            call()
+
+
+def test_names_that_collide_are_refused() -> None:
+    net = Net(lambda net, ids: net.table(ids["a"]) + net.table(ids["b"]) + net.table_a(ids["c"]))
+    net.table_a = nn.Embedding(3, 3)
+    with pytest.raises(ModelError, match="feature table_a: table and table_a would both be called so"):
+        foreload.wrap(net)
+
+
+def test_a_table_whose_weight_is_used_elsewhere_is_refused() -> None:
+    net = Net()
+    net.logits = nn.Linear(3, 10, bias=False)
+    net.logits.weight = net.table.weight
+    with pytest.raises(ModelError, match=r"wrap: table: its weight is also logits.weight"):
+        foreload.wrap(net)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ModelSpec(0, (("tabel", 3, "t"),)), "Net: table: feature table: is not in the feature file, which has tabel"),
+        (ModelSpec(0, (("table", 4, "t"),)), "feature table: must have rows of dimension 3; got 4; say dimension = 3"),
+        (ModelSpec(0, (("table", 3, "t"),), (), ("mean",)), "feature table: must have pooling single; got mean"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(spec: ModelSpec, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_model(lambda spec: foreload.wrap(Net()), spec, {}, 0)
+
+
+@pytest.mark.parametrize("names", [("x", "age"), ("age",), ("age", "x", "z")])
+def test_dense_values_must_be_those_that_wrap_was_told(names: tuple[str, ...]) -> None:
+    spec = spec_of(plain_models.wide_deep_here(ModelSpec(0, ())))
+    other = ModelSpec(len(names), spec.features, names, spec.poolings)
+    with pytest.raises(
+        ModelError, match=f"WideDeep: dense values must be age, x, in this order, as `wrap` was told; got {', '.join(names)};"
+    ):
+        build_model(plain_models.wide_deep_here, other, {}, 0)
+
+
+def test_a_forward_that_looks_up_something_else_in_training_is_refused() -> None:
+    wrapped_of = lambda spec: foreload.wrap(Net(lambda net, ids: net.table(ids["b" if net.training else "a"])))  # noqa: E731
+    with pytest.raises(ModelError, match=r'table: is given ids\["b"\], which it was not when `wrap` looked'):
+        build_model(wrapped_of, ModelSpec(0, (("table", 3, "t"),)), {}, 0)
+
+
+class Own(nn.Module):
+    """The sum of features, by layers of theirs."""
+
+    parts: Any
+
+    def __init__(self, *features: str, bag: bool = False) -> None:
+        super().__init__()
+        kind = foreload.nn.EmbeddingBag if bag else foreload.nn.Embedding
+        self.parts = nn.ModuleList(kind(feature) for feature in features)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self) -> Tensor:
+        logits: Tensor = torch.stack([part() for part in self.parts]).sum(0).sum(1) * self.scale
+        return logits
+
+
+class WithDense(Own):
+    """Its forward takes dense values."""
+
+    def forward(self, dense: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward() + dense.sum(1)
+
+
+class WithBoth(Own):
+    """Its forward takes what the contract says."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward() + embeddings["b"].sum(1)
+
+
+@pytest.mark.parametrize("kind", [Own, WithDense, WithBoth])
+def test_layers_of_features_give_the_rows_that_the_model_is_called_with(kind: type[Own]) -> None:
+    spec = ModelSpec(2, (("a", 3, "a"), ("b", 3, "b")))
+    module = build_model(lambda spec: kind("a", "b"), spec, {}, 0)
+    rows, dense = embeddings_of(spec, 4), torch.randn(4, 2)
+    expected = (rows["a"] + rows["b"]).sum(1)
+    expected = expected + {Own: torch.zeros(4), WithDense: dense.sum(1), WithBoth: rows["b"].sum(1)}[kind]
+    # A copy of a model has layers of its own.
+    for one in (module, copy.deepcopy(module)):
+        assert torch.equal(one(dense, rows), expected)
+    for part in module.parts:  # type: ignore[union-attr]
+        with pytest.raises(ModelError, match="its rows are there while the model's forward runs"):
+            part()
+
+
+def test_a_layer_gives_rows_that_may_be_changed_in_place() -> None:
+    spec = ModelSpec(0, (("a", 3, "a"), ("b", 2, "b")))
+
+    class InPlace(Own):
+        def forward(self) -> Tensor:
+            logits: Tensor = self.parts[0]().relu_().view(-1).view(-1, 3).sum(1) + self.parts[0]().sum(1) * self.scale
+            return logits
+
+    module, rows = connect(InPlace("a")), embeddings_of(spec, 4)
+    before = rows["a"].clone()
+    assert torch.equal(module(torch.empty(4, 0), rows), before.relu().sum(1) + before.sum(1))
+    assert torch.equal(rows["a"], before)
+
+
+def test_layers_of_features_that_do_not_fit_the_data_are_refused() -> None:
+    cases: list[tuple[Callable[[], nn.Module], tuple[str, ...], str]] = [
+        (lambda: Own("c"), ("single",), "Own: parts.0: feature c: is not in the feature file, which has a"),
+        (
+            lambda: Own("a"),
+            ("mean",),
+            "parts.0: feature a: must have pooling single; got mean; change the feature file, or the layer",
+        ),
+        (lambda: Own(""), ("single",), r"foreload.nn.Embedding: needs the name of a feature of the feature file; got ''"),
+    ]
+    for build, poolings, message in cases:
+        with pytest.raises(ModelError, match=message):
+            build_model(lambda spec, build=build: build(), ModelSpec(0, (("a", 3, "a"),), (), poolings), {}, 0)
+    build_model(lambda spec: Own("a", bag=True), ModelSpec(0, (("a", 3, "a"),), (), ("mean",)), {}, 0)
+
+
+def test_a_wrapped_module_may_be_part_of_a_model_with_layers_of_its_own() -> None:
+    class Whole(Own):
+        def __init__(self, spec: ModelSpec) -> None:
+            super().__init__("b")
+            self.inner = foreload.wrap(Net())
+
+        def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
+            logits: Tensor = self.inner(dense, embeddings)
+            return logits + super().forward()
+
+    spec = ModelSpec(0, (("table", 3, "t"), ("b", 3, "b")))
+    module, rows = build_model(Whole, spec, {}, 0), embeddings_of(spec, 4)
+    expected = module.inner.module.out(rows["table"]).squeeze(1) + rows["b"].sum(1)  # type: ignore[union-attr, operator]
+    assert torch.equal(module(torch.empty(4, 0), rows), expected)

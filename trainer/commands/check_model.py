@@ -1,0 +1,38 @@
+"""`foreload check-model`: a model tried on made-up samples, with no data, no store and no run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foreload.pipelines.samples.feature_file import load_features
+from foreload.trainer.compute.layouts import model_spec
+from foreload.trainer.models import build_model, check_uses, load_model
+from foreload.trainer.models.wrapping import Wrapped
+
+
+def run(name: str, folder: str, features: str, dim: int, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Build a model for a feature file, and run it forward and backward; returns what it is. Raises ModelError and FeatureError.
+
+    name, folder, dim, options, seed: as `foreload train` has them in --model, --model-folder, --dim, --model-options and --seed.
+    """
+    spec = model_spec(load_features(features), dim)
+    module = build_model(load_model(name, folder), spec, options, seed)
+    about = {
+        "model": name,
+        "features": len(spec.features),
+        "dense_values": spec.dense_width,
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "unused_tables": [path for part in module.modules() if isinstance(part, Wrapped) for path in part.unused],
+    }
+    check_uses(module, spec)
+    return about
+
+
+def text(about: Mapping[str, Any]) -> str:
+    """The same for a person, on a line."""
+    unused = f"; not used in forward: {', '.join(about['unused_tables'])}" if about["unused_tables"] else ""
+    return (
+        f"{about['model']}: {about['features']:,} features, {about['dense_values']:,} dense values, {about['parameters']:,} parameters; forward and "
+        f"backward work on made-up samples, and use all of it{unused}"
+    )

@@ -143,7 +143,7 @@ def wrap(
     module: is changed, and kept as `.module`; the values of its tables are not read, so they may be on the device "meta". dense: the arguments of
     its forward that hold dense values, each with the names of these (a list: [b, n]; one name: [b]). columns: of those that hold ids, what they are
     called in the data: one name, a list (for ids[k] and ids[:, k]), or a dict; by default as arguments and keys are called. names: what the table at
-    a path in the module is to be called; by default as the path, with _ for each dot. Raises ModelError (docs/models.md, Modules of others).
+    a path in the module is to be called; by default as the path, with _ for each dot. Raises ModelError (docs/models.md, A module as it is).
     """
     arguments = Arguments.of(module, dense or {}, columns or {})
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):

@@ -72,7 +72,7 @@ def test_it_says_why_a_file_cannot_be_imported(clicks: Clicks, tmp_path: Path) -
 def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(WRAPPED)
     given = ["check-model", "theirs.py:net", "--features", clicks.features, "--model-folder", tmp_path, "--dim", 4]
-    line = "theirs.py:net: 3 features, 1 dense values, 14 parameters; forward and backward work on made-up samples, and use all of it; not used in "
+    line = "theirs.py:net: 3 features, 1 dense value, 14 parameters; forward and backward work on made-up samples, and use all of it; not used in "
     assert done(*given, "--json", tmp_path / "told.json") == f"{line}forward: old\n"
     told = {"model": "theirs.py:net", "features": 3, "dense_values": 1, "parameters": 14, "unused_tables": ["old"]}
     assert json.loads((tmp_path / "told.json").read_text()) == told
@@ -80,7 +80,7 @@ def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:
     assert message.startswith(
         "Theirs: ad: feature ad: must have rows of dimension 5; got 4; say dimension = 5 in the feature file"
     )
-    assert done(*checked(clicks, "dcn")).startswith("dcn: 3 features, 1 dense values, ")
+    assert done(*checked(clicks, "dcn")).startswith("dcn: 3 features, 1 dense value, ")
 
 
 def test_what_it_is_told_is_checked(clicks: Clicks, tmp_path: Path) -> None:

@@ -387,6 +387,7 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
             "argument ids: must be dense values or ids, not both",
         ),
         (lambda: foreload.wrap(Net(), names={"tabel": "a"}), "names: Net has no table at tabel; it has table, other"),
+        (lambda: foreload.wrap(Net(), keep=["tabel"]), "keep: Net has no table at tabel; it has table, other"),
         (
             lambda: foreload.wrap(Net(), names={"table": "other"}),
             "table other: table and other would both be called so; give one a name",
@@ -405,6 +406,19 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
     for call, message in cases:
         with pytest.raises(ModelError, match=message):
             call()
+
+
+def test_an_embedding_of_indices_of_its_own_may_be_kept() -> None:
+    use = lambda net, ids: net.table(ids) + net.other(torch.arange(ids.size(0)) % 5)  # noqa: E731
+    with pytest.raises(
+        ModelError, match=r'forward gives Tensor to the embedding other; .*; for indices of its own, say keep=\["other"\]'
+    ):
+        foreload.wrap(Net(use))
+    wrapped = foreload.wrap(Net(use), keep=["other"])
+    assert names_of(wrapped) == {"table": ("table", "ids")}
+    assert "module.other.weight" in dict(wrapped.named_parameters())
+    with pytest.raises(ModelError, match=r"forward gives the ids ids to torch.embedding"):
+        foreload.wrap(Net(), keep=["table"])
 
 
 def test_names_that_collide_are_refused() -> None:
@@ -491,6 +505,8 @@ def test_layers_of_features_give_the_rows_that_the_model_is_called_with(kind: ty
     # A copy of a model has layers of its own.
     for one in (module, copy.deepcopy(module)):
         assert torch.equal(one(dense, rows), expected)
+    with pytest.raises(KeyError):
+        module(dense, {})
     for part in module.parts:  # type: ignore[union-attr]
         with pytest.raises(ModelError, match="its rows are there while the model's forward runs"):
             part()

@@ -32,7 +32,8 @@ def run(name: str, folder: str, features: str, dim: int, options: Mapping[str, A
 def text(about: Mapping[str, Any]) -> str:
     """The same for a person, on a line."""
     unused = f"; not used in forward: {', '.join(about['unused_tables'])}" if about["unused_tables"] else ""
-    return (
-        f"{about['model']}: {about['features']:,} features, {about['dense_values']:,} dense values, {about['parameters']:,} parameters; forward and "
-        f"backward work on made-up samples, and use all of it{unused}"
+    counted = ", ".join(
+        f"{about[name]:,} {word}{'s' * (about[name] != 1)}"
+        for name, word in (("features", "feature"), ("dense_values", "dense value"), ("parameters", "parameter"))
     )
+    return f"{about['model']}: {counted}; forward and backward work on made-up samples, and use all of it{unused}"

@@ -38,7 +38,9 @@ class _Replaced(FeatureLayer):
     def given(self, ids: object) -> Ids:
         """What the layer was given, where it is ids; raises TypeError where it is not."""
         if not isinstance(ids, Ids):
-            raise TypeError(f"forward gives {type(ids).__name__} to the embedding {self.path}; {REMEDY}")
+            raise TypeError(
+                f'forward gives {type(ids).__name__} to the embedding {self.path}; {REMEDY}; for indices of its own, say keep=["{self.path}"]'
+            )
         return ids
 
 

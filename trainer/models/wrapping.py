@@ -137,19 +137,21 @@ def wrap(
     dense: Mapping[str, str | Sequence[str]] | None = None,
     columns: Mapping[str, Columns] | None = None,
     names: Mapping[str, str] | None = None,
+    keep: Sequence[str] = (),
 ) -> Wrapped:
     """A PyTorch module as a model, of forward(dense, embeddings): its nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection become features.
 
     module: is changed, and kept as `.module`; the values of its tables are not read, so they may be on the device "meta". dense: the arguments of
     its forward that hold dense values, each with the names of these (a list: [b, n]; one name: [b]). columns: of those that hold ids, what they are
     called in the data: one name, a list (for ids[k] and ids[:, k]), or a dict; by default as arguments and keys are called. names: what the table at
-    a path in the module is to be called; by default as the path, with _ for each dot. Raises ModelError (docs/models.md, A module as it is).
+    a path in the module is to be called; by default as the path, with _ for each dot. keep: paths of embeddings that stay as they
+    are, dense parameters, for indices that forward makes itself, such as positions. Raises ModelError (docs/models.md, A module as it is).
     """
     arguments = Arguments.of(module, dense or {}, columns or {})
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):
         raise ModelError(f"wrap: {type(module).__name__}: is an embedding itself; wrap the module that has it")
     rows = WrappedRows()
-    layers = _replace(module, rows, dict(names or {}))
+    layers = _replace(module, rows, dict(names or {}), keep)
     wrapped = Wrapped(module, arguments, rows)
     wrapped.features = _features(wrapped, _calls(wrapped, arguments, rows), arguments)
     used = {feature.table.name for feature in wrapped.features}
@@ -171,9 +173,9 @@ def _place(layer: Lookup | Collection, table: TorchTable) -> str:
     return layer.path if isinstance(layer, Lookup) else f"{layer.path}.{table.name}"
 
 
-def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str]) -> list[Lookup | Collection]:
+def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: Sequence[str]) -> list[Lookup | Collection]:
     """Put layers that give a step's rows in the place of those with tables; returns them."""
-    given = set(names)
+    given, kept = set(names), set(keep)
 
     def name_of(path: str, name: str) -> str:
         given.discard(path)
@@ -183,8 +185,9 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str]) -> lis
     replaced: dict[nn.Module, nn.Module] = {}
     layers: list[Lookup | Collection] = []
     for path, layer in module.named_modules():
-        if any(path.startswith(f"{other.path}.") for other in layers):
-            continue  # what a collection has within
+        if path in kept or any(path.startswith(f"{other.path}.") for other in layers):
+            kept.discard(path)
+            continue  # or what a collection has within
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             table = torch_table(path, name_of(path, feature_name(path)), layer)
             weights[id(layer.weight)] = path
@@ -197,10 +200,10 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str]) -> lis
         raise ModelError(
             f"wrap: {type(module).__name__} has no nn.Embedding, nn.EmbeddingBag or EmbeddingBagCollection; give it its tables, or leave out wrap"
         )
-    if given:
-        raise ModelError(
-            f"wrap: names: {type(module).__name__} has no table at {sorted(given)[0]}; it has {', '.join(layer.path for layer in layers)}"
-        )
+    for setting, left in (("names", given), ("keep", kept)):
+        if left:
+            places = ", ".join(layer.path for layer in layers)
+            raise ModelError(f"wrap: {setting}: {type(module).__name__} has no table at {min(left)}; it has {places}")
     _refuse_twice("table", [(table.name, _place(layer, table)) for layer in layers for table in dict.fromkeys(_tables(layer))])
     replace_layers(module, replaced)
     for path, parameter in module.named_parameters():

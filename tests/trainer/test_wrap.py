@@ -384,7 +384,11 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
         (lambda: foreload.wrap(Net(), dense={"x": ["a"]}), "forward of Net has no argument x; it has ids"),
         (
             lambda: foreload.wrap(Net(), dense={"ids": ["a"]}, columns={"ids": "a"}),
-            "argument ids: must be dense values or ids, not both",
+            "argument ids: must be dense values or ids, not both, but for the keys of a dict",
+        ),
+        (
+            lambda: foreload.wrap(Net(), dense={"ids": {"a": "a"}}, columns={"ids": {"a": "a"}}),
+            "argument ids: must be dense values or ids",
         ),
         (lambda: foreload.wrap(Net(), names={"tabel": "a"}), "names: Net has no table at tabel; it has table, other"),
         (lambda: foreload.wrap(Net(), keep=["tabel"]), "keep: Net has no table at tabel; it has table, other"),
@@ -406,6 +410,27 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
     for call, message in cases:
         with pytest.raises(ModelError, match=message):
             call()
+
+
+@pytest.mark.parametrize("as_keywords", [False, True])
+def test_ids_and_dense_values_may_be_in_one_dict(as_keywords: bool) -> None:
+    class Batched(Net):
+        def forward(self, batch: Any) -> Tensor:
+            numbers = torch.cat([batch["numbers"], batch["age"].unsqueeze(1)], 1)
+            logits: Tensor = self.out(self.table(batch["ad"]) * numbers)
+            return logits
+
+    class Keywords(Batched):
+        def forward(self, **batch: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(batch)
+
+    dense: Any = {"batch": {"age": "a", "numbers": ["n", "m"]}}
+    wrapped = foreload.wrap((Keywords if as_keywords else Batched)(), dense=dense, columns={"batch": {"ad": "ad_id"}})
+    assert (names_of(wrapped), wrapped.dense_names) == ({"table": ("table", "ad_id")}, ("a", "n", "m"))
+    rows, values = torch.randn(4, 3), torch.randn(4, 3)
+    expected = wrapped.module.out(rows * values[:, [1, 2, 0]]).squeeze(1)  # type: ignore[operator]
+    for one in (wrapped, copy.deepcopy(wrapped)):
+        assert torch.equal(one(values, {"table": rows}), expected)
 
 
 def test_an_embedding_of_indices_of_its_own_may_be_kept() -> None:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pathlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.arguments import Arguments, Columns, DenseValues
 from foreload.trainer.models.faults import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
-from foreload.trainer.models.ids import Ids, Path
+from foreload.trainer.models.ids import Path
 from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
 from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
-
-Columns = str | Sequence[str] | Mapping[str, str]
-"""The columns of the data that an argument of forward holds: one; several, in order; or by the keys of a dict."""
 
 _SAMPLES = 3
 """Made-up samples that forward is looked at with."""
@@ -61,80 +57,10 @@ class Wrapped(nn.Module):
         described.write(pathlib.Path(path), label, encoding)
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """What the forward of a module is called with. dense: per argument its columns; columns: of those that hold ids."""
-
-    signature: inspect.Signature
-    dense: Mapping[str, str | tuple[str, ...]]
-    columns: Mapping[str, Columns]
-
-    @classmethod
-    def of(cls, module: nn.Module, dense: Mapping[str, str | Sequence[str]], columns: Mapping[str, Columns]) -> Arguments:
-        """Those of a module. Raises ModelError where one is named that it does not have."""
-        signature = inspect.signature(module.forward)
-        for name in (*dense, *columns):
-            if name not in signature.parameters:
-                known = ", ".join(signature.parameters) or "none"
-                raise ModelError(f"wrap: forward of {type(module).__name__} has no argument {name}; it has {known}")
-            if name in dense and name in columns:
-                raise ModelError(f"wrap: argument {name}: must be dense values or ids, not both")
-        named = {name: given if isinstance(given, str) else tuple(given) for name, given in dense.items()}
-        return cls(signature, named, dict(columns))
-
-    @property
-    def dense_names(self) -> tuple[str, ...]:
-        """The dense values, in order."""
-        return tuple(name for given in self.dense.values() for name in ([given] if isinstance(given, str) else given))
-
-    def call(self, module: nn.Module, dense: Tensor) -> Any:
-        """Call the module for the samples of `dense`, float32 [b, n]."""
-        bound = self.signature.bind_partial()
-        bound.arguments.update(self._dense(dense))
-        for name, parameter in self.signature.parameters.items():
-            optional = parameter.default is not parameter.empty or parameter.kind in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            )
-            if name not in self.dense and (name in self.columns or not optional):
-                bound.arguments[name] = self._ids(name, len(dense), dense.device)
-        # In the order of the signature, by which positional ones are given.
-        bound.arguments = {name: bound.arguments[name] for name in self.signature.parameters if name in bound.arguments}
-        return module(*bound.args, **bound.kwargs)
-
-    def _dense(self, dense: Tensor) -> dict[str, Tensor]:
-        values, start = {}, 0
-        for name, given in self.dense.items():
-            end = start + (1 if isinstance(given, str) else len(given))
-            part = dense if end - start == dense.shape[1] else dense[:, start:end].contiguous()
-            values[name], start = part.squeeze(1) if isinstance(given, str) else part, end
-        return values
-
-    def _ids(self, name: str, samples: int, device: torch.device) -> Any:
-        given = self.columns.get(name)
-        if isinstance(given, Mapping):
-            return {key: Ids((name, key), samples, device) for key in given}
-        if given is None or isinstance(given, str):
-            return Ids((name,), samples, device)
-        if self.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            return tuple(Ids((name, place), samples, device) for place in range(len(given)))
-        return Ids((name,), samples, device, tuple(given))
-
-    def column(self, path: Path) -> str | None:
-        """The column that ids are from, where that is known."""
-        given = self.columns.get(str(path[0]))
-        if len(path) == 1:
-            return given if isinstance(given, str) else str(path[0])
-        last = path[-1]
-        if isinstance(last, str):
-            return given.get(last, last) if isinstance(given, Mapping) else last
-        return None if given is None or isinstance(given, str | Mapping) else given[last]
-
-
 def wrap(
     module: nn.Module,
     *,
-    dense: Mapping[str, str | Sequence[str]] | None = None,
+    dense: Mapping[str, DenseValues] | None = None,
     columns: Mapping[str, Columns] | None = None,
     names: Mapping[str, str] | None = None,
     keep: Sequence[str] = (),
@@ -142,10 +68,10 @@ def wrap(
     """A PyTorch module as a model, of forward(dense, embeddings): its nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection become features.
 
     module: is changed, and kept as `.module`; the values of its tables are not read, so they may be on the device "meta". dense: the arguments of
-    its forward that hold dense values, each with the names of these (a list: [b, n]; one name: [b]). columns: of those that hold ids, what they are
-    called in the data: one name, a list (for ids[k] and ids[:, k]), or a dict; by default as arguments and keys are called. names: what the table at
-    a path in the module is to be called; by default as the path, with _ for each dot. keep: paths of embeddings that stay as they
-    are, dense parameters, for indices that forward makes itself, such as positions. Raises ModelError (docs/models.md, A module as it is).
+    its forward that hold dense values, each with the names of these (a list: [b, n]; one name: [b]; a dict of such). columns: of those that hold ids,
+    what they are called in the data: one name, a list (for ids[k] and ids[:, k]), or a dict; by default as arguments and keys are called. names: what
+    the table at a path in the module is to be called; by default as the path, with _ for each dot. keep: paths of embeddings that stay as they are,
+    dense parameters, for indices that forward makes itself, such as positions. Raises ModelError (docs/models.md, A module as it is).
     """
     arguments = Arguments.of(module, dense or {}, columns or {})
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):

@@ -201,7 +201,7 @@ def test_ids_are_picked_and_reshaped_as_tensors_are() -> None:
         mask = torch.ones(x.size(0), 1, device=x.device)
         assert [column.path for column in x] == [first.path, second.path] == [x[..., 0].path, x[-1].path]
         rows: Tensor = net.table(first.long().view(-1).to("cpu", non_blocking=True)) + net.other(
-            second.reshape((-1,)).squeeze(-1).int()
+            second.reshape((-1,)).squeeze(-1).flatten().int()
         )
         return rows * mask
 

@@ -10,7 +10,7 @@ import torch
 Path = tuple[str | int, ...]
 """An argument of forward, and what was picked from it: ("ids", 3), ("batch", "user")."""
 
-_SAME = ("long", "int", "to", "contiguous", "clone", "detach", "cpu", "cuda", "flatten", "squeeze")
+_SAME = ("long", "int", "to", "contiguous", "clone", "detach", "cpu", "cuda", "squeeze")
 _RESHAPED = ("view", "reshape")
 _OPERATORS = (
     "eq ne lt le gt ge bool int float index array contains setitem invert neg abs add radd iadd sub rsub isub mul rmul imul mod rmod floordiv "
@@ -80,6 +80,8 @@ class Ids:
             return lambda *rest, **options: self
         if name in _RESHAPED:
             return self._reshaped
+        if name == "flatten":
+            return lambda: self._reshaped(-1)
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(name)
         raise AttributeError(f"forward takes .{name} of the ids {text_of(self.path)}; {REMEDY}")

@@ -403,6 +403,10 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
             "ids has 2 columns, as wrap was told",
         ),
         (
+            lambda: foreload.wrap(Net(lambda net, x: net.table(x.flatten())), columns={"ids": ["a", "b"]}),
+            r"forward gives a shape \(-1,\) to the ids ids",
+        ),
+        (
             lambda: foreload.wrap(Net(), columns={"ids": ["a", "b"]}),
             "forward gives all of ids to the embedding table; give it one column",
         ),

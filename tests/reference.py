@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,9 @@ class Config:
     by_table: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     dense_optimizer: str = "SGD"
     dense_options: Mapping[str, object] = field(default_factory=lambda: {"lr": 0.01})
+    lr_schedule: str | None = None
+    dense_lr_schedule: str | None = None
+    dense_clip: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class Table:
     """
 
     def __init__(self, rows: int, parts: Sequence[int], optimizer: str, lr: float) -> None:
-        self.parts, self.optimizer, self.lr = list(parts), optimizer, np.float32(lr)
+        self.parts, self.optimizer, self.rate, self.lr = list(parts), optimizer, lr, np.float32(lr)
         self.width = sum(parts)
         state_width = {"sgd": 0, "adagrad": self.width, "rowwise_adagrad": len(self.parts)}[optimizer]
         self.rows = rows
@@ -143,6 +147,59 @@ def sum_of_squares(g: np.ndarray) -> np.ndarray:
     for half in (4, 2):
         p[:, :half] = p[:, :half] + p[:, half : 2 * half]
     return p[:, 0] + p[:, 1]
+
+
+def rate_factor(schedule: str, step: int) -> float:
+    """What a learning rate is multiplied by at a training step."""
+    words = [word.split(":") for word in schedule.split(",")]
+    if words[0][0].isdigit():
+        points = [(int(at), float(value)) for at, value in words]
+        if step < points[0][0]:
+            return points[0][1]
+        for (a, x), (b, y) in itertools.pairwise(points):
+            if a <= step < b:
+                return x + (y - x) * ((step - a) / (b - a))
+        return points[-1][1]
+    n = int(words.pop(0)[1]) if words[0][0] == "warmup" else 0
+    if step < n:
+        return (step + 1) / n
+    if not words:
+        return 1.0
+    kind, end, x = words[0][0], int(words[0][1]), float(words[0][2])
+    if kind == "step":
+        bits, square, product = (step - n) // end, x, 1.0
+        while bits:
+            product = product * square if bits % 2 else product
+            bits, square = bits // 2, square * square
+        return product
+    t = min(step - n, end - n) / (end - n)
+    return 1 + (x - 1) * t if kind == "linear" else x + (1 - x) * ((1 + cosine(t)) / 2)
+
+
+def cosine(t: float) -> float:
+    """cos(pi t), 0 <= t <= 1."""
+    if t > 0.5:
+        return -cosine(1 - t)
+    q, total = (math.pi * t) * (math.pi * t), 1.0
+    for k in range(11, 0, -1):
+        total = 1 - q / ((2 * k - 1) * (2 * k)) * total
+    return total
+
+
+def clip(gradients: Sequence[torch.Tensor], most: float) -> None:
+    """Scale gradients whose norm over all of them is larger."""
+    total = 0.0
+    for gradient in gradients:
+        values = gradient.numpy().reshape(-1).astype(np.float64)
+        sums = [0.0] * 8
+        for place, value in enumerate(values.tolist()):
+            sums[place % 8] += value * value
+        sums = [a + b for a, b in zip(sums[:4], sums[4:], strict=True)]
+        total += (sums[0] + sums[2]) + (sums[1] + sums[3])
+    norm = math.sqrt(total)
+    if norm > most:
+        for gradient in gradients:
+            gradient *= np.float32(most / norm).item()
 
 
 def sum_in_order(groups: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
@@ -219,6 +276,8 @@ class Trainer:
         self.with_gradients = {name: value for name, value in self.parameters.items() if value.requires_grad}
         optimizers = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
         self.optimizer = optimizers[config.dense_optimizer.lower()](self.with_gradients.values(), **config.dense_options)
+        for group in self.optimizer.param_groups:
+            group["initial"] = group["lr"]
 
     def block(self, lookups: Lookups, samples: int) -> torch.Tensor:
         """The embedding block of a slice, float32 [samples, F, Wmax]."""
@@ -282,10 +341,18 @@ class Trainer:
                 lanes.append(self.row_gradients(lookups, block.grad.numpy()))
             for name, value in gradients.items():
                 dense_sum[name] = value if lane == 0 else dense_sum[name] + value
+        config = self.config
         for number_of_table, table in enumerate(self.tables):
+            if config.lr_schedule is not None:
+                table.lr = np.float32(table.rate * rate_factor(config.lr_schedule, number))
             table.update(*add_lanes([lane[number_of_table] for lane in lanes]))
         for name, value in self.with_gradients.items():
             value.grad = dense_sum[name]
+        if config.dense_clip is not None:
+            clip([value.grad for value in self.with_gradients.values() if value.grad is not None], config.dense_clip)
+        if config.dense_lr_schedule is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial"] * rate_factor(config.dense_lr_schedule, number)
         self.optimizer.step()
         return total_loss
 

@@ -49,7 +49,10 @@ class TrainSettings(TypedDict, total=False):
     row_optimizer: str
     lr: float
     dense_optimizer: str
+    lr_schedule: str
     dense_lr: float
+    dense_lr_schedule: str
+    dense_clip: float
     seed: int
     model_options: Mapping[str, Any]
     dense_options: Mapping[str, Any]

@@ -214,6 +214,13 @@ def number(least: float) -> Parse:
     return parse
 
 
+def positive(flag: str, value: Any) -> float:
+    """A finite number above 0, as number or text."""
+    if not (result := number(0)(flag, value)):
+        raise SettingError(f"{flag}: must be above 0; got {value}")
+    return result
+
+
 def size_bytes(flag: str, value: Any) -> int:
     """Bytes: a number, with or without a unit, such as 300000, 512MB or 2GiB."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))

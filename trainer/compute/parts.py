@@ -13,6 +13,7 @@ from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import BlockLayout, UpdateRules
+from foreload.trainer.compute.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class TrainerParts:
     """The schedule, the dense part of the model, and the settings of a step; nothing in it is shared with another trainer.
 
     parameters: those of the module that are trained, in its order; layouts: of the rows, by table; block: of the embedding block; rules: the row
-    optimizers; seed: of the run; allow_nan: whether training goes on after a loss that is not finite.
+    optimizers; rates: learning rates by step; clip_dense: the most that the norm of the dense gradients may be, or None; seed: of the run;
+    allow_nan: whether training goes on after a loss that is not finite.
     """
 
     schedule: Schedule
@@ -30,6 +32,8 @@ class TrainerParts:
     layouts: Sequence[RowLayout]
     block: BlockLayout
     rules: UpdateRules
+    rates: Rates
+    clip_dense: float | None
     kernels: Kernels
     seed: int
     device: torch.device

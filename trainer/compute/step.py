@@ -16,6 +16,7 @@ from foreload.trainer.compute.exchange import DenseSum, ExchangePlan
 from foreload.trainer.compute.gradient_bucket import GradientBucket
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.rates import clip
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.compute.slices import LocalRows, SliceGradients
 from foreload.trainer.compute.term_session import TermSession
@@ -134,11 +135,12 @@ class TrainingStep:
         parts, commits = self._parts, self._commits
         if commits is not None:
             commits.begin_apply(self.event)
+        rules = parts.rates.rules_at(self.event.step)
         for lane, partition in self._lanes.partitions.items():
             slots = self._plan.events[lane].slots
             tags, before = (None, None) if commits is None else commits.keep(lane, slots)
             tables = partition.mark_trained(slots, self.event.step, tags)
-            parts.kernels.apply(partition.weights, partition.state, slots, tables, self._totals[lane], parts.rules, before)
+            parts.kernels.apply(partition.weights, partition.state, slots, tables, self._totals[lane], rules, before)
         self._clock.lap("compute")
         self._point("rows applied")
         dense_sum, self._dense_sum = self._dense_sum, None
@@ -147,8 +149,11 @@ class TrainingStep:
         else:
             dense = self._bucket.gradients(self._session.exchange.finish_dense(dense_sum))
         self._clock.lap("exchange")
+        if parts.clip_dense is not None:
+            clip(dense, parts.clip_dense)
         for parameter, gradient in zip(parts.parameters, dense, strict=True):
             parameter.grad = gradient
+        parts.rates.set_dense(parts.optimizer, self.event.step)
         dense_optimizers.step(parts.optimizer)
         self._clock.lap("compute")
         self._point("dense part applied")

@@ -48,6 +48,7 @@ from foreload.trainer.compute.layouts import (
 )
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
+from foreload.trainer.compute.rates import Rates
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import Transport
 from foreload.trainer.models import build_model, load_model
@@ -87,6 +88,8 @@ class DenseModel:
 
     def parts(self, job: TrainJob, schedule: Schedule) -> TrainerParts:
         """What a trainer of this model has as long as it lives."""
+        rates = [table.lr for table in job.row_optimizers(schedule.header.features)]
+        rules = UpdateRules.of(self.layouts, rates)
         return TrainerParts(
             schedule=schedule,
             module=self.module,
@@ -94,7 +97,9 @@ class DenseModel:
             optimizer=self.optimizer,
             layouts=self.layouts,
             block=BlockLayout.of(schedule.header.features, self.layouts),
-            rules=UpdateRules.of(self.layouts, [table.lr for table in job.row_optimizers(schedule.header.features)]),
+            rules=rules,
+            rates=Rates(rules, tuple(rates), job.lr_schedule, float(job.dense_lr), job.dense_lr_schedule),
+            clip_dense=job.dense_clip,
             kernels=kernels_for(job.device),
             seed=job.seed,
             device=torch.device(job.device),

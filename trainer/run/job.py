@@ -19,6 +19,7 @@ from foreload.pipelines.base.settings import (
     named,
     number,
     parse_fields,
+    positive,
     setting,
     switch,
     text,
@@ -26,6 +27,7 @@ from foreload.pipelines.base.settings import (
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.run.job_values import (
     Interval,
@@ -40,6 +42,7 @@ from foreload.trainer.run.job_values import (
 )
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
+_WRITTEN = Servers | Parity | Size | Place | Interval | RateSchedule
 _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
 
 
@@ -68,11 +71,18 @@ class TrainJob:
         "adagrad", choice(*ROW_OPTIMIZERS), "optimizer of the embedding rows", _HOW, metavar=f"{{{','.join(ROW_OPTIMIZERS)}}}"
     )
     lr: float = setting(0.05, number(0), "learning rate of the rows", _HOW, metavar="X")
+    lr_schedule: RateSchedule | None = setting(
+        None, RateSchedule.parse, "what --lr is multiplied by, such as warmup:1000,cosine:20000:0.1", _HOW, metavar="FACTORS"
+    )
     tables: dict[str, TableSettings] = setting(
         {}, tables, "job file only: row-optimizer and lr of single tables, in [train.tables.NAME]", _HOW, form="file"
     )
     dense_optimizer: str = setting("Adagrad", text, "optimizer of the dense part, as torch.optim names it", _HOW, metavar="NAME")
     dense_lr: float = setting(0.01, number(0), "learning rate of the dense part", _HOW, metavar="X")
+    dense_lr_schedule: RateSchedule | None = setting(None, RateSchedule.parse, "the same of --dense-lr", _HOW, metavar="FACTORS")
+    dense_clip: float | None = setting(
+        None, positive, "the most that the norm of the dense gradients may be; they are scaled down to it", _HOW, metavar="X"
+    )
     dense_options: dict[str, Any] = setting(
         {}, key_values, "options of the dense optimizer, such as momentum=0.9", _HOW, form="several", metavar="K=V"
     )
@@ -89,12 +99,7 @@ class TrainJob:
         _WHERE, metavar="URL,...", stated=False,
     )  # fmt: skip
     no_restart: bool = setting(
-        False,
-        switch,
-        "do not start a server of local:N, or a trainer, again when it has died",
-        _WHERE,
-        form="switch",
-        stated=False,
+        False, switch, "do not start a local server, or a trainer, again when it has died", _WHERE, form="switch", stated=False
     )
     trainers: int = setting(
         1, integer(1, MOST_LANES), "trainer processes; each hosts one or more of the schedule's lanes", _WHERE, metavar="N"
@@ -295,9 +300,7 @@ class TrainJob:
         """Every setting as JSON and TOML hold it: `of` gives the same job again."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         own = {name: table.to_dict() for name, table in self.tables.items()}
-        written = {
-            name: str(value) for name, value in values.items() if isinstance(value, Servers | Parity | Size | Place | Interval)
-        }
+        written = {name: str(value) for name, value in values.items() if isinstance(value, _WRITTEN)}
         return values | written | {"tables": own}
 
     def code(self, shards: int) -> Parity:

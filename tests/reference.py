@@ -68,6 +68,7 @@ class Config:
     lr_schedule: str | None = None
     dense_lr_schedule: str | None = None
     dense_clip: float | None = None
+    later: tuple[int, Config] | None = None  # the step from which on another one holds, in what concerns learning rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Table:
     """
 
     def __init__(self, rows: int, parts: Sequence[int], optimizer: str, lr: float) -> None:
-        self.parts, self.optimizer, self.rate, self.lr = list(parts), optimizer, lr, np.float32(lr)
+        self.parts, self.optimizer, self.lr = list(parts), optimizer, np.float32(lr)
         self.width = sum(parts)
         state_width = {"sgd": 0, "adagrad": self.width, "rowwise_adagrad": len(self.parts)}[optimizer]
         self.rows = rows
@@ -276,8 +277,6 @@ class Trainer:
         self.with_gradients = {name: value for name, value in self.parameters.items() if value.requires_grad}
         optimizers = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
         self.optimizer = optimizers[config.dense_optimizer.lower()](self.with_gradients.values(), **config.dense_options)
-        for group in self.optimizer.param_groups:
-            group["initial"] = group["lr"]
 
     def block(self, lookups: Lookups, samples: int) -> torch.Tensor:
         """The embedding block of a slice, float32 [samples, F, Wmax]."""
@@ -342,17 +341,19 @@ class Trainer:
             for name, value in gradients.items():
                 dense_sum[name] = value if lane == 0 else dense_sum[name] + value
         config = self.config
+        if config.later is not None and number >= config.later[0]:
+            config = config.later[1]
         for number_of_table, table in enumerate(self.tables):
-            if config.lr_schedule is not None:
-                table.lr = np.float32(table.rate * rate_factor(config.lr_schedule, number))
+            _, rate = config.by_table.get(config.log.tables[number_of_table].name, (config.row_optimizer, config.lr))
+            table.lr = np.float32(rate * (1.0 if config.lr_schedule is None else rate_factor(config.lr_schedule, number)))
             table.update(*add_lanes([lane[number_of_table] for lane in lanes]))
         for name, value in self.with_gradients.items():
             value.grad = dense_sum[name]
         if config.dense_clip is not None:
             clip([value.grad for value in self.with_gradients.values() if value.grad is not None], config.dense_clip)
-        if config.dense_lr_schedule is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["initial"] * rate_factor(config.dense_lr_schedule, number)
+        for group in self.optimizer.param_groups:
+            rate = float(str(config.dense_options["lr"]))
+            group["lr"] = rate * (1.0 if config.dense_lr_schedule is None else rate_factor(config.dense_lr_schedule, number))
         self.optimizer.step()
         return total_loss
 

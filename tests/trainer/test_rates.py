@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,15 @@ def test_a_training_that_stops_and_goes_on_is_at_the_same_rates(log: Log, server
     stopped = train(job, schedule, servers.urls[:2], 2, stop_after=lambda step: step == 6)
     outcome = train(job, schedule, servers.urls[:2], 3, resume=stopped)
     assert outcome.digest == reference.train(log.config(**GIVEN["both"], dense_clip=0.1)).digest
+
+
+def test_a_training_may_go_on_with_other_rates(log: Log, servers: LocalStores) -> None:
+    job, schedule = log.job(), log.schedules["min"]
+    stopped = train(job, schedule, servers.urls[:2], 2, stop_after=lambda step: step == 6)
+    changed = replace(job, lr=0.01, dense_lr_schedule=RateSchedule.parse("", "step:2:0.5"))
+    outcome = train(changed, schedule, servers.urls[:2], 2, resume=stopped)
+    later = log.config(lr=0.01, dense_lr_schedule="step:2:0.5")
+    assert outcome.digest == reference.train(log.config(later=(7, later))).digest
 
 
 def test_what_changes_nothing_gives_the_same_bits(log: Log, servers: LocalStores) -> None:

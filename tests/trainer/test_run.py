@@ -26,7 +26,7 @@ from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import METRICS, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.manifest import Status, new_manifest
+from foreload.trainer.run.manifest import Status, new_manifest, rates_text
 from foreload.trainer.run.report import RunReport, Totals
 from foreload.trainer.run.resume import resumed
 
@@ -187,6 +187,27 @@ def test_a_run_says_since_which_steps_its_numerics_are_mixed(tmp_path: Path) -> 
     assert told == "of mixed numerics since step 7 (mkl_cbwr), and again 9 (mkl_cbwr)"
 
 
+def test_a_run_that_goes_on_with_other_learning_rates_says_since_which_step(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.write_status(Status("stopped", 5))
+    manifest, step = resumed(run, job(resume=True, lr=0.5, dense_lr_schedule="warmup:3"), schedule())
+    first = {"lr": 0.05, "lr_schedule": None, "dense_lr": 0.01, "dense_lr_schedule": None, "dense_clip": None}
+    second = first | {"lr": 0.5, "dense_lr_schedule": "warmup:3"}
+    assert (step, manifest.rates) == (5, ({"step": 0, **first}, {"step": 6, **second}))
+    assert TrainJob.of(manifest.job).lr == 0.5
+    assert manifest.caveats["rates"] == list(manifest.rates)
+    assert (
+        rates_text(manifest.rates)
+        == "learning rates: from step 6 on lr 0.5 (0.05 before), dense-lr-schedule warmup:3 (None before)"
+    )
+    # Called with the same again, and with the first ones before a step was trained.
+    assert manifest.with_rates(job(lr=0.5, dense_lr_schedule="warmup:3"), 8) == manifest
+    assert manifest.with_rates(job(), 6).rates == ()
+    assert manifest.with_rates(job(), 9).rates == (*manifest.rates, {"step": 9, **first})
+    Run.create(tmp_path / "kept", manifest, Placement.spread(2), overwrite=False)
+    assert Run(tmp_path / "kept").manifest == manifest
+
+
 def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     run.write_status(Status("ended", 9))
@@ -205,7 +226,7 @@ def test_a_run_at_its_end_goes_on_with_the_schedule_prepared_after_it(tmp_path: 
         (Status("stopped", 5), {}, schedule("second", parent="sum of first"), "stopped after step 5"),
         (Status("stopped", 5), {}, schedule(lanes=2), "has 2 lanes, the run 4"),
         (Status("stopped", 5), {"parity": "1+1"}, schedule(), r"--parity: must be what the run was started with, off; got 1\+1"),
-        (Status("stopped", 5), {"lr": 0.5}, schedule(), r"--lr: must be what the run was started with, 0\.05; got 0\.5"),
+        (Status("stopped", 5), {"dim": 5}, schedule(), "--dim: must be what the run was started with, 32; got 5"),
         (Status("stopped", 5), {"model": "dcn"}, schedule(), "--model: must be what"),
     ],
 )

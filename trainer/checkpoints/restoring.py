@@ -85,6 +85,7 @@ def restored_manifest(
         stages=stages,
         fingerprint=contents.run.fingerprint,
         mixed_numerics=contents.run.mixed_numerics,
+        rates=going_on.rates,
         inexact=_restored_once_more(contents.inexact),
     )
 

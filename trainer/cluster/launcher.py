@@ -51,7 +51,7 @@ from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, loc
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
 from foreload.trainer.run.kept import keep_schedule, open_schedule
-from foreload.trainer.run.manifest import Manifest, Status, new_manifest
+from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
 from foreload.trainer.run.memory_check import check_fit
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
@@ -263,6 +263,8 @@ class Launcher:
         """Go on with the job's run from its last clean stop. lock: the descriptor of the run's lock, held. Raises what `train` does."""
         run = Run.open(self._job.run, lock)
         manifest, step = resumed(run, self._job, schedule)
+        if manifest.rates != run.manifest.rates:
+            sys.stderr.write(f"{rates_text(manifest.rates)}\n")
         self._job = replace(self._job, namespace=manifest.namespace)
         before = run.saved_status()
         start = replace(before, state="training", step=step, term=before.term + 1)

@@ -9,7 +9,7 @@ from foreload.pipelines.base.settings import add_arguments, given, settings_of
 from foreload.trainer.command_line.shared import add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.manifest import inexact_text
+from foreload.trainer.run.manifest import inexact_text, rates_text
 
 _OF_MODELS = ("model_folder", "dim", "model_options", "seed")
 """The settings of `foreload train` that say what a model is built with."""
@@ -196,6 +196,8 @@ def _digest(parsed: argparse.Namespace) -> int:
     lines = [answer["digest"]]
     if answer["mixed_numerics"]:
         lines.append(numerics.mixed_text(answer["mixed_numerics"]))
+    if answer["rates"]:
+        lines.append(rates_text(answer["rates"]))
     if answer["inexact"]:
         lines.append(inexact_text(answer["inexact"]))
     return tell(parsed, answer, "\n".join(lines))

@@ -13,7 +13,7 @@ from foreload.trainer.command_line.shared import add_group, add_json, add_plain,
 from foreload.trainer.compute import numerics
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.manifest import inexact_text
+from foreload.trainer.run.manifest import inexact_text, rates_text
 
 FULL = 5
 """The exit status of a training with --until-full that stopped before a store shard was full."""
@@ -219,6 +219,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
         lines.append(f"digest {summary['digest']}")
     if summary["mixed_numerics"]:
         lines.append(numerics.mixed_text(summary["mixed_numerics"]))
+    if summary["rates"]:
+        lines.append(rates_text(summary["rates"]))
     if summary["inexact"]:
         lines.append(inexact_text(summary["inexact"]))
     return "\n".join(lines)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
-from foreload.pipelines.base.settings import settings_of
+from foreload.pipelines.base.settings import settings_of, spelled
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.job import TrainJob
 
 VERSION = 1
+RATE_SETTINGS = ("lr", "lr_schedule", "dense_lr", "dense_lr_schedule", "dense_clip")
+"""Settings that the trained model depends on, and with other ones of which a run may go on: it notes since which step."""
 
 State = Literal["training", "stopped", "ended"]
 
@@ -59,6 +62,16 @@ class Inexact:
         return None if stored is None else cls(**stored)
 
 
+def rates_text(rates: Sequence[Mapping[str, Any]]) -> str:
+    """A line about a run that went on with other learning rates. rates: as in Manifest, two at least."""
+    since = []
+    for before, now in pairwise(rates):
+        changed = [name for name in now if name != "step" and now[name] != before[name]]
+        told = ", ".join(f"{spelled(name)} {now[name]} ({before[name]} before)" for name in changed)
+        since.append(f"from step {now['step']} on {told}")
+    return f"learning rates: {'; '.join(since)}"
+
+
 def inexact_text(inexact: Mapping[str, Any]) -> str:
     """A line about a model that is inexact: as `dataclasses.asdict` has an Inexact."""
     return f"inexact since step {inexact['since']}: {inexact['bits']} bits a weight, restored {inexact['restores']} times"
@@ -71,7 +84,8 @@ class Manifest:
     order.
 
     fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
-    in order, step the first under it; else empty. inexact: None where its model is that of the data and the settings, to the bit.
+    in order, step the first under it; else empty. rates: the same where it went on with other learning rates, {"step"} and RATE_SETTINGS of each.
+    inexact: None where its model is that of the data and the settings, to the bit.
     """
 
     run_id: str
@@ -85,12 +99,13 @@ class Manifest:
     mixed_numerics: tuple[dict[str, Any], ...] = ()
     version: int = VERSION
     inexact: Inexact | None = None
+    rates: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Manifest:
         """The inverse of `dataclasses.asdict`, from JSON. Raises TypeError and KeyError for what is none."""
         stages = tuple(Stage(**stage) for stage in stored["stages"])
-        listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics")}
+        listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics", "rates")}
         return cls(**{**stored, **listed, "stages": stages, "inexact": Inexact.of(stored.get("inexact"))})
 
     @property
@@ -102,18 +117,33 @@ class Manifest:
         """This run as it goes on under a fingerprint with the training step given."""
         if self.fingerprint is None or self.fingerprint == fingerprint:
             return replace(self, fingerprint=fingerprint)
-        before = self.mixed_numerics or ({"step": self.stages[0].first_step, "fingerprint": self.fingerprint},)
-        # Under one that was accepted before the same step, nothing was trained.
-        kept = [one for one in before if one["step"] < step]
-        if not kept or kept[-1]["fingerprint"] != fingerprint:
-            kept.append({"step": step, "fingerprint": fingerprint})
-        return replace(self, fingerprint=fingerprint, mixed_numerics=tuple(kept) if len(kept) > 1 else ())
+        mixed = self._since(self.mixed_numerics, step, {"fingerprint": self.fingerprint}, {"fingerprint": fingerprint})
+        return replace(self, fingerprint=fingerprint, mixed_numerics=mixed)
+
+    def with_rates(self, job: TrainJob, step: int) -> Manifest:
+        """This run as it goes on with the learning rates of a job with the training step given."""
+        before, now = ({name: of.to_dict()[name] for name in RATE_SETTINGS} for of in (self.training_job, job))
+        if before == now:
+            return self
+        return replace(self, job=self.job | now, rates=self._since(self.rates, step, before, now))
+
+    def _since(
+        self, told: tuple[dict[str, Any], ...], step: int, before: dict[str, Any], now: dict[str, Any]
+    ) -> tuple[dict[str, Any], ...]:
+        """What a run went by, since which steps. told: so far; before, now: what it went by until a step, and goes by from it on."""
+        # By what was so before the same step, nothing was trained.
+        kept = [one for one in told or ({"step": self.stages[0].first_step, **before},) if one["step"] < step]
+        if not kept or kept[-1] != {"step": kept[-1]["step"], **now}:
+            kept.append({"step": step, **now})
+        return tuple(kept) if len(kept) > 1 else ()
 
     @property
     def caveats(self) -> dict[str, Any]:
-        """What its model depends on besides the data and the settings, as JSON has it: "mixed_numerics", [] without, and "inexact", None without."""
+        """What its model depends on besides the data and the settings, as JSON has it: "mixed_numerics" and "rates", [] without, and "inexact", None
+        without.
+        """
         inexact = None if self.inexact is None else asdict(self.inexact)
-        return {"mixed_numerics": list(self.mixed_numerics), "inexact": inexact}
+        return {"mixed_numerics": list(self.mixed_numerics), "rates": list(self.rates), "inexact": inexact}
 
     @property
     def steps(self) -> int:

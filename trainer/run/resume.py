@@ -10,7 +10,7 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import masked
-from foreload.trainer.run.manifest import Manifest, Stage, State, remembered_folder
+from foreload.trainer.run.manifest import RATE_SETTINGS, Manifest, Stage, State, remembered_folder
 from foreload.trainer.run.servers import store_setting
 
 # Settings that the trained model does not depend on: a run may go on with other ones.
@@ -90,7 +90,7 @@ def continued(
     before = manifest.training_job
     for name, setting in settings_of(TrainJob).items():
         of_numerics = name in NUMERICS_SETTINGS
-        if name in FREE_SETTINGS or not setting.stated or (of_numerics and job.accept_numerics):
+        if name in (*FREE_SETTINGS, *RATE_SETTINGS) or not setting.stated or (of_numerics and job.accept_numerics):
             continue
         if getattr(before, name) != getattr(job, name):
             was, now = before.to_dict()[name], job.to_dict()[name]
@@ -112,7 +112,7 @@ def continued(
         if schedule.complete:  # else trainers find out, who wait for it
             check_same(last, schedule)
         stage = replace(stage, segments=last.segments, prefix=last.prefix)
-        return replace(manifest, stages=(*manifest.stages[:-1], stage)), step
+        return replace(manifest.with_rates(job, step + 1), stages=(*manifest.stages[:-1], stage)), step
     if stage.path == last.path:
         raise RunError(
             f"schedule {schedule.path}: is not the one that the run was trained on, but was prepared in its place since; prepare that one "
@@ -124,7 +124,7 @@ def continued(
         )
     if state != "ended":
         raise RunError(f"{what}: stopped after step {step}, before the end of {last.path}; go on with that one first")
-    return replace(manifest, stages=(*manifest.stages, stage)), stage.first_step - 1
+    return replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage)), stage.first_step - 1
 
 
 def check_same(stage: Stage, schedule: Schedule) -> None:

@@ -43,9 +43,11 @@ lint: venv
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
-# About an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works.
+# About an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works, ALL=1 for every script, ONLY=step,links for some.
+# MACHINE names this one's pages in docs/benchmarks/.
 bench: venv
-	$(BIN)/python benchmarks/run_all.py $(if $(QUICK),--quick --docs build/docs)
+	$(BIN)/python benchmarks/run_all.py $(if $(QUICK),--quick --docs build/docs) $(if $(ALL),--all) \
+	  $(if $(ONLY),--only $(ONLY)) $(if $(MACHINE),--machine $(MACHINE))
 
 clean:
 	rm -rf build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

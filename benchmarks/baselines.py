@@ -31,7 +31,7 @@ class Setting:
     """What a baseline is made from.
 
     schedule: of the steps that it trains; ids: their lookups as Workload.ids has them, int64 [steps, 2,048 * 26]; first: the schedule that filled the
-    store; urls: of the store's shards; slots: of an LRU cache.
+    store; urls: of the store's shards; slots: of an LRU cache; device: of the dense part.
     """
 
     schedule: Schedule
@@ -39,6 +39,7 @@ class Setting:
     first: Schedule
     urls: Sequence[str]
     slots: int
+    device: str = "cpu"
 
     @property
     def sizes(self) -> list[int]:
@@ -78,6 +79,7 @@ def steps(setting: Setting, dense: DenseModel, rows: Rows, skipped: int) -> Iter
         block = rows.take(lookups[place])
         values, labels = torch.empty(lane.dense.shape), torch.empty(lane.labels.shape)
         values.numpy()[...], labels.numpy()[...] = lane.dense, lane.labels
+        values, labels = values.to(setting.device), labels.to(setting.device)
         logits = dense.module(values, Embeddings.split(block, names, parts))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / BATCH
         leaves = rows.leaves(block)
@@ -109,7 +111,7 @@ class Floor(Rows):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self._block = torch.empty(BATCH, len(setting.sizes), DIM).uniform_(-0.01, 0.01).requires_grad_()
+        self._block = torch.empty(BATCH, len(setting.sizes), DIM, device=setting.device).uniform_(-0.01, 0.01).requires_grad_()
 
     def take(self, lookups: np.ndarray) -> Tensor:
         return self._block

@@ -1,7 +1,7 @@
 """How every benchmark compares: contenders in turn, ratios of pairs, the results as records, and their file.
 
 A script takes `arguments`, runs its contenders by `alternate`, states each claim as a `Claim` and hands all to `save`, which prints it and writes
-`<out>/<script>.json` with the machine, the versions and the settings. `render.py` makes docs/benchmarks.md of those files.
+`<out>/<script>.json` with the machine, the versions and the settings. `render.py` keeps those files by machine and makes pages of them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import json
 import math
 import os
 import platform
+import re
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,31 +33,35 @@ Cell = str | int | float | None
 Point = tuple[str | float, float]
 
 MINUTES = {
-    "step": (14.0, 1.8),
+    "step": (15.0, 2.0),
     "links": (6.0, 0.7),
-    "torchrec": (5.0, 0.9),
+    "torchrec": (6.0, 0.9),
     "growth": (4.0, 0.7),
     "store": (2.0, 0.4),
-    "recovery": (14.0, 1.0),
-    "lost_trainer": (8.0, 2.0),
-    "copies": (8.0, 1.5),
+    "recovery": (19.0, 1.5),
     "oracle": (3.0, 0.4),
     "compile": (4.0, 0.7),
     "prepare": (8.0, 1.0),
     "follow": (3.0, 1.0),
     "locality": (2.0, 0.4),
     "exchange": (3.0, 0.7),
-    "memory": (3.0, 0.4),
+    "memory": (5.0, 0.6),
+    "cuda": (4.0, 1.0),
+    "lost_trainer": (8.0, 2.0),
+    "copies": (8.0, 1.5),
     "checkpoint_bytes": (10.0, 2.5),
     "checkpoint_stall": (12.0, 2.5),
     "checkpoint_restore": (15.0, 2.5),
     "memory_forecast": (8.0, 3.0),
     "step_model": (15.0, 3.0),
-    "migration": (25.0, 3.0),
+    "migration": (40.0, 4.0),
     "profiling": (4.0, 1.0),
     "plan": (15.0, 4.0),
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
+
+HOUR = tuple(MINUTES)[: list(MINUTES).index("lost_trainer")]
+"""The scripts that `make bench` runs, in about an hour; the others by their names, or all with ALL=1."""
 
 LEAST_PAIRS = 3  # that are run even where the time is over
 PACKAGES = ("torch", "numpy", "numba", "pyarrow", "apache-beam", "redis", "hiredis")
@@ -162,6 +169,19 @@ def spread(values: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(values), min(values), max(values), tuple(values))
 
 
+def lower_bound(values: Sequence[float], confidence: float = 0.95) -> float:
+    """A lower bound, one-sided, of the median of what `values` were drawn from: an order statistic, so it holds whatever their distribution.
+
+    The k-th least of n values is above that median only where fewer than k are below it, which has the probability P(Bin(n, 1/2) < k). k is the
+    greatest for which that is at most 1 - confidence; -inf where there is none (95 %: fewer than 5 values).
+    """
+    count = len(values)
+    k = ways = 0
+    while k < count and (ways := ways + math.comb(count, k)) <= (1 - confidence) * 2**count:
+        k += 1
+    return sorted(values)[k - 1] if k else -math.inf
+
+
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """The ratios of two contenders' results of `alternate`, round by round. Both have the same length, and denominators are positive."""
     return spread([over / under for over, under in zip(numerators, denominators, strict=True)])
@@ -172,7 +192,8 @@ class Claim:
     """One figure with its bar.
 
     `value` is a ratio of pairs or a plain figure, None where it could not be measured here (`note` says why: then it is neither met nor
-    missed). `least` and `most` are the bar's bounds, inclusive; `bar` says it in words. A spread is judged by its median.
+    missed). `least` and `most` are the bar's bounds, inclusive; `bar` says it in words. A spread is judged by its median, or, with `by_bound`, by
+    the lower 95 % bound of the median (lower_bound). Claims of several machines are compared by name and `against`: neither has a figure in it.
     """
 
     name: str
@@ -182,18 +203,17 @@ class Claim:
     least: float | None = None
     most: float | None = None
     note: str = ""
+    by_bound: bool = False
 
     @property
     def figure(self) -> float | None:
-        """What is held against the bar."""
-        return self.value.median if isinstance(self.value, Ratio) else self.value
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the figure is within the bar; None where there is none."""
-        if self.figure is None:
-            return None
-        return (self.least is None or self.figure >= self.least) and (self.most is None or self.figure <= self.most)
+        """What is held against the bar; None where there is nothing, or too few pairs for a bound."""
+        if not isinstance(self.value, Ratio):
+            return self.value
+        if not self.by_bound:
+            return self.value.median
+        bound = lower_bound(self.value.values)
+        return None if bound == -math.inf else bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +250,45 @@ class Results:
     notes: Sequence[str] = ()  # paragraphs: what was measured, and how
 
 
+def graphics() -> str:
+    """The first CUDA device, by its name; empty where there is none."""
+    if not (program := shutil.which("nvidia-smi")):
+        return ""
+    told = subprocess.run([program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return (told.stdout.splitlines() or [""])[0].strip() if told.returncode == 0 else ""
+
+
+def machine_name(machine: Mapping[str, str | int | float]) -> str:
+    """A machine's short name, which stays: of its processor, cores and CUDA device, as in intel-xeon-2.50ghz-2-cores."""
+    words = re.sub(
+        r"\((?:r|tm)\)|\b(?:processor|cpu)\b|@",
+        " ",
+        f"{machine['cpu']} {machine['cores']} cores {machine.get('gpu', '')}".lower(),
+    )
+    return re.sub(r"[^a-z0-9.]+", "-", words).strip("-.")
+
+
+def given_name(text: str) -> str:
+    """A machine's name as an argument. Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text):
+        raise argparse.ArgumentTypeError(f"must be of a-z, 0-9, dots and dashes, got {text!r}")
+    return text
+
+
 def machine() -> dict[str, str | int | float]:
-    """Processor, cores that this process may use, memory and kernel."""
+    """Processor, cores that this process may use, memory, kernel, and the CUDA device if there is one."""
     names = [
         line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
     ]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    gpu = graphics()
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(total / 2**30, 1),
         "cpu_capability": cpu_capability(),
         "kernel": f"{platform.system()} {platform.release()}",
+        **({"gpu": gpu} if gpu else {}),
     }
 
 
@@ -266,9 +313,13 @@ def show(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
-def judged(claim: Claim) -> str:
-    """A claim's last column: met, missed, or not measured."""
-    return {True: "met", False: "missed", None: "not measured"}[claim.met]
+def verdict(figure: float | None, least: float | None, most: float | None) -> str:
+    """A figure beside a bar's bounds: met, missed, not measured, or, without a bar, told."""
+    if figure is None:
+        return "not measured"
+    if least is None and most is None:
+        return "told"
+    return "met" if (least is None or figure >= least) and (most is None or figure <= most) else "missed"
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -279,7 +330,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _plain(claim: Claim) -> dict[str, object]:
-    return {**asdict(claim), "figure": claim.figure, "met": claim.met}
+    return {**asdict(claim), "figure": claim.figure}
 
 
 def save(results: Results, out: Path) -> Path:
@@ -291,20 +342,21 @@ def save(results: Results, out: Path) -> Path:
             claim.name,
             claim.against,
             claim.bar,
-            str(claim.value) if isinstance(claim.value, Ratio) else show(claim.value),
-            judged(claim),
+            show(claim.figure),
+            str(claim.value) if isinstance(claim.value, Ratio) else "",
+            verdict(claim.figure, claim.least, claim.most),
         ]
         for claim in results.claims
     ]
     if rows:
-        _print_table("Claims", ["claim", "against", "bar", "figure", ""], rows)
+        _print_table("Claims", ["claim", "against", "bar", "figure", "median and spread", ""], rows)
     for claim in results.claims:
         if claim.note:
             print(f"{claim.name}: {claim.note}")
     content = {
         "script": results.script,
         "title": results.title,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "machine": machine(),
         "versions": versions(),
         "settings": dict(results.settings),
@@ -314,8 +366,18 @@ def save(results: Results, out: Path) -> Path:
         "plots": [asdict(plot) for plot in results.plots],
     }
     path = out / f"{results.script}.json"
+    write_json(path, content)
+    tell(f"wrote {path}")
+    return path
+
+
+def now() -> str:
+    """The date and time, UTC, as results have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a file by an atomic rename."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
-    tell(f"wrote {path}")
-    return path

@@ -23,6 +23,7 @@ numerics.set_environment(cpu_capability())
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 import baselines  # noqa: E402
 import baselines_store  # noqa: E402
@@ -31,7 +32,7 @@ from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
-from foreload.trainer.compute.transport import LocalHub  # noqa: E402
+from foreload.trainer.compute.transport import LocalHub, NcclTransport, Transport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
 from interleaved import InterleavedRuns, Ranks, ready  # noqa: E402
@@ -39,6 +40,7 @@ from workload import PARITY, ROOT, job, last_batches  # noqa: E402
 
 PROTECTED = "foreload, 2+1"
 FORELOAD = {"foreload": (1, 0), PROTECTED: PARITY}  # this project's contenders, and how many rows and parity rows a stripe has
+SILENCE = timedelta(minutes=10)  # while another contender has its run, nothing is sent
 _REPORT_FIELDS = {"exchange": "seconds_exchange", "waiting for rows": "seconds_waiting"}
 
 
@@ -48,7 +50,7 @@ class ContenderSpec:
 
     urls: of its store, where it has one; ids: of Workload.ids and first: the schedule that filled the store, for contenders that do not train
     from a schedule; slots: of an LRU cache; skipped: steps of the schedule before the first one that such a contender trains. log: a folder for
-    write-back batches, where there is parity.
+    write-back batches, where there is parity; device: of the dense part, and of this project's partition.
     """
 
     contender: str
@@ -60,13 +62,17 @@ class ContenderSpec:
     slots: int = 0
     skipped: int = 0
     log: str = ""
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A run: the milliseconds of each step counted; by part, on average, what they went to where the contender tells; and the last step's loss."""
+    """A run: the milliseconds of each step counted, and of processor time, on average; by part, on average, what they went to where the contender
+    tells; and the last step's loss.
+    """
 
     ms: tuple[float, ...]
+    processor_ms: float
     parts: dict[str, float]
     loss: float
 
@@ -90,7 +96,8 @@ class Contender:
         self.steps += discarded + steps
         (answer,) = self._ranks.run(steps, discarded)
         parts = {name: 1000 * sum(of) / len(of) for name, of in answer["further"].items()}
-        return Answer(tuple(1000 * seconds for seconds in answer["seconds"]), parts, answer["loss"])
+        ms = tuple(1000 * seconds for seconds in answer["seconds"])
+        return Answer(ms, 1000 * answer["processor"] / len(ms), parts, answer["loss"])
 
     def close(self) -> None:
         """End the process."""
@@ -99,9 +106,13 @@ class Contender:
 
 def run_foreload(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, interleaved: InterleavedRuns) -> None:
     """This project's trainer, assembled as its worker does it."""
-    (transport,) = LocalHub([0]).transports()
+    transport: Transport
+    if spec.device == "cpu":
+        (transport,) = LocalHub([0]).transports()
+    else:
+        transport = NcclTransport(dist.HashStore(), 0, 0, [0], SILENCE, torch.device(spec.device))
     with Store(spec.urls, timedelta(seconds=60)) as store:
-        training = TrainJob.of(job(Path(spec.schedule), spec.model))
+        training = TrainJob.of(job(Path(spec.schedule), spec.model, device=spec.device))
         placement = Placement.spread(len(spec.urls), *FORELOAD[spec.contender])
         log = FileLog(Path(spec.log)) if placement.r else None
         parts = dense.parts(training, schedule)
@@ -128,7 +139,7 @@ def run_baseline(spec: ContenderSpec, schedule: Schedule, dense: DenseModel, int
         "LRU": baselines_store.Lru,
     }
     first = Schedule(spec.first) if spec.first else schedule
-    setting = baselines.Setting(schedule, np.load(spec.ids, mmap_mode="r"), first, spec.urls, spec.slots)
+    setting = baselines.Setting(schedule, np.load(spec.ids, mmap_mode="r"), first, spec.urls, spec.slots, spec.device)
     rows = make[spec.contender](setting)
     interleaved.begin()
     for loss, parts in baselines.steps(setting, dense, rows, spec.skipped):
@@ -139,12 +150,12 @@ def main() -> None:
     """Run the contender that the command line describes."""
     given = json.loads(sys.argv[1])
     spec = ContenderSpec(**{**given, "urls": tuple(given["urls"])})
-    numerics.set_up(1)
+    numerics.set_up(1, spec.device)
     if spec.contender not in FORELOAD:
         # What only the trainer needs; without it some of torch's operations are faster.
         torch.use_deterministic_algorithms(False)
     schedule = Schedule(spec.schedule)
-    dense = DenseModel.build(TrainJob.of(job(Path(spec.schedule), spec.model)), schedule)
+    dense = DenseModel.build(TrainJob.of(job(Path(spec.schedule), spec.model, device=spec.device)), schedule)
     ready()
     (run_foreload if spec.contender in FORELOAD else run_baseline)(spec, schedule, dense, InterleavedRuns())
 

@@ -1,16 +1,15 @@
-"""All benchmarks one after the other, unattended, then docs/benchmarks.md: what `make bench` does.
+"""Benchmarks one after the other, unattended, then their pages: what `make bench` does.
 
-    python benchmarks/run_all.py [--quick] [--out DIR] [--only NAME,...]
+    python benchmarks/run_all.py [--quick] [--all | --only NAME,...] [--machine NAME] [--out DIR] [--docs DIR]
 
-A script that fails, or takes longer than it may, does not keep the others from running: docs/benchmarks.md says what became of it, and at
-the end the exit status is 1.
+Without --all these are the scripts of an hour (comparison.HOUR). A script that fails, or takes longer than it may, does not keep the others from
+running: the machine's page says what became of it, and at the end the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from comparison import MINUTES, tell
+from comparison import HOUR, MINUTES, given_name, machine, now, tell, write_json
 
 FOLDER = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
@@ -68,9 +67,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="DIR")
     parser.add_argument("--docs", type=Path, default=Path("docs"), metavar="DIR")
-    parser.add_argument("--only", metavar="NAME,...", help="these alone, by what follows bench_ in their names")
+    parser.add_argument(
+        "--machine", type=given_name, metavar="NAME", help="this machine's in the docs; by default of its processor and cores"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", metavar="NAME,...", help="these alone, by what follows bench_ in their names")
+    which.add_argument("--all", action="store_true", help="all scripts, which takes some four hours")
     given = parser.parse_args()
-    wanted = list(MINUTES)
+    wanted = list(MINUTES if given.all else HOUR)
     if given.only:
         wanted = given.only.split(",")
         if unknown := sorted(set(wanted) - set(MINUTES)):
@@ -78,8 +82,8 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     # The workload is made once and shared by the scripts; what an earlier version of the code made is not used.
     shutil.rmtree(given.out / "work", ignore_errors=True)
-    for name in wanted:
-        (given.out / f"{name}.json").unlink(missing_ok=True)
+    for earlier in given.out.glob("*.json"):  # the docs keep them
+        earlier.unlink()
     begun, allowed, failed = time.monotonic(), RESERVE_MINUTES[given.quick], []
     for name in wanted:
         tell(f"bench_{name}.py")
@@ -90,11 +94,12 @@ def main() -> int:
         tell(f"bench_{name}.py: {f'failed, {why}' if why else 'done'}, {time.monotonic() - started:.0f} s")
         if why:
             failed.append(name)
-            (given.out / f"{name}.json").write_text(json.dumps({"script": name, "failed": why}) + "\n", encoding="utf-8")
+            write_json(given.out / f"{name}.json", {"script": name, "failed": why, "date": now(), "machine": machine()})
     # Where a script was stopped, its own folders are left beside that of the workload.
     for folder in [path for path in given.out.iterdir() if path.is_dir()]:
         shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, str(FOLDER / "render.py"), "--results", str(given.out), "--docs", str(given.docs)]
+    command += ["--machine", given.machine] if given.machine else []
     if subprocess.run(command, env=ENVIRONMENT, check=False).returncode:
         failed.append("render")
     tell(f"{time.monotonic() - begun:.0f} s in all" + (f"; failed: {', '.join(failed)}" if failed else ""))

@@ -29,7 +29,7 @@ NEAR_ADDRESS, FAR_ADDRESS = "10.213.7.1", "10.213.7.2"
 PORT = 7000
 BURST_KB = 128  # what the filter lets pass at once after a pause: 1 ms of 1 Gbit/s
 CLONE_NEWNET = 0x40000000
-IN_MEMORY = "in memory"
+IN_MEMORY = "tables in memory, the faster way"
 RATES = (1000, 500, 200, 100, 50, 25)
 QUICK_RATES = (1000, 100)
 TABLES_IN_MEMORY = ("one table", "26 bags")
@@ -281,9 +281,16 @@ def measure(given: argparse.Namespace, link: Link) -> None:
         seen = {slots: shares(few if slots == SLOTS else many, 0, through.contender.steps) for slots, through in throughs.items()}
     milliseconds = {name: [float(result["ms"]) for result in results] for name, results in measured.items()}
     better = min(memory, key=lambda name: spread(milliseconds[name]).median)
-    against = f"{IN_MEMORY} ({better})"
+    told = f"{better[0].upper()}{better[1:]} was the faster."
     claims = [
-        Claim(f"samples/s through {name}", against, f">= {bar}", ratio(milliseconds[better], milliseconds[name]), least=bar)
+        Claim(
+            f"samples/s through {name}",
+            IN_MEMORY,
+            f">= {bar}",
+            ratio(milliseconds[better], milliseconds[name]),
+            least=bar,
+            note=told,
+        )
         for name, bar in ((fast, 0.95), (slow, 0.9))
     ]
     arrivals = "; ".join(

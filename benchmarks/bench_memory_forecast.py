@@ -256,7 +256,14 @@ def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list
             f"{len(outside)} of {len(of_stores.off)}",
         ])  # fmt: skip
         claims += [
-            Claim(f"used memory, {name}: worst of {errors.size}", "measured", "<= 3 %", float(errors.max()), most=MOST_STORE),
+            Claim(
+                f"used memory, {name}: worst",
+                "measured",
+                "<= 3 %",
+                float(errors.max()),
+                most=MOST_STORE,
+                note=f"{errors.size} moments.",
+            ),
             Claim(f"step at which a limit is reached, {name}", "measured", "<= 1 %", float(outside.max()), most=MOST_STEP),
         ]
         lines = {"predicted": of_stores.predicted, "measured": of_stores.measured}
@@ -266,7 +273,9 @@ def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list
         }
         plots.append(Series(f"Used memory of shard 0, {name}", "step", "MiB", "lines", data))
     worst = max(abs(one.trainer_error) for one in compared)
-    claims.append(Claim(f"peak of a trainer: worst of {len(compared)}", "measured", "<= 5 %", worst, most=MOST_TRAINER))
+    claims.append(
+        Claim("peak of a trainer: worst", "measured", "<= 5 %", worst, most=MOST_TRAINER, note=f"{len(compared)} jobs.")
+    )
     tables = [
         Table(
             "Servers",

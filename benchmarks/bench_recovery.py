@@ -5,51 +5,28 @@ python benchmarks/bench_recovery.py [--quick] [--out DIR] [--pairs N]
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
 import signal
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench_step import DISCARDED, Contest, Plan, contest, step_table
-from comparison import Budget, Cell, Claim, Results, Series, Table, arguments, ratio, save, spread, tell
+from comparison import Budget, Claim, Results, Table, arguments, ratio, save, tell
 from contenders import PROTECTED
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
-from shard_loss import Injection, Pulse, ShardInjector, ShardLoss, launched, run_training, stopped_run
+from shard_gaps import KEPT, Findings, figures, gaps
+from shard_loss import Injection, ShardInjector, run_training, stopped_run
 from traffic_volume import rows_moved
-from workload import BATCH, FULL, PARITY, QUICK, ROOT, SEED, SHARDS, Workload, describe
+from workload import FULL, PARITY, QUICK, SHARDS, Workload, describe
 
-TIMEOUT_SECONDS = 1.0  # --store-timeout's default with parity
-LEAST_SECONDS = (60.0, 10.0)  # that `gaps` has, in full and with --quick, whatever the other parts took
-GAP_SECONDS, GAP_STEPS = 0.5, 5  # the longest gap may be the larger of so many seconds and so many median steps
-KEPT = 0.93  # the share of its usual throughput that a training must keep, or have again
 MILLION_5 = 5_000_000
 REBUILD_SECONDS = 300  # that a rebuild of 5 million rows may take
 CHECKPOINT_SECONDS = 600  # between two checkpoints
 RECOVERED_STEPS = 20  # whose rate tells that the training is back at its own
 MOVED_STEPS = 60
-GAP_ROWS = "--rows {rows} --values 20000 --epochs {epochs} --slots 40000"
-
-
-@dataclass(slots=True)
-class Found:
-    """What one part of this benchmark (`gaps`, `checkpoint`, `cost`) adds to the results."""
-
-    claims: list[Claim] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    plots: list[Series] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def memory_bytes(work: Workload, kind: str) -> int:
@@ -58,15 +35,15 @@ def memory_bytes(work: Workload, kind: str) -> int:
         return sum(int(store.info(shard)["used_memory"]) for shard in range(SHARDS))
 
 
-def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
+def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Findings:
     """What parity costs without failures: step time, samples/s, rows moved to and from the store, memory."""
     second = work.second()
     contenders = ["floor", "one table", "foreload", PROTECTED]
-    small = contest(work, second, "small", contenders, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.53)))
-    results = Found(tables=[step_table("Small model, with and without parity", small)])
+    small = contest(work, second, "small", contenders, Plan(pairs, 30, 8) if quick else Plan(pairs, 120, 15, budget.until(0.25)))
+    results = Findings(tables=[step_table("Small model, with and without parity", small)])
     large: Contest | None = None
     if not quick:
-        large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 12, 6, budget.until(0.72)))
+        large = contest(work, second, "Bagpipe's", ["floor", "foreload", PROTECTED], Plan(pairs, 12, 6, budget.until(0.37)))
         results.tables.append(step_table("Bagpipe's model, with and without parity", large))
 
     def step_time_claim(of: Contest | None, model: str, most: float) -> Claim:
@@ -102,145 +79,6 @@ def cost(work: Workload, quick: bool, pairs: int, budget: Budget) -> Found:
     return results
 
 
-def gap_schedule(folder: Path, quick: bool) -> Schedule:
-    """Epochs over the same samples, with so few slots that rows are fetched and written back in every step."""
-    out = folder / "gaps"
-    if not (out / "schedule.json").exists():
-        words = GAP_ROWS.format(rows=200_000 if quick else 400_000, epochs=6 if quick else 24).split()
-        tell(f"preparing the schedule of the gaps: {out}")
-        command = [
-            sys.executable,
-            "-m",
-            "foreload.pipelines.prepare",
-            "--format",
-            "synthetic",
-            "--batch-size",
-            str(BATCH),
-            "--seed",
-            str(SEED),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(
-            [*command, *words, "--out", str(out), "--overwrite"], env=environment, stdout=subprocess.DEVNULL, check=True
-        )
-    return Schedule(out)
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one loss: the longest gap between steps and the median step before, in seconds; throughput while the shard is lost (degraded) and while it
-    is rebuilt, over that of the calm before and after (None: too short to tell).
-    """
-
-    gap: float
-    median_step: float
-    degraded: float | None
-    rebuilding: float | None
-
-
-def figures(shard_losses: Sequence[ShardLoss], timeline: Timeline) -> list[Figures]:
-    """The figures of each loss of a run, in order. timeline: of all its steps."""
-    all_figures = []
-    for loss, end in zip(shard_losses, [*(later.injected for later in shard_losses[1:]), float(timeline.ended[-1])], strict=True):
-        rate = timeline.throughput((loss.since, loss.injected), (loss.whole, end))
-        degraded, rebuilding = (timeline.throughput(span) / rate for span in ((loss.lost, loss.back), (loss.back, loss.whole)))
-        all_figures.append(
-            Figures(
-                timeline.longest_gap(loss.injected, loss.whole),
-                timeline.median_step(loss.since, loss.injected),
-                degraded if math.isfinite(degraded) else None,
-                rebuilding if math.isfinite(rebuilding) else None,
-            )
-        )
-    return all_figures
-
-
-def loss_table(
-    title: str, shard_losses: Sequence[ShardLoss], all_figures: Sequence[Figures], begin: float, pulse: Pulse
-) -> Table:
-    """A line for every loss. begin: of the training, by time.monotonic."""
-    rows: list[list[Cell]] = []
-    for loss, of in zip(shard_losses, all_figures, strict=True):
-        rows.append([
-            f"{loss.injected - begin:.1f}", signal.Signals(loss.injection.signal_number).name, loss.shard, f"{1000 * of.gap:.0f}",
-            f"{1000 * pulse.longest_pause(loss.injected, loss.whole):.0f}", f"{1000 * of.median_step:.1f}",
-            f"{1000 * (loss.lost - loss.injected):.0f}", f"{loss.back - loss.injected:.2f}",
-            f"{loss.whole - loss.back:.2f}",
-            None if of.degraded is None else f"{of.degraded:.3f}", None if of.rebuilding is None else f"{of.rebuilding:.3f}",
-        ])  # fmt: skip
-    columns = [
-        "at, s", "signal", "shard", "longest gap, ms", "machine's pause, ms", "median step, ms", "lost after, ms",
-        "server back after, s", "rebuilt in, s", "throughput while lost", "while rebuilding",
-    ]  # fmt: skip
-    note = (
-        "Throughput is over that of the calm steps before and after. The machine's pause is the longest time from the signal until the shard is "
-        f"whole in which a thread of the launcher that sleeps {1000 * Pulse.PERIOD_SECONDS:g} ms at a time was not run."
-    )
-    return Table(title, columns, rows, note)
-
-
-def gap_claim(name: str, shard_losses: Sequence[ShardLoss], all_figures: Sequence[Figures], more: float) -> Claim:
-    """The claim about the longest gap over all losses by one signal, `name`. more: seconds that the bar allows beyond its own."""
-    by_signal = [
-        of
-        for loss, of in zip(shard_losses, all_figures, strict=True)
-        if signal.Signals(loss.injection.signal_number).name == name
-    ]
-    longest = max((of.gap for of in by_signal), default=None)
-    steps = statistics.median(of.median_step for of in all_figures)
-    most = max(GAP_SECONDS, GAP_STEPS * steps) + more
-    bar = f"<= {most:.2f}: the larger of 0.5 and 5 median steps{f', and the timeout of {more:g}' if more else ''}"
-    return Claim(
-        f"longest gap between two steps, s, over {len(by_signal)} x {name}", "counted from the signal", bar, longest, most=most
-    )
-
-
-def gaps(folder: Path, quick: bool, seconds: float) -> Found:
-    """Losses one after the other in one training, over rows that are all fetched and written back again and again."""
-    schedule = gap_schedule(folder, quick)
-    kill, slow_kill, stop = (
-        Injection(signal.SIGKILL, 0),
-        Injection(signal.SIGKILL, 2),
-        Injection(signal.SIGSTOP, TIMEOUT_SECONDS + 1),
-    )
-    injections = [kill, slow_kill, stop] if quick else [kill, slow_kill, kill, slow_kill, stop, kill] * 5
-    with tempfile.TemporaryDirectory(dir=folder, prefix="gaps-") as name:
-        run = Path(name) / "run"
-        injector = ShardInjector(run, injections, 0.7 if quick else 1.0, seconds)
-        with Pulse() as pulse:
-            summary = run_training(TrainJob.of(launched(schedule, run)), injector)
-    shard_losses, timeline = injector.shard_losses, injector.timeline
-    if not shard_losses:
-        raise SystemExit("the training ended before a store shard was lost and rebuilt")
-    all_figures = figures(shard_losses, timeline)
-    begin = float(timeline.ended[0])
-    rebuilt = summary["store_traffic"]["rows_rebuilt"]
-    took = sum(loss.whole - loss.back for loss in shard_losses)
-    degraded, rebuilding = [of.degraded for of in all_figures], [of.rebuilding for of in all_figures]
-    edges, rates = timeline.bins(0.5)
-    tell(f"{len(shard_losses)} losses, {rebuilt:,} rows rebuilt in {took:.1f} s, unexpected losses: {injector.unexpected}")
-    claims = [
-        gap_claim("SIGKILL", shard_losses, all_figures, 0.0),
-        gap_claim("SIGSTOP", shard_losses, all_figures, TIMEOUT_SECONDS),
-    ]
-    for when, values in (("while a shard is lost", degraded), ("while it is rebuilt", rebuilding)):
-        told = [value for value in values if value is not None]
-        claims.append(
-            Claim(f"throughput {when}", "normal, in the same run", f">= {KEPT}", spread(told) if told else None, least=KEPT,
-                  note="" if told else "every time was too short to tell")
-        )  # fmt: skip
-    return Found(
-        claims,
-        [loss_table("Losses in one training", shard_losses, all_figures, begin, pulse)],
-        [Series("Throughput while shards are lost and rebuilt", "s", "samples/s", "lines",
-                {"samples/s": [(float(edge - begin), float(rate)) for edge, rate in zip(edges, rates, strict=False)]})],
-        [f"Gaps: one training by the launcher, {summary['steps']:,} steps, one trainer, three local store shards, 2+1, one after the other "
-         f"killed or stopped; in all {rebuilt:,} rows and parity rows were rebuilt in {took:.1f} s ({rebuilt / took:,.0f} a second), training at the "
-         f"same time. A killed server is started again at once or 2 s later, a stopped one goes on after {TIMEOUT_SECONDS + 1:g} s. Shards lost "
-         f"that nothing was done to: {injector.unexpected}."],
-    )  # fmt: skip
-
-
 def recovered_after(timeline: Timeline, injected: float, rate: float) -> float:
     """Seconds from an injected fault to the first step from which on the training has its rate again, over so many steps."""
     ends = timeline.ended[timeline.ended > injected]
@@ -250,7 +88,7 @@ def recovered_after(timeline: Timeline, injected: float, rate: float) -> float:
     return float("inf")
 
 
-def checkpoint(work: Workload, quick: bool) -> Found:
+def checkpoint(work: Workload, quick: bool) -> Findings:
     """The same loss handled by parity and by restarting from a checkpoint, on the store with all rows."""
     second = work.second(steps=work.size.steps if quick else 2 * work.size.steps)
     with tempfile.TemporaryDirectory(dir=work.folder, prefix="lost-") as name:
@@ -307,7 +145,7 @@ def checkpoint(work: Workload, quick: bool) -> Found:
         f"10 minutes is scaled from {len(redone.ended):,} steps, {float(redone.ended[-1] - redone.ended[0]):.1f} s. Recovered is the first step "
         f"from which on {RECOVERED_STEPS} steps run at {KEPT:.0%} of the rate before the loss; the longest gap between steps is the least counted."
     )
-    return Found(claims, [table], [], [note])
+    return Findings(claims, [table], [], [note])
 
 
 def load_seconds(work: Workload) -> float:
@@ -328,8 +166,7 @@ def main() -> None:
     work = Workload(given.out / "work", QUICK if quick else FULL)
     # The rows come first: what making them takes is not known, and the gaps have what the others leave.
     results = [checkpoint(work, quick), cost(work, quick, given.pairs, given.budget)]
-    left = given.budget.until(0.95) - time.monotonic()
-    results.insert(0, gaps(work.folder, quick, max(left, LEAST_SECONDS[quick])))
+    results.insert(0, gaps(work.folder, quick, given.budget.until(0.85)))
     shutil.rmtree(work.folder / "gaps", ignore_errors=True)
     settings: dict[str, str | int | float | bool] = {
         "store shards": SHARDS,

@@ -1,32 +1,36 @@
 """Rows that move to another store shard while a run trains: a shard whose link drops to a tenth, and what moving costs a step.
 
-python benchmarks/bench_migration.py [--quick] [--out DIR]
+python benchmarks/bench_migration.py [--quick] [--out DIR] [--pairs N] [--minutes M]
 
 Needs root: see bench_links.py. One of three servers is behind a link of its own; a quarter into the run that drops to a tenth. Nothing is done; or
-`foreload stores move` has a spare take the shard's rows while the run trains; or the run is stopped, the shard moved, and the run goes on.
+`foreload stores move` has a spare take the shard's rows while the run trains; or the run is stopped, the shard moved, and the run goes on. The
+three take turns, whole runs each; a full round takes some eleven minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench_links import Link, Unavailable, listen
-from comparison import Cell, Claim, Results, Table, arguments, save, tell
+from comparison import Cell, Claim, Ratio, Results, Table, alternate, arguments, save, spread, tell
 from foreload.cache.client.local import LocalStores
 from workload import BATCH, SEED
 
 TRAINERS, PARITY = 1, "2+1"
 PORT = 7100
+TITLE = "Rows that move while a run trains"
 REST_STEPS = 100  # between two moves; those without are compared with those while rows move
 MOST_STEP = 1.1  # times a step without
 SLOW_SHARD, SPARE = 2, 3
@@ -35,6 +39,7 @@ DROP = 10
 GAP_SECONDS, GAP_STEPS = 0.5, 5
 POLL_SECONDS = 0.05
 WARM_UP = 20  # steps that no median counts
+WAYS = NOTHING, MOVE, STOP = "nothing is done", "stores move", "stop, move, resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +104,13 @@ class Runs:
             time.sleep(POLL_SECONDS)
         return range(first, len(steps_of(run)))
 
-    def beside(self, quick: bool) -> dict[str, tuple[range, float]]:
+    def beside(self, quick: bool, number: int) -> dict[str, tuple[range, float]]:
         """A run whose shards are added, removed and moved one after the other, links as they are: of each, the steps meanwhile, and their time, of
-        those right before and after.
+        those right before and after. number: of the run.
         """
-        run = self.folder / "beside"
+        run = self.folder / f"beside-{number}"
         rest = REST_STEPS // 5 if quick else REST_STEPS
-        with LocalStores(6, self.folder / "beside-servers") as servers:
+        with LocalStores(6, self.folder / f"beside-{number}-servers") as servers:
             store = ",".join(servers.urls[:3])
             new = ("--store", store, "--parity", PARITY, "--trainers", str(TRAINERS), "--dim", "16", "--overwrite")
             training = self.start(run, *new)
@@ -128,9 +133,9 @@ class Runs:
             ratios[name] = steps, statistics.median(ms[at] for at in steps) / statistics.median(ms[at] for at in about)
         return ratios
 
-    def train(self, way: str, megabits: int, quarter: int) -> Ending:
-        """One run. way: "nothing is done", "stores move" or "stop, move, resume"; "fast link" where it does not drop."""
-        run = self.folder / way.replace(" ", "-").replace(",", "")
+    def train(self, way: str, megabits: int, quarter: int, number: int = 0) -> Ending:
+        """One run. way: one of WAYS, or "fast link" where it does not drop; number: of the runs of that way."""
+        run = self.folder / f"{way.replace(' ', '-').replace(',', '')}-{number}"
         with self.servers(f"{run.name}-servers") as urls:
             spare = urls.pop(SPARE)
             self.link.limit(megabits)
@@ -142,9 +147,9 @@ class Runs:
                 self.until(training, run, quarter)
                 if way != "fast link":
                     self.link.limit(max(megabits // DROP, 1))
-                if way == "stores move":
+                if way == MOVE:
                     moving = self.moves(run, training, "move", str(SLOW_SHARD), spare)
-                elif way == "stop, move, resume":
+                elif way == STOP:
                     training.send_signal(signal.SIGINT)
                     training.wait()
                     self.call("stores", "move", str(run), str(SLOW_SHARD), spare)
@@ -184,6 +189,65 @@ def prepare(folder: Path, quick: bool) -> Path:
     return out
 
 
+def compared(runs: Runs, given: argparse.Namespace, megabits: int, quarter: int) -> dict[str, list[Ending]]:
+    """All ways in turn, each as often as the time allows."""
+    endings: dict[str, list[Ending]] = {way: [] for way in WAYS}
+
+    def run(way: str) -> float:
+        endings[way].append(runs.train(way, megabits, quarter, len(endings[way])))
+        return endings[way][-1].seconds
+
+    alternate({way: partial(run, way) for way in WAYS}, given.pairs, given.budget.until(0.97), 1)
+    return endings
+
+
+def claims_of(ways: Mapping[str, Sequence[Ending]], beside: Mapping[str, Sequence[float]], quarter: int) -> list[Claim]:
+    """What the rounds say, as medians over them; the longest step is that of all."""
+    moved = ways[MOVE]
+    step = statistics.median(of.median(range(WARM_UP, quarter)) for of in moved) / 1000
+    most = max(GAP_SECONDS, GAP_STEPS * step)
+
+    def saved(other: str) -> Ratio:
+        return spread([1 - of.seconds / beside_it.seconds for of, beside_it in zip(moved, ways[other], strict=True)])
+
+    gaps = ", ".join(f"{1000 * of.gap:.0f}" for of in moved)
+    return [
+        Claim("time in all that stores move saves", NOTHING, ">= 0.36", saved(NOTHING), least=0.36),
+        Claim("time in all that stores move saves", STOP, ">= 0.27", saved(STOP), least=0.27),
+        Claim("longest step from the drop on, s", MOVE, "<= 0.5, or 5 steps where these are longer", max(of.gap for of in moved), most=most,
+              note=f"Of each run, ms: {gaps}."),
+        *(
+            Claim(f"step time while rows move, median, {name}", "steps before and after", f"<= {MOST_STEP}", spread(ratios), most=MOST_STEP)
+            for name, ratios in beside.items()
+        ),
+    ]  # fmt: skip
+
+
+def way_table(ways: Mapping[str, Sequence[Ending]], quarter: int, note: str) -> Table:
+    """A line for every way, medians of its runs."""
+    rows: list[list[Cell]] = []
+    for way, endings in ways.items():
+        after = [of.median(range(max(of.moving.stop, quarter), len(of.ms))) for of in endings]
+        rows.append([
+            way, f"{statistics.median(of.seconds for of in endings):.1f}", *(
+                "-" if math.isnan(values[0]) else f"{statistics.median(values):.1f}"
+                for values in ([of.median(range(WARM_UP, quarter)) for of in endings], [of.median(of.moving) for of in endings], after)
+            ),
+            f"{1000 * max(of.gap for of in endings):.0f}", round(statistics.median(len(of.moving) for of in endings)), len(endings),
+        ])  # fmt: skip
+    columns = [
+        "",
+        "s in all",
+        "ms a step before",
+        "while rows move",
+        "afterwards",
+        "longest step of all, ms",
+        "steps while rows moved",
+        "runs",
+    ]
+    return Table("A shard whose link drops to a tenth", columns, rows, f"{note} Medians over the runs; all digests are equal.")
+
+
 def measure(given: argparse.Namespace, link: Link) -> None:
     """All ways, and the claims."""
     folder = given.out / "work" / ("migration-quick" if given.quick else "migration")
@@ -192,59 +256,40 @@ def measure(given: argparse.Namespace, link: Link) -> None:
     steps = json.loads((schedule / "schedule.json").read_text())["counts"]["training_steps"]
     quarter = steps // 4
     runs = Runs(folder.absolute(), schedule.absolute(), link)
-    beside = runs.beside(given.quick)
-    for name, (moving, ratio) in beside.items():
-        tell(f"{name}: {len(moving)} steps meanwhile, {ratio:.3f} x others")
+    beside: dict[str, list[float]] = {}
+    for number in range(given.pairs):
+        if number and time.monotonic() > given.budget.until(0.15):
+            break
+        for name, (moving, over) in runs.beside(given.quick, number).items():
+            tell(f"{name}: {len(moving)} steps meanwhile, {over:.3f} x others")
+            beside.setdefault(name, []).append(over)
     before = sum(link.bytes_passed())
     fast = runs.train("fast link", 10_000, quarter)
     # Both ways together, less than what the busier one takes twice.
     per_second = (sum(link.bytes_passed()) - before) / 2 * 8 / (sum(fast.ms) / 1000)
     megabits = max(round(per_second / 1e6 / NORMAL_USE), DROP)
     tell(f"the link: {megabits} Mbit/s, {megabits // DROP} from step {quarter} on")
-    ways = {way: runs.train(way, megabits, quarter) for way in ("nothing is done", "stores move", "stop, move, resume")}
-    moved, nothing, stopped = ways["stores move"], ways["nothing is done"], ways["stop, move, resume"]
-    if len({ending.digest for ending in (fast, *ways.values())}) != 1:
-        raise SystemExit("the digests differ: " + ", ".join(f"{way} {ending.digest}" for way, ending in ways.items()))
-    most = max(GAP_SECONDS, GAP_STEPS * moved.median(range(WARM_UP, quarter)) / 1000)
-    saved, over_stop = (1 - moved.seconds / other.seconds for other in (nothing, stopped))
-    claims = [
-        Claim("time in all that stores move saves", "nothing is done", ">= 0.36", saved, least=0.36),
-        Claim("time in all that stores move saves", "stop, move, resume", ">= 0.27", over_stop, least=0.27),
-        Claim(
-            "longest step from the drop on, s",
-            "stores move",
-            f"<= {most:.2f}: the larger of 0.5 and 5 steps",
-            moved.gap,
-            most=most,
-        ),
-        *(
-            Claim(f"step time while rows move, median, {name}", "steps before and after", "<= 1.1", ratio, most=MOST_STEP)
-            for name, (_, ratio) in beside.items()
-        ),
-    ]
-    rows: list[list[Cell]] = [
-        [
-            way, f"{of.seconds:.1f}", f"{of.median(range(WARM_UP, quarter)):.1f}", f"{of.median(of.moving):.1f}",
-            f"{of.median(range(max(of.moving.stop, quarter), len(of.ms))):.1f}", f"{1000 * of.gap:.0f}", len(of.moving),
-        ]
-        for way, of in {"the link does not drop": fast, **ways}.items()
-    ]  # fmt: skip
-    columns = ["", "s in all", "ms a step before", "while rows move", "afterwards", "longest step, ms", "steps while rows move"]
+    ways = compared(runs, given, megabits, quarter)
+    digests = {ending.digest for ending in (fast, *(ending for endings in ways.values() for ending in endings))}
+    if len(digests) != 1:
+        raise SystemExit(f"the digests differ: {', '.join(sorted(digests))}")
     note = f"{steps:,} steps; the link of one of three shards ({PARITY}) drops from {megabits} to {megabits // DROP} Mbit/s after step {quarter}."
-    table = Table("A shard whose link drops to a tenth", columns, rows, f"{note} One run each; all digests are equal.")
-    save(Results("migration", "Rows that move while a run trains", claims, [table], notes=[note]), given.out)
+    table = way_table({"the link does not drop": [fast], **ways}, quarter, note)
+    settings = {"rounds": len(ways[MOVE]), "runs beside training": len(next(iter(beside.values()))), "quick": given.quick}
+    claims = claims_of(ways, beside, quarter)
+    save(Results("migration", TITLE, claims, [table], settings=settings, notes=[note]), given.out)
 
 
 def main() -> None:
     """Measure, print, save."""
-    given = arguments(__doc__, pairs=(1, 1))
+    given = arguments(__doc__, pairs=(3, 1))
     try:
         link = Link()
     except Unavailable as error:
         tell(f"skipped: {error}")
         note = f"not measured: {error}"
         claim = Claim("time in all that stores move saves", "nothing is done", ">= 0.36", None, least=0.36, note=note)
-        save(Results("migration", "Rows that move while a run trains", [claim], notes=[note]), given.out)
+        save(Results("migration", TITLE, [claim], notes=[note]), given.out)
         return
     try:
         measure(given, link)

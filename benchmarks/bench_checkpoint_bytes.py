@@ -226,7 +226,6 @@ def measure(given: argparse.Namespace, folder: Path) -> Results:
         "checkpoints": CHECKPOINTS,
         "kept": KEPT,
         "interval": stops[1] - stops[0],
-        "quick": given.quick,
     }
     return Results("checkpoint_bytes", "Bytes of checkpoints", all_claims, tables, plots, settings, notes)
 

@@ -140,7 +140,7 @@ def measure(given: argparse.Namespace, folder: Path) -> Results:
         f"26 synthetic tables of the Kaggle sizes, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, one lane; {SHARDS} servers of this machine, "
         f"2+1, new and empty each time; the last increment has {INCREMENT:.0%} of all rows. Compacting took {compacting:.1f} s."
     )
-    settings = {"steps": steps, "quick": given.quick, "pairs": given.pairs}
+    settings = {"steps": steps, "pairs": given.pairs}
     return Results("checkpoint_restore", "Restoring checkpoints", claims, [table], [], settings, [note])
 
 

@@ -160,7 +160,7 @@ def measure(given: argparse.Namespace, folder: Path) -> Results:
         f"26 synthetic tables of the Kaggle sizes, batch {BATCH:,}, dim {DIM}, row-wise Adagrad, one trainer, {SLOTS:,} slots, 2+1 on three "
         f"servers of this machine; {about}."
     )
-    settings = {"steps": steps, "every": every, "quick": given.quick}
+    settings = {"steps": steps, "every": every}
     tables = [Table("Checkpoints while it trains", columns, rows)]
     return Results("checkpoint_stall", "Checkpoints while a run trains", every_claim, tables, [plot], settings, [note])
 

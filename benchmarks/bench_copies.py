@@ -227,7 +227,7 @@ def main() -> None:
         f"Arrivals fetched from the store: {fetched:.1%}. All contenders' processes live throughout; each trains runs of "
         "steps while the other waits.",
     ]
-    settings: dict[str, str | int | float | bool] = {"quick": given.quick, "slots": SLOTS, "batch": BATCH}
+    settings: dict[str, str | int | float | bool] = {"slots": SLOTS, "batch": BATCH}
     tables = [
         pair_table(contests),
         step_table(contests),

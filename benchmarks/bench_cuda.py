@@ -208,7 +208,7 @@ def main() -> None:
             "FBGEMM 1.8.0: one batched operator for all tables, row-wise Adagrad fused into its backward pass, as it comes. A floor is the dense "
             "part alone on the device; what a step takes beyond its floor is what embeddings take. Foreload's gives the same bits each time.",
         ]
-    save(Results("cuda", TITLE, claims, tables, settings={"quick": given.quick}, notes=notes), given.out)
+    save(Results("cuda", TITLE, claims, tables, notes=notes), given.out)
 
 
 if __name__ == "__main__":

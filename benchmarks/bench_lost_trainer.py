@@ -255,7 +255,6 @@ def main() -> None:
         "lanes": LANES,
         "copies": COPIES,
         "peer timeout": TIMEOUT_SECONDS,
-        "quick": given.quick,
     }
     save(
         Results("lost_trainer", "Losing a trainer", gap_claims(gaps), tables, settings=settings, notes=notes),

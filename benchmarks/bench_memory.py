@@ -193,12 +193,11 @@ def main() -> None:
     title = f"All of the future, beside a window; {int(MANY_SLOTS):,} slots"
     beside = Table(title, ["", "samples", "MiB", "seconds", "runs"], [line for _, lines in further for line in lines])
     claims += [claim, *(own for of_count, _ in further for own in of_count)]
-    settings = {
+    settings: dict[str, str | int | float | bool] = {
         "batch": 2048,
         "trainer's samples": 400_000 // scale,
         "trainer's slots": 50_000,
         "window": WINDOW,
-        "quick": given.quick,
     }
     save(Results("memory", "Memory", claims, [table, beside], settings=settings), given.out)
 

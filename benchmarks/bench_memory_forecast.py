@@ -307,7 +307,7 @@ def main() -> None:
             compared.append(compare(one, schedule, Path(temporary) / str(number)))
             tell(f"{one}: trainers' peak {compared[-1].trainer_error:+.1%}")
     tables, claims, plots = report(compared)
-    save(Results("memory_forecast", "Memory, predicted", claims, tables, plots, settings={"quick": given.quick}), given.out)
+    save(Results("memory_forecast", "Memory, predicted", claims, tables, plots), given.out)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def prepare(folder: Path, quick: bool) -> Path:
     """Epochs over the same samples with few slots, so that rows go to and fro in every step."""
     out = folder / "schedule"
     if not (out / "schedule.json").exists():
-        rows, epochs = (100_000 if quick else 400_000), 24
+        rows, epochs = (100_000, 40) if quick else (400_000, 24)
         tell(f"preparing {epochs} epochs of {rows:,} samples: {out}")
         given = ["--format", "synthetic", "--rows", str(rows), "--values", "20000", "--epochs", str(epochs), "--slots", "40000"]
         command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, "--seed", str(SEED), "--batch-size", str(BATCH)]
@@ -275,7 +275,7 @@ def measure(given: argparse.Namespace, link: Link) -> None:
         raise SystemExit(f"the digests differ: {', '.join(sorted(digests))}")
     note = f"{steps:,} steps; the link of one of three shards ({PARITY}) drops from {megabits} to {megabits // DROP} Mbit/s after step {quarter}."
     table = way_table({"the link does not drop": [fast], **ways}, quarter, note)
-    settings = {"rounds": len(ways[MOVE]), "runs beside training": len(next(iter(beside.values()))), "quick": given.quick}
+    settings = {"rounds": len(ways[MOVE]), "runs beside training": len(next(iter(beside.values())))}
     claims = claims_of(ways, beside, quarter)
     save(Results("migration", TITLE, claims, [table], settings=settings, notes=[note]), given.out)
 

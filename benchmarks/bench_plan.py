@@ -202,7 +202,7 @@ def main() -> None:
         "Each is trained to the schedule's end, between pieces of fixed work, in whose units times are compared; a plan has what short runs told it.",
     ]
     tables = [Table("Choices trained", columns, rows)]
-    save(Results("plan", "Plans", claims, tables, settings={"quick": given.quick}, notes=notes), given.out)
+    save(Results("plan", "Plans", claims, tables, notes=notes), given.out)
 
 
 if __name__ == "__main__":

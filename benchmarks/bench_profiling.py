@@ -106,7 +106,7 @@ def main() -> None:
         "Turns of a few steps with and without, one after the other in the same trainers; each ratio is of two turns that follow each other."
     ]
     tables = [Table("What a profile costs", ["", ""], rows)]
-    save(Results("profiling", "Cost of profiling", claims, tables, settings={"quick": given.quick}, notes=notes), given.out)
+    save(Results("profiling", "Cost of profiling", claims, tables, notes=notes), given.out)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,6 @@ def main() -> None:
         "store shards": SHARDS,
         "parity": "2+1",
         "discarded steps a run": DISCARDED,
-        "quick": quick,
     }
     save(
         Results(

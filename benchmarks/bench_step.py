@@ -337,7 +337,6 @@ def main() -> None:
         "rows in the store": work.rows,
         "discarded steps a run": DISCARDED,
         "pairs": small.pairs,
-        "quick": given.quick,
     }
     plots = [breakdown(small, slower, both), slots_plot, arrival_plot]
     save(Results("step", "Training steps", claims, tables, plots, settings, notes), given.out)

@@ -190,7 +190,7 @@ def main() -> None:
         "piece of work is done, on all cores, and times are told in its units. A turn amid which the machine changed its speed is done again. "
         "A configuration is what the median of its turns says.",
     ]
-    save(Results("step_model", "Predicted step times", claims, made, settings={"quick": given.quick}, notes=notes), given.out)
+    save(Results("step_model", "Predicted step times", claims, made, notes=notes), given.out)
 
 
 if __name__ == "__main__":

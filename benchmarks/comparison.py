@@ -84,7 +84,9 @@ def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argpa
 
     pairs: how often each contender runs at most, in full and with --quick.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--quick", action="store_true", help="less data and fewer pairs: tells that it works, not how fast")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="DIR", help="folder of the results")
     parser.add_argument(
@@ -359,6 +361,7 @@ def save(results: Results, out: Path) -> Path:
         "date": now(),
         "machine": machine(),
         "versions": versions(),
+        "quick": "--quick" in sys.argv,
         "settings": dict(results.settings),
         "notes": list(results.notes),
         "claims": [_plain(claim) for claim in results.claims],

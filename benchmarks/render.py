@@ -56,14 +56,10 @@ def keep(results: Path, docs: Path, name: str | None) -> None:
         before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
         if "failed" in result:
             result = {**before, "script": result["script"], "failed": result["failed"], "failed_on": result["date"]}
-        elif _quick(result) and before.get("claims") and not _quick(before):
+        elif result["quick"] and not before.get("quick", True):
             tell(f"{path}: of a run with --quick, which does not replace {kept}")
             continue
         write_json(kept, result)
-
-
-def _quick(result: Result) -> bool:
-    return bool(result.get("settings", {}).get("quick"))
 
 
 def kept_results(docs: Path) -> dict[str, list[Result]]:
@@ -102,13 +98,12 @@ def _section(result: Result, folder: Path) -> list[str]:
     if "claims" not in result:
         return [f'## <a name="{script}"></a>bench_{script}.py', "", *failure]
     lines = [f'## <a name="{script}"></a>{result["title"]}', "", *failure]
-    quick = ", --quick" if _quick(result) else ""
+    quick = ", --quick" if result["quick"] else ""
     lines += [f"`benchmarks/bench_{script}.py`{quick}, {result['date'][:16].replace('T', ' ')} UTC.", ""]
     for note in result["notes"]:
         lines += [note, ""]
-    settings = {name: value for name, value in result["settings"].items() if name != "quick"}
-    if settings:
-        lines += ["Settings: " + ", ".join(f"{name} {show(value)}" for name, value in settings.items()) + ".", ""]
+    if result["settings"]:
+        lines += ["Settings: " + ", ".join(f"{name} {show(value)}" for name, value in result["settings"].items()) + ".", ""]
     for table in result["tables"]:
         lines += [f"**{table['title']}**", ""]
         lines += _table(table["columns"], [[show(cell) for cell in row] for row in table["rows"]])
@@ -183,7 +178,7 @@ def _cell(name: str, result: Result | None, claim: Mapping[str, Any]) -> str:
         return "not measured"
     comparable = bool(same[0].get("by_bound")) == bool(claim.get("by_bound"))
     word = _marked(verdict(figure, claim["least"], claim["most"])) if comparable else "median, not held against this bar"
-    quick = ", --quick" if _quick(result) else ""
+    quick = ", --quick" if result["quick"] else ""
     return f"[{_plain(figure)}](benchmarks/{name}/README.md#{result['script']}) {word}, {result['date'][:10]}{quick}"
 
 

@@ -107,7 +107,7 @@ def test_a_quick_run_replaces_no_other(tmp_path: Path) -> None:
     keep(result(tmp_path / "a", "step", 1.25, XEON), docs, None)
     quick = result(tmp_path / "b", "step", 9.0, XEON)
     told = json.loads((quick / "step.json").read_text())
-    (quick / "step.json").write_text(json.dumps(told | {"settings": {"quick": True}}))
+    (quick / "step.json").write_text(json.dumps(told | {"quick": True}))
     keep(quick, docs, None)
     assert "[1.250]" in row(render(docs), "samples/s")[3]
 

@@ -34,7 +34,7 @@ ALL_IN_MEMORY, CACHED = "FBGEMM, all tables in device memory", "FBGEMM, managed 
 SHARE, RATE, BESIDE = (
     "embedding time, share of the step, {} model",
     "trained samples/s, {} model",
-    "the dense floor, in the same run",
+    "the dense floor with the same arithmetic",
 )
 
 

@@ -54,7 +54,7 @@ MINUTES = {
     "checkpoint_restore": (15.0, 2.5),
     "memory_forecast": (8.0, 3.0),
     "step_model": (15.0, 3.0),
-    "migration": (40.0, 4.0),
+    "migration": (40.0, 7.0),
     "profiling": (4.0, 1.0),
     "plan": (15.0, 4.0),
 }

@@ -72,7 +72,7 @@ def main() -> int:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", metavar="NAME,...", help="these alone, by what follows bench_ in their names")
-    which.add_argument("--all", action="store_true", help="all scripts, which takes some four hours")
+    which.add_argument("--all", action="store_true", help="all scripts, which takes up to three and a half hours")
     given = parser.parse_args()
     wanted = list(MINUTES if given.all else HOUR)
     if given.only:

@@ -33,9 +33,9 @@ Cell = str | int | float | None
 Point = tuple[str | float, float]
 
 MINUTES = {
-    "step": (15.0, 2.0),
+    "step": (15.0, 4.0),
     "links": (6.0, 0.7),
-    "torchrec": (6.0, 0.9),
+    "torchrec": (6.0, 2.5),
     "growth": (4.0, 0.7),
     "store": (2.0, 0.4),
     "recovery": (19.0, 1.5),

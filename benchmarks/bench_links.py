@@ -244,6 +244,22 @@ def _start(
     return throughs, memory
 
 
+def _claims(milliseconds: Mapping[str, Sequence[float]], better: str, bars: Mapping[str, float]) -> list[Claim]:
+    """Samples a second through each link, over the faster way in memory, `better`."""
+    told = f"{better[0].upper()}{better[1:]} was the faster."
+    return [
+        Claim(
+            f"samples/s through {name}",
+            IN_MEMORY,
+            f">= {bar}",
+            ratio(milliseconds[better], milliseconds[name]),
+            least=bar,
+            note=told,
+        )
+        for name, bar in bars.items()
+    ]
+
+
 def measure(given: argparse.Namespace, link: Link) -> None:
     """Both claims, and throughput against link speed."""
     work = Workload(given.out / "work", QUICK if given.quick else FULL)
@@ -281,18 +297,7 @@ def measure(given: argparse.Namespace, link: Link) -> None:
         seen = {slots: shares(few if slots == SLOTS else many, 0, through.contender.steps) for slots, through in throughs.items()}
     milliseconds = {name: [float(result["ms"]) for result in results] for name, results in measured.items()}
     better = min(memory, key=lambda name: spread(milliseconds[name]).median)
-    told = f"{better[0].upper()}{better[1:]} was the faster."
-    claims = [
-        Claim(
-            f"samples/s through {name}",
-            IN_MEMORY,
-            f">= {bar}",
-            ratio(milliseconds[better], milliseconds[name]),
-            least=bar,
-            note=told,
-        )
-        for name, bar in ((fast, 0.95), (slow, 0.9))
-    ]
+    claims = _claims(milliseconds, better, {fast: 0.95, slow: 0.9})
     arrivals = "; ".join(
         f"{names[slots]}: {of['arrivals']:,.0f} arrivals a step, {of['fetched_share']:.1%} of them fetched"
         for slots, of in seen.items()

@@ -255,15 +255,9 @@ def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list
             name, f"{errors.max():.2%}", f"{np.median(errors):.2%}", ", ".join(shown), f"{outside.max():.2%}",
             f"{len(outside)} of {len(of_stores.off)}",
         ])  # fmt: skip
+        worst, moments = float(errors.max()), f"{errors.size} moments."
         claims += [
-            Claim(
-                f"used memory, {name}: worst",
-                "measured",
-                "<= 3 %",
-                float(errors.max()),
-                most=MOST_STORE,
-                note=f"{errors.size} moments.",
-            ),
+            Claim(f"used memory, {name}: worst", "measured", "<= 3 %", worst, most=MOST_STORE, note=moments),
             Claim(f"step at which a limit is reached, {name}", "measured", "<= 1 %", float(outside.max()), most=MOST_STEP),
         ]
         lines = {"predicted": of_stores.predicted, "measured": of_stores.measured}

@@ -26,7 +26,7 @@ from comparison import HOUR, MINUTES, given_name, machine, now, tell, write_json
 FOLDER = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
 RESERVE_MINUTES = (5.0, 0.6)  # in full and with --quick, that scripts may take together beyond what each may
-ENDING_SECONDS = 20  # that a script has to end its servers when it is stopped
+ENDING_SECONDS = 60  # that a script has to end its servers when it is stopped
 
 
 def run(command: Sequence[str], seconds: float) -> str:

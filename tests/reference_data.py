@@ -106,6 +106,7 @@ class Log:
     delimiter: str = ","
     quoting: bool = True
     missing: tuple[str, ...] = ()
+    label_at_least: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
         text.get("delimiter", delimiter),
         text.get("quoting", True),
         tuple(text.get("missing", ())),
+        document.get("label_at_least"),
     )
 
 
@@ -305,7 +307,10 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
         rows.append(size)
 
     def samples(source: dict[str, list[str]], places: Sequence[int]) -> Samples:
-        labels = np.array([float(source[log.label][i]) for i in places], np.float32)
+        labels = np.array([float(source[log.label][i]) for i in places], np.float64)
+        if log.label_at_least is not None:
+            labels = np.where(labels >= log.label_at_least, 1.0, 0.0)
+        labels = labels.astype(np.float32)
         assert np.isin(labels, (0, 1)).all(), "a label must be 0 or 1"
         dense = np.zeros((len(places), len(log.dense)), np.float32)
         for at, column in enumerate(log.dense):

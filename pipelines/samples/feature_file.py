@@ -31,7 +31,7 @@ def load_features(path: str | Path) -> FeatureSpec:
 
 def parse(document: Mapping[str, Any]) -> FeatureSpec:
     """A feature file's contents, as TOML gives them, as a spec. Raises FeatureError."""
-    known = {"label", "order_by", "order_type", "text", "table", "feature", "dense"}
+    known = {"label", "label_at_least", "order_by", "order_type", "text", "table", "feature", "dense"}
     _refuse_unknown(document, known, "the feature file")
     tables = [_table(name, entry) for name, entry in _mapping(document, "table").items()]
     places = {table.name: k for k, table in enumerate(tables)}
@@ -47,6 +47,7 @@ def parse(document: Mapping[str, Any]) -> FeatureSpec:
         order_by=_optional(document, "order_by", "the feature file"),
         order_type=document.get("order_type"),
         text=_text_format(_mapping(document, "text")),
+        label_at_least=document.get("label_at_least"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -92,6 +93,7 @@ class FeatureSpec:
 
     label: empty where a source is read for its features alone; labels are 0 then. order_by: the column of the global order, or None. order_type:
     how it is compared; None: in Parquet by the column's type, in text files as numbers where the first rows hold numbers, else by bytes.
+    label_at_least: labels are numbers, and 1 from this one on; None: they are 0 or 1.
     """
 
     label: str
@@ -101,6 +103,7 @@ class FeatureSpec:
     order_by: str | None = None
     order_type: Literal["text", "integer", "number"] | None = None
     text: TextFormat = field(default_factory=TextFormat)
+    label_at_least: float | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -153,7 +156,7 @@ class FeatureSpec:
 
     def unlabelled(self) -> FeatureSpec:
         """The spec for sources of which only the features are wanted, in the order in which they stand."""
-        return replace(self, label="", order_by=None, order_type=None)
+        return replace(self, label="", order_by=None, order_type=None, label_at_least=None)
 
     def min_count(self, table: int) -> int:
         """The occurrences that a value of this vocabulary table needs."""
@@ -165,8 +168,11 @@ class FeatureSpec:
         return replace(self, tables=tuple(tables))
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form, for manifests."""
-        return _listed(asdict(self))
+        """A JSON-able form, for manifests; without what earlier versions did not know where it says nothing."""
+        told = _listed(asdict(self))
+        if self.label_at_least is None:
+            del told["label_at_least"]
+        return told
 
     @staticmethod
     def from_dict(d: Mapping[str, Any]) -> FeatureSpec:
@@ -181,6 +187,7 @@ class FeatureSpec:
                 order_by=d["order_by"],
                 order_type=d["order_type"],
                 text=TextFormat(**{**text, "columns": tuple(text["columns"]), "missing": tuple(text["missing"])}),
+                label_at_least=d.get("label_at_least"),
             )
         except (KeyError, TypeError) as error:
             raise FeatureError(f"features: not a feature specification ({error}); it was written by another version") from error
@@ -203,6 +210,10 @@ def _check(spec: FeatureSpec) -> None:
     if len(spec.tables) > _MAX_TABLES:
         raise FeatureError(f"table: at most {_MAX_TABLES} are possible, not {len(spec.tables)}; let features share tables")
     _check_text(spec.text)
+    if spec.label_at_least is not None:
+        least = spec.label_at_least
+        if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
+            raise FeatureError(f"label_at_least: must be a finite number, not {least!r}; leave it out where labels are 0 and 1")
     if spec.order_type is not None:
         _one_of("the feature file", "order_type", spec.order_type, ORDER_TYPES)
         if spec.order_by is None:

@@ -127,7 +127,7 @@ def convert(
     rows = len(next(iter(columns.values())))
     faults = Faults()
     cells = {name: _plain(column, spec.text.missing, path, name) for name, column in columns.items()}
-    labels = _labels(cells[spec.label], spec.label, path, faults) if spec.label else np.zeros(rows, np.float32)
+    labels = _labels(cells[spec.label], spec, path, faults) if spec.label else np.zeros(rows, np.float32)
     dense = np.empty((len(spec.dense), rows), np.float64).T  # column after column, as it is filled and transformed
     for place, entry in enumerate(spec.dense):
         dense[:, place] = _dense(cells[entry.column], entry, path, faults)
@@ -168,14 +168,15 @@ def _plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa
     return column
 
 
-def _labels(column: pa.Array, name: str, path: str, faults: Faults) -> np.ndarray:
+def _labels(column: pa.Array, spec: FeatureSpec, path: str, faults: Faults) -> np.ndarray:
     """float32 [n], 0 or 1 but in the rows at fault."""
-    reason = "a label must be 0 or 1"
-    values = _numbers(column, name, reason, path, faults)
-    wrong = np.flatnonzero((values != 0) & (values != 1))
-    for row in wrong:
-        faults.add(int(row), name, _shown(column, row), reason)
-    return values.astype(np.float32)
+    least = spec.label_at_least
+    reason = "a label must be 0 or 1" if least is None else "a label must be a finite number"
+    values = _numbers(column, spec.label, reason, path, faults)
+    wrong = (values != 0) & (values != 1) if least is None else ~np.isfinite(values)
+    for row in np.flatnonzero(wrong):
+        faults.add(int(row), spec.label, _shown(column, row), reason)
+    return (values if least is None else values >= least).astype(np.float32)
 
 
 def _dense(column: pa.Array, entry: Dense, path: str, faults: Faults) -> np.ndarray:

@@ -222,7 +222,8 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
     fields = Fields.of(data, delimiter, len(layout.columns), text.quoting) if valid else None
     if fields is not None:
         # Labels other than 0 and 1 stay text, so that an error shows them as they stand in the file.
-        labels = {layout.columns.index(layout.spec.label)} if layout.spec.label else set()
+        binary = layout.spec.label and layout.spec.label_at_least is None
+        labels = {layout.columns.index(layout.spec.label)} if binary else set()
         columns = fields.columns(places, layout.numbers, labels)
         return _Block(columns, np.arange(len(fields)), [], lines_before)
     bounds = bounds or Bounds.of(data, delimiter, text.quoting, text.most_lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.compute.transport import GlooTransport, LocalHub, NcclTransport, Transport, peers_lost
+from foreload.trainer.compute.nccl import NcclTransport, peers_lost
+from foreload.trainer.compute.transport import GlooTransport, LocalHub, Transport
 from foreload.trainer.errors import PeerLost
 
 TIMEOUT = timedelta(seconds=20)
@@ -25,19 +26,34 @@ def local(world: int) -> list[Transport]:
 
 
 def gloo(world: int) -> list[Transport]:
-    """Over TCP, each with a connection of its own to the rendezvous store, as in processes of their own."""
+    """Over TCP: each at an address of its own, as on as many hosts."""
+    return formed([f"127.0.0.{rank + 1}" for rank in range(world)])
+
+
+def linked(world: int) -> list[Transport]:
+    """Through shared memory, as trainers of one host."""
+    return formed(["127.0.0.1"] * world)
+
+
+def mixed(world: int) -> list[Transport]:
+    """The first at an address of its own, the others at one."""
+    return formed([f"127.0.0.{1 + min(rank, 1)}" for rank in range(world)])
+
+
+def formed(addresses: Sequence[str]) -> list[Transport]:
+    """A group of ranks at these addresses, each with a connection of its own to the rendezvous store, as in processes of their own."""
+    world = len(addresses)
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=TIMEOUT)
 
     def connect(rank: int) -> Transport:
         store = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=TIMEOUT)
-        # Each at an address of its own, as on as many hosts.
-        return GlooTransport(store, 0, rank, range(world), TIMEOUT, f"127.0.0.{rank + 1}")
+        return GlooTransport(store, 0, rank, range(world), TIMEOUT, addresses[rank])
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(connect, range(world)))
 
 
-@pytest.fixture(params=[local, gloo], ids=["local", "gloo"])
+@pytest.fixture(params=[local, gloo, linked, mixed], ids=["local", "gloo", "linked", "mixed"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Transport]]]:
     """Connects so many trainers by a kind of transport; all are closed in the end."""
     opened: list[Transport] = []

@@ -17,7 +17,8 @@ from foreload.trainer.cluster.messages import CanJoin, Departed, LaunchSpec, Rea
 from foreload.trainer.cluster.term_watch import TermWatch
 from foreload.trainer.compute.commits import Commits, Standing
 from foreload.trainer.compute.term_session import TermSession
-from foreload.trainer.compute.transport import GlooTransport, NcclTransport, Transport
+from foreload.trainer.compute.nccl import NcclTransport
+from foreload.trainer.compute.transport import GlooTransport, Transport
 from foreload.trainer.errors import PeerLost, TrainerError
 from foreload.trainer.run.job import TrainJob
 

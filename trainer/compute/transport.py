@@ -1,4 +1,4 @@
-"""The seam between trainers: messages of known size between ranks of one term, in process, over gloo, or over NCCL.
+"""The seam between trainers: messages of known size between ranks of one term, in process, or over gloo (`nccl`: between CUDA devices).
 
 A rank is only an address within a term; what a trainer does follows from the lane map, never from its rank.
 """
@@ -14,8 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,9 +22,12 @@ import torch
 import torch.distributed as dist
 
 from foreload.pipelines.errors import SettingError
+from foreload.trainer.compute import host_link
+from foreload.trainer.compute.host_link import HostLink, LinkClosed, as_bytes
 from foreload.trainer.errors import PeerLost
 
 BARRIER_KIND = (1 << 31) - 1
+_LINK_KIND = BARRIER_KIND - 1
 _PEERS_PAUSE = timedelta(milliseconds=2)  # between two looks whether all peers have come
 
 # torch's stubs leave out part of what these classes have.
@@ -109,7 +111,10 @@ class Transport(ABC):
 
 
 class GlooTransport(Transport):
-    """Over TCP by gloo, for tensors on the CPU. The group is formed from the rendezvous store, under the term's own prefix."""
+    """For tensors on the CPU: through shared memory with trainers of the same host and address (`host_link`), over TCP by gloo with the others.
+
+    The group is formed from the rendezvous store, under the term's own prefix.
+    """
 
     def __init__(
         self,
@@ -134,13 +139,16 @@ class GlooTransport(Transport):
             options._devices = [_Gloo.create_device(hostname=address)]
         except RuntimeError as error:
             raise SettingError(
-                f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({_first_line(error)})"
+                f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({first_line(error)})"
             ) from error
         # The device listens at a port that nobody tells, but that was not there before.
         listening = [end.port for end in _sockets() if end.peer is None and end.port not in before]
         options._timeout = forming or timeout
         group = dist.PrefixStore(f"term/{term}/gloo", store)
+        name, accepting = host_link.listen()
+        self.links: dict[int, HostLink] = {}
         try:
+            group.set(f"links/{self.rank}", f"{address} {name}")
             group.set(f"ports/{self.rank}", ",".join(map(str, listening)))
             # gloo's own wait cannot be interrupted: begun only when all are there.
             deadline = time.monotonic() + (forming or timeout).total_seconds()
@@ -149,9 +157,10 @@ class GlooTransport(Transport):
                 time.sleep(_PEERS_PAUSE.total_seconds())
             self._group = _Gloo(group, self.rank, self.world, options)
             told = [group.get(f"ports/{rank}").decode() for rank in range(self.world)]
+            names = [group.get(f"links/{rank}").decode().split(" ") for rank in range(self.world)]
         except RuntimeError as error:
             raise PeerLost(
-                f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {_first_line(error)}"
+                f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {first_line(error)}"
             ) from error
         ports = {int(port) for of_rank in told for port in of_rank.split(",") if port}
         # Descriptors of its own: gloo closes its when a peer does.
@@ -163,19 +172,67 @@ class GlooTransport(Transport):
         self._closed = select.poll()
         for connection in self._connections:
             self._closed.register(connection, select.POLLRDHUP)
+        with accepting:
+            self._link(accepting, [name if own == address else None for own, name in names], forming or timeout)
+
+    def _link(self, accepting: socket.socket, names: Sequence[str | None], patience: timedelta) -> None:
+        """Make links to the ranks of this host. names: at which each rank's socket listens, where it may be of this host. Raises PeerLost."""
+        for rank in range(self.rank):
+            if (name := names[rank]) is not None and (link := host_link.connect(name)) is not None:
+                self.links[rank] = link
+        # Who has been connected to can accept at once.
+        linked = {rank: torch.tensor([rank in self.links], dtype=torch.uint8) for rank in range(self.rank)}
+        links = {rank: torch.zeros(1, dtype=torch.uint8) for rank in range(self.rank + 1, self.world)}
+        _GlooWork(self, self._post_gloo(linked, links, _LINK_KIND), _LINK_KIND).wait(patience)
+        rank = self.rank
+        try:
+            for link in self.links.values():
+                link.introduce(self.rank)
+            for _ in range(sum(int(there) for there in links.values())):
+                connection, _ = accepting.accept()
+                host_link.check_user(connection)
+                link = HostLink(connection)
+                link.introduce(self.rank)
+                self.links[link.meet(patience)] = link
+            for rank in range(self.rank):
+                if rank in self.links:
+                    self.links[rank].meet(patience)
+        except (LinkClosed, OSError) as error:
+            raise self.lost(rank, str(error)) from error
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
-        try:
-            # Receives first: data that arrives goes straight into its tensor.
-            works = [(peer, self._group.recv([_one_dimensional(tensor)], peer, kind)) for peer, tensor in incoming.items()]
-            self._check_open()
-            works += [(peer, self._group.send([_one_dimensional(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
-        except RuntimeError as error:
-            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {_first_line(error)}") from error
+        links = self.links
+        expected = [
+            _Expected(peer, links[peer].expect(kind), as_bytes(tensor)) for peer, tensor in incoming.items() if peer in links
+        ]
+        works = self._post_gloo(
+            {peer: tensor for peer, tensor in outgoing.items() if peer not in links},
+            {peer: tensor for peer, tensor in incoming.items() if peer not in links},
+            kind,
+        )
+        for peer, tensor in outgoing.items():
+            if peer in links:
+                try:
+                    links[peer].send(kind, as_bytes(tensor))
+                except LinkClosed as error:
+                    raise self.lost(peer, str(error)) from error
         # Who has everyone's token of a barrier may leave.
         if kind != BARRIER_KIND:
             self._check_open()
-        return _GlooWork(self, works)
+        return _GlooWork(self, works, kind, expected)
+
+    def _post_gloo(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], kind: int
+    ) -> list[tuple[int, dist.Work]]:
+        """Start messages over TCP."""
+        try:
+            # Receives first: data that arrives goes straight into its tensor.
+            works = [(peer, self._group.recv([as_bytes(tensor)], peer, kind)) for peer, tensor in incoming.items()]
+            self._check_open()
+            works += [(peer, self._group.send([as_bytes(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
+        except RuntimeError as error:
+            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {first_line(error)}") from error
+        return works
 
     def _check_open(self) -> None:
         """Raise PeerLost if a connection is closed: gloo may not note that for a message that was posted at the same moment, and wait for ever."""
@@ -184,6 +241,8 @@ class GlooTransport(Transport):
 
     def interrupt(self) -> None:
         # gloo's own `abort` frees neither who waits here nor who waits for this rank, so the connections are cut below it.
+        for link in self.links.values():
+            link.interrupt()
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -192,6 +251,8 @@ class GlooTransport(Transport):
         self.interrupt()
         self._group.abort()
         del self._group
+        for link in self.links.values():
+            link.close()
         for connection in self._connections:
             connection.close()
 
@@ -221,91 +282,38 @@ def _sockets() -> list[_Socket]:
     return found
 
 
+class _Expected(NamedTuple):
+    """A message that a link is to bring; out: uint8 [n], where it goes."""
+
+    peer: int
+    number: int
+    out: torch.Tensor
+
+
 class _GlooWork(Work):
-    def __init__(self, transport: Transport, works: list[tuple[int, dist.Work]]) -> None:
-        self._transport = transport
-        self._works = works
+    def __init__(
+        self, transport: GlooTransport, works: list[tuple[int, dist.Work]], kind: int, expected: Sequence[_Expected] = ()
+    ) -> None:
+        """works: over TCP, by peer; expected: of `kind`, by links."""
+        self._transport, self._works, self._kind, self._expected = transport, works, kind, expected
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + (timeout or self._transport.timeout).total_seconds()
+        transport = self._transport
+        deadline = time.monotonic() + (timeout or transport.timeout).total_seconds()
+        for peer, number, out in self._expected:
+            try:
+                transport.links[peer].receive(self._kind, number, out, deadline)
+            except (LinkClosed, TimeoutError) as error:
+                raise transport.lost(peer, str(error)) from error
+        self._expected = ()
         for peer, work in self._works:
             # Zero would mean gloo's default of no limit.
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                raise self._transport.lost(peer, _first_line(error)) from error
+                raise transport.lost(peer, first_line(error)) from error
         self._works = []
-
-
-class NcclTransport(Transport):
-    """Between CUDA devices by NCCL: all messages of a post are one batch, matched by order; a kind only says what bytes_sent counts them as."""
-
-    def __init__(
-        self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, device: torch.device
-    ) -> None:
-        """store: the run's rendezvous store. Raises PeerLost if a peer does not come."""
-        super().__init__(trainer, members, timeout)
-        self._device = device
-        # Not in builds of torch without CUDA.
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timeout
-        with peers_lost(f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers"):
-            self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), self.rank, self.world, options)
-            # The communicator is made by the first collective, in which every rank must take part.
-            self._group.allreduce([torch.zeros(1, device=device)]).wait()
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
-        if not outgoing and not incoming:
-            return _NcclWork(self, None)
-        with self.lost_if_nccl_fails():
-            self._group._start_coalescing()
-            # By ascending peer on both sides; within a pair each direction has one message.
-            for peer in sorted({*outgoing, *incoming}):
-                if peer in outgoing:
-                    self._group.send([_one_dimensional(outgoing[peer])], peer, 0)
-                if peer in incoming:
-                    self._group.recv([_one_dimensional(incoming[peer])], peer, 0)
-            return _NcclWork(self, self._group._end_coalescing())
-
-    def lost_if_nccl_fails(self) -> AbstractContextManager[None]:
-        """While entered, errors of NCCL are raised as PeerLost. NCCL does not tell which peer it is."""
-        return peers_lost(f"trainer {self.members[self.rank]}: lost a peer")
-
-    def interrupt(self) -> None:
-        # Unlike gloo's, this frees who waits here, and by the closed connections who waits for this rank.
-        self._group.abort()
-
-    def close(self) -> None:
-        self._group.abort()
-        del self._group
-
-
-class _NcclWork(Work):
-    def __init__(self, transport: NcclTransport, work: dist.Work | None) -> None:
-        self._transport = transport
-        self._work = work
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if self._work is not None:
-            with self._transport.lost_if_nccl_fails():
-                self._work.wait()
-
-
-@contextlib.contextmanager
-def peers_lost(what: str) -> Iterator[None]:
-    """While entered, what torch.distributed raises becomes PeerLost, told after `what`; what the device raises (no memory, a failed kernel) stays."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except RuntimeError as error:
-        raise PeerLost(f"{what}: {_first_line(error)}") from error
 
 
 class LocalHub:
@@ -379,16 +387,11 @@ class _LocalWork(Work):
                 raise self._transport.lost(peer, reason)
             if message.nbytes != tensor.nbytes:
                 raise ValueError(f"message from rank {peer} to {rank}: must have {tensor.nbytes} bytes, got {message.nbytes}")
-            _one_dimensional(tensor).copy_(_one_dimensional(message))
+            as_bytes(tensor).copy_(as_bytes(message))
         self._expected = []
 
 
-def _one_dimensional(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What a library says, without its advice and the place in its source."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     line = line.split("] ", 1)[1] if line.startswith("[") and "] " in line else line

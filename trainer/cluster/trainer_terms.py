@@ -16,8 +16,8 @@ from foreload.trainer.cluster.facts import Admitted, HandedOver, Orphaned, Term,
 from foreload.trainer.cluster.messages import CanJoin, Departed, LaunchSpec, Ready, TermLeft
 from foreload.trainer.cluster.term_watch import TermWatch
 from foreload.trainer.compute.commits import Commits, Standing
-from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.nccl import NcclTransport
+from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import GlooTransport, Transport
 from foreload.trainer.errors import PeerLost, TrainerError
 from foreload.trainer.run.job import TrainJob

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 
-import torch
 from torch import Tensor
 
 _FRAME = struct.Struct("=iqq")  # kind, bytes, where they begin in the sender's memory
@@ -88,12 +87,13 @@ class HostLink:
         (rank,) = _HELLO.unpack(hello)
         return int(rank)
 
-    def send(self, kind: int, data: Tensor) -> None:
-        """Send the bytes of a tensor, uint8 [n], on the CPU; they may change at once. Raises LinkClosed."""
-        place = self._room(data.numel())
+    def send(self, kind: int, tensor: Tensor) -> None:
+        """Send the bytes of a contiguous tensor on the CPU, which may change at once. Raises LinkClosed."""
+        size = tensor.nbytes
+        place = self._room(size)
         _USED.pack_into(self._own.memory, place, 1)
-        ctypes.memmove(self._own.address + place + _ALIGNED, data.data_ptr(), data.numel())
-        frame = _FRAME.pack(kind, data.numel(), place)
+        ctypes.memmove(self._own.address + place + _ALIGNED, tensor.data_ptr(), size)
+        frame = _FRAME.pack(kind, size, place)
         while frame:
             try:
                 frame = frame[self._connection.send(frame) :]
@@ -112,15 +112,18 @@ class HostLink:
         return self._wanted[kind]
 
     def receive(self, kind: int, number: int, out: Tensor, deadline: float) -> None:
-        """Wait for a message, and copy it to out, uint8 [n]. deadline: by time.monotonic. Raises LinkClosed, TimeoutError; ValueError for another size."""
+        """Wait for a message, and copy it to a contiguous tensor on the CPU. deadline: by time.monotonic.
+
+        Raises LinkClosed, TimeoutError; ValueError for a message of another size.
+        """
         while (kind, number) not in self._arrived:
             left = deadline - time.monotonic()
             if left <= 0 or not self._poll.poll(1000 * left):
                 raise TimeoutError("no message in time")
             self._read()
         size, place = self._arrived.pop((kind, number))
-        if size != out.numel():
-            raise ValueError(f"message of kind {kind}: must have {out.numel()} bytes, got {size}")
+        if size != out.nbytes:
+            raise ValueError(f"message of kind {kind}: must have {out.nbytes} bytes, got {size}")
         assert self._theirs is not None
         ctypes.memmove(out.data_ptr(), self._theirs.address + place + _ALIGNED, size)
         _USED.pack_into(self._theirs.memory, place, 0)
@@ -206,8 +209,3 @@ def connect(name: str) -> HostLink | None:
     except OSError:
         connection.close()
         return None
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foreload.trainer.compute.host_link import as_bytes
-from foreload.trainer.compute.transport import Transport, Work, first_line
+from foreload.trainer.compute.transport import Transport, Work, as_bytes, first_line
 from foreload.trainer.errors import PeerLost
 
 

@@ -70,7 +70,8 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
-    parts.module.train()
+    if not all(part.training for part in parts.module.modules()):
+        parts.module.train()
     block, logits, labels = forward(parts, moves, local, requires_grad=True)
     loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / event.samples
     of_block, *of_parameters = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute import host_link
-from foreload.trainer.compute.host_link import HostLink, LinkClosed, as_bytes
+from foreload.trainer.compute.host_link import HostLink, LinkClosed
 from foreload.trainer.errors import PeerLost
 
 BARRIER_KIND = (1 << 31) - 1
@@ -202,23 +202,19 @@ class GlooTransport(Transport):
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         links = self.links
-        expected = [
-            _Expected(peer, links[peer].expect(kind), as_bytes(tensor)) for peer, tensor in incoming.items() if peer in links
-        ]
-        works = self._post_gloo(
-            {peer: tensor for peer, tensor in outgoing.items() if peer not in links},
-            {peer: tensor for peer, tensor in incoming.items() if peer not in links},
-            kind,
-        )
+        expected = [_Expected(peer, links[peer].expect(kind), tensor) for peer, tensor in incoming.items() if peer in links]
+        works = []
+        if len(links) < self.world - 1:
+            remote_incoming = {peer: tensor for peer, tensor in incoming.items() if peer not in links}
+            works = self._post_gloo(
+                {peer: tensor for peer, tensor in outgoing.items() if peer not in links}, remote_incoming, kind
+            )
         for peer, tensor in outgoing.items():
             if peer in links:
                 try:
-                    links[peer].send(kind, as_bytes(tensor))
+                    links[peer].send(kind, tensor)
                 except LinkClosed as error:
                     raise self.lost(peer, str(error)) from error
-        # Who has everyone's token of a barrier may leave.
-        if kind != BARRIER_KIND:
-            self._check_open()
         return _GlooWork(self, works, kind, expected)
 
     def _post_gloo(
@@ -232,6 +228,9 @@ class GlooTransport(Transport):
             works += [(peer, self._group.send([as_bytes(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
         except RuntimeError as error:
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {first_line(error)}") from error
+        # Who has everyone's token of a barrier may leave.
+        if kind != BARRIER_KIND:
+            self._check_open()
         return works
 
     def _check_open(self) -> None:
@@ -283,7 +282,7 @@ def _sockets() -> list[_Socket]:
 
 
 class _Expected(NamedTuple):
-    """A message that a link is to bring; out: uint8 [n], where it goes."""
+    """A message that a link is to bring; out: where it goes."""
 
     peer: int
     number: int
@@ -389,6 +388,11 @@ class _LocalWork(Work):
                 raise ValueError(f"message from rank {peer} to {rank}: must have {tensor.nbytes} bytes, got {message.nbytes}")
             as_bytes(tensor).copy_(as_bytes(message))
         self._expected = []
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def first_line(error: BaseException) -> str:

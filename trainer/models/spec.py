@@ -67,6 +67,9 @@ class Embeddings(dict[str, Tensor]):
         for name, own, entry in zip(names, parts, block.unbind(1), strict=True):
             columns = [size for _, size in own]
             rest = block.shape[2] - sum(columns)
+            if len(own) == 1 and not rest:
+                views[name] = entry
+                continue
             for place, piece in enumerate(entry.split([*columns, rest] if rest else columns, 1)[: len(own)]):
                 views[f"{name}.{own[place][0]}" if place else name] = piece
         return cls(views, block)

@@ -58,7 +58,7 @@ class TrainSettings(TypedDict, total=False):
     dense_options: Mapping[str, Any]
     tables: Mapping[str, Mapping[str, Any]]
     threads: int
-    cpu_capability: Literal["avx2", "avx512"]
+    cpu_capability: Literal["avx2", "avx512", "avx512-onednn"]
     device: Literal["cpu", "cuda"]
     memory: int | str
     namespace: str

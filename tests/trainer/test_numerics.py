@@ -45,7 +45,7 @@ def alike(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 bits, differ, by_place = hashlib.sha256(), [], []
-for inputs, outputs in [(64, 1), (63, 1), (32, 1), (13, 64), (367, 64)] if "grid" in sys.argv else []:
+for inputs, outputs in [(64, 1), (63, 1), (32, 1), (13, 64), (367, 64), (1024, 256)] if "grid" in sys.argv else []:
     torch.manual_seed(inputs)
     layer = torch.nn.Linear(inputs, outputs)
     for samples in (1, 7, 64, 129):
@@ -73,20 +73,23 @@ print(json.dumps({"bits": bits.hexdigest(), "differ": differ, "by_place": by_pla
                   "fingerprint": numerics.fingerprint(), "again": numerics.fingerprint(),
                   "deterministic": torch.are_deterministic_algorithms_enabled(), "filled": torch.utils.deterministic.fill_uninitialized_memory}))
 """
-GRID = [(1, "avx2"), (2, "avx2"), (1, "avx512"), pytest.param(2, "avx512", marks=pytest.mark.full)]
+GRID = [
+    (1, "avx2"), (2, "avx2"), (1, "avx512"), (1, "avx512-onednn"),
+    pytest.param(2, "avx512", marks=pytest.mark.full), pytest.param(2, "avx512-onednn", marks=pytest.mark.full),
+]  # fmt: skip
 
 
 @functools.cache
 def measured(threads: int, cpu_capability: str, process: int) -> dict[str, Any]:
     """What a process of its own finds over the grid; process: which of several that are alike."""
-    if cpu_capability == "avx512" and not torch.cpu._is_avx512_supported():
+    if cpu_capability.startswith("avx512") and not torch.cpu._is_avx512_supported():
         pytest.skip("this processor has no avx512")
     return said_by_script(threads, cpu_capability, "grid")
 
 
 def said_by_script(threads: int, cpu_capability: str, *further: str, **environment: str) -> dict[str, Any]:
     """What SCRIPT says under such settings. further: "grid", or nothing for the fingerprint alone."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENTS["avx2"]}
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENTS["avx512-onednn"]}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(threads), cpu_capability, *further],
         # Threads that wait leave the processor to others: it changes no bit, and is quicker where the machine is busy.
@@ -114,13 +117,16 @@ def test_the_same_slice_gives_the_same_bits_at_every_address_in_every_thread_and
     assert fingerprint["threads"] == str(threads)
     assert fingerprint["flush_to_zero"] == "off"
     assert fingerprint["device"] == "cpu"
-    assert fingerprint["cpu_capability"] == cpu_capability.upper()
+    assert fingerprint["cpu_capability"] == cpu_capability.upper().partition("-")[0]
+    assert fingerprint.get("linear", "") == cpu_capability.partition("-")[2]
 
 
 @pytest.mark.parametrize(("threads", "cpu_capability"), GRID)
 def test_where_mkl_follows_the_branch_a_row_does_not_depend_on_its_place_in_the_slice(threads: int, cpu_capability: str) -> None:
     measurement = measured(threads, cpu_capability, process=0)
     followed, asked = measurement["fingerprint"]["mkl_cbwr"], ENVIRONMENTS[cpu_capability]["MKL_CBWR"]
+    if "linear" in measurement["fingerprint"]:
+        pytest.skip("layers are not MKL's products here")
     if followed != asked:
         pytest.skip(f"MKL follows {followed} on this processor, asked for {asked}: exactness needs no more than the same slices")
     assert measurement["by_place"] == []

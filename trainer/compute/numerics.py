@@ -23,10 +23,12 @@ from foreload.pipelines.base.malloc import KEEPS_FREED
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import FingerprintError
 
+LINEAR = "FORELOAD_LINEAR"  # variable: whose products layers are; torch's own choice where it is not set
 ENVIRONMENTS = {
     "avx2": {"MKL_CBWR": "AVX2,STRICT", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"MKL_CBWR": "AVX512,STRICT", "ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
+ENVIRONMENTS["avx512-onednn"] = ENVIRONMENTS["avx512"] | {LINEAR: "onednn"}
 """By --cpu-capability, the variables that are set unless the user's environment has them. The capability is given, not detected: otherwise hosts of
 two kinds could never join one run."""
 # What cuBLAS needs to give the same bits each time, by its documentation.
@@ -38,6 +40,7 @@ _KEEP_MEMORY = {"hugetlb": 1, **KEEPS_FREED}
 
 _REMEDY = {
     "threads": "give the run's number with --threads",
+    "linear": "give the run's --cpu-capability",
     "mkl_cbwr": "set MKL_CBWR alike on all hosts",
     "cpu_capability": "give the run's with --cpu-capability, and set ATEN_CPU_CAPABILITY alike on all hosts",
     "onednn_isa": "set ONEDNN_MAX_CPU_ISA alike on all hosts",
@@ -95,6 +98,10 @@ def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> N
     import torch
 
     torch.set_num_threads(threads)
+    if os.environ.get(LINEAR) == "onednn":
+        from foreload.trainer.compute import onednn
+
+        onednn.take_over()
     torch.set_flush_denormal(False)
     # As torch.use_deterministic_algorithms(True) does, which imports torch's compiler, for two seconds, to tell it the same.
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
@@ -130,6 +137,10 @@ def _probe(device: str) -> str:
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, (x[:, 0] > 0).float(), reduction="sum")
     (gradient,) = torch.autograd.grad(loss, [hidden])
     results = [logits, loss, gradient, torch.sigmoid(x), torch.exp(x), torch.sqrt(x.abs()), x.flatten().sum()]
+    if LINEAR in os.environ:
+        # As large as layers are: how oneDNN cuts their sums may depend on the processor's caches.
+        large = (torch.arange(1024 * 256, dtype=torch.float32).view(256, 1024).to(device) % 103 - 51) / 41
+        results.append(torch.nn.functional.linear(large, large))
     h = hashlib.sha256()
     for result in results:
         h.update(result.detach().cpu().contiguous().numpy().tobytes())
@@ -144,7 +155,8 @@ def fingerprint(device: str = "cpu") -> dict[str, str]:
     import torch
 
     denormals_kept = bool((torch.full((1,), 2e-39) * 0.5 > 0).item())
-    return {
+    linear = {"linear": os.environ[LINEAR]} if LINEAR in os.environ else {}
+    return linear | {
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "threads": str(torch.get_num_threads()),

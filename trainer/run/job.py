@@ -108,9 +108,9 @@ class TrainJob:
         1, integer(1), "threads of the arithmetic in each trainer; part of the numerics fingerprint", _WHERE, metavar="T"
     )
     cpu_capability: str = setting(
-        "avx2", choice("avx2", "avx512"),
+        "avx2", choice("avx2", "avx512", "avx512-onednn"),
         "vector instructions of the arithmetic, which every host of the run must have; part of the numerics fingerprint", _WHERE,
-        metavar="{avx2,avx512}",
+        metavar="{avx2,avx512,avx512-onednn}",
     )  # fmt: skip
     device: str = setting(
         "cpu", choice("cpu", "cuda"), "where the partitions and the dense part live", _WHERE, metavar="{cpu,cuda}"

@@ -20,6 +20,7 @@ from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.cache.rows.staging import EndedRows
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute import onednn
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
@@ -267,6 +268,15 @@ def test_every_model_and_row_optimizer_trains_as_in_memory(
 def test_every_dense_optimizer_trains_as_in_memory(short_log: Log, servers: LocalStores, dense_optimizer: str) -> None:
     job = _job(dense_optimizer=dense_optimizer, row_optimizer="sgd")
     assert _train(short_log, servers, job, 2, 3, "all").digest == _reference(short_log, job).digest
+
+
+@pytest.mark.parametrize("trainers", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_layers_by_onednn_train_as_in_memory(
+    short_log: Log, servers: LocalStores, monkeypatch: pytest.MonkeyPatch, trainers: int
+) -> None:
+    monkeypatch.setattr(torch.nn.functional, "linear", onednn.linear)
+    job = job_in_memory(model="dlrm", dim=8, model_options={"bottom": "300-8", "top": "300-200-1"}, seed=3)
+    assert _train(short_log, servers, job, trainers, 3).digest == _reference(short_log, job).digest
 
 
 # After the first step, two in a row, the last of the first epoch, the first of the second, the last step but one.

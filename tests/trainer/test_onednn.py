@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,10 @@ from torch import Tensor
 from foreload.trainer.compute import onednn
 
 
-def results(of: object, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor) -> list[Tensor]:
+def results(of: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor) -> list[Tensor]:
     """Of a linear function: its value, and the gradients of all that it is given."""
     given = [tensor.clone().requires_grad_() for tensor in (x, weight, *([] if bias is None else [bias]))]
-    y = of(*given)  # type: ignore[operator]
+    y = of(*given)
     return [y.detach(), *torch.autograd.grad(y, given, gradient)]
 
 
@@ -22,7 +24,8 @@ def test_values_and_gradients_are_those_of_the_product(samples: int, inputs: int
     torch.manual_seed(0)
     x, weight, gradient = torch.randn(samples, inputs), torch.randn(outputs, inputs), torch.randn(samples, outputs)
     bias = torch.randn(outputs) if biased else None
-    exact = results(torch.nn.functional.linear, *(t if t is None else t.double() for t in (x, weight, bias, gradient)))
+    double = None if bias is None else bias.double()
+    exact = results(torch.nn.functional.linear, x.double(), weight.double(), double, gradient.double())
     for ours, theirs in zip(results(onednn.linear, x, weight, bias, gradient), exact, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6 * max(samples, inputs, outputs))

@@ -187,9 +187,13 @@ class _Region:
 
     def __init__(self, descriptor: int, create: bool) -> None:
         self.descriptor = descriptor
-        if create:
-            os.ftruncate(descriptor, _REGION_BYTES)
-        self.memory = mmap.mmap(descriptor, _REGION_BYTES)
+        try:
+            if create:
+                os.ftruncate(descriptor, _REGION_BYTES)
+            self.memory = mmap.mmap(descriptor, _REGION_BYTES)
+        except OSError:
+            os.close(descriptor)
+            raise
         view = ctypes.c_char.from_buffer(self.memory)
         self.address = ctypes.addressof(view)
         del view

@@ -37,13 +37,6 @@ def listen() -> tuple[str, socket.socket]:
     return name, listening
 
 
-def check_user(connection: socket.socket) -> None:
-    """Raise PermissionError unless the process at the other end is this user's."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user != os.getuid():
-        raise PermissionError(f"a process of user {user} is at the other end")
-
-
 class LinkClosed(Exception):
     """The peer has left, or the link was interrupted."""
 
@@ -199,8 +192,15 @@ class _Region:
         del view
 
     def close(self) -> None:
-        self.memory.close()
-        os.close(self.descriptor)
+        if not self.memory.closed:
+            self.memory.close()
+            os.close(self.descriptor)
+
+
+def accept(listening: socket.socket) -> HostLink:
+    """A link to who has connected. Raises OSError."""
+    connection, _ = listening.accept()
+    return _linked(connection)
 
 
 def connect(name: str) -> HostLink | None:
@@ -208,8 +208,19 @@ def connect(name: str) -> HostLink | None:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect("\0" + name)
-        check_user(connection)
-        return HostLink(connection)
+        return _linked(connection)
     except OSError:
         connection.close()
         return None
+
+
+def _linked(connection: socket.socket) -> HostLink:
+    """A link over a connection, which is closed where OSError is raised, as it is if another user's process is at the other end."""
+    try:
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            raise PermissionError(f"a process of user {user} is at the other end")
+        return HostLink(connection)
+    except OSError:
+        connection.close()
+        raise

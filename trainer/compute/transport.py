@@ -9,12 +9,11 @@ import contextlib
 import os
 import select
 import socket
-import stat
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute import host_link
 from foreload.trainer.compute.host_link import HostLink, LinkClosed
+from foreload.trainer.compute.sockets import tcp_sockets
 from foreload.trainer.errors import PeerLost
 
 BARRIER_KIND = (1 << 31) - 1
@@ -134,7 +134,7 @@ class GlooTransport(Transport):
         """
         super().__init__(trainer, members, timeout)
         options = _Gloo._Options()
-        before = {end.port for end in _sockets() if end.peer is None}
+        before = {end.port for end in tcp_sockets() if end.peer is None}
         try:
             options._devices = [_Gloo.create_device(hostname=address)]
         except RuntimeError as error:
@@ -142,38 +142,38 @@ class GlooTransport(Transport):
                 f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({first_line(error)})"
             ) from error
         # The device listens at a port that nobody tells, but that was not there before.
-        listening = [end.port for end in _sockets() if end.peer is None and end.port not in before]
+        listening = [end.port for end in tcp_sockets() if end.peer is None and end.port not in before]
         options._timeout = forming or timeout
         group = dist.PrefixStore(f"term/{term}/gloo", store)
-        name, accepting = host_link.listen()
         self.links: dict[int, HostLink] = {}
-        try:
-            group.set(f"links/{self.rank}", f"{address} {name}")
-            group.set(f"ports/{self.rank}", ",".join(map(str, listening)))
-            # gloo's own wait cannot be interrupted: begun only when all are there.
-            deadline = time.monotonic() + (forming or timeout).total_seconds()
-            while time.monotonic() < deadline and not group.check([f"ports/{rank}" for rank in range(self.world)]):
-                check()
-                time.sleep(_PEERS_PAUSE.total_seconds())
-            self._group = _Gloo(group, self.rank, self.world, options)
-            told = [group.get(f"ports/{rank}").decode() for rank in range(self.world)]
-            names = [group.get(f"links/{rank}").decode().split(" ") for rank in range(self.world)]
-        except RuntimeError as error:
-            raise PeerLost(
-                f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {first_line(error)}"
-            ) from error
-        ports = {int(port) for of_rank in told for port in of_rank.split(",") if port}
-        # Descriptors of its own: gloo closes its when a peer does.
-        self._connections = [
-            socket.socket(fileno=os.dup(end.descriptor))
-            for end in _sockets()
-            if end.peer is not None and ports & {end.port, end.peer}
-        ]
-        self._closed = select.poll()
-        for connection in self._connections:
-            self._closed.register(connection, select.POLLRDHUP)
+        name, accepting = host_link.listen()
         with accepting:
-            self._link(accepting, [name if own == address else None for own, name in names], forming or timeout)
+            try:
+                group.set(f"links/{self.rank}", f"{address} {name}")
+                group.set(f"ports/{self.rank}", ",".join(map(str, listening)))
+                # gloo's own wait cannot be interrupted: begun only when all are there.
+                deadline = time.monotonic() + (forming or timeout).total_seconds()
+                while time.monotonic() < deadline and not group.check([f"ports/{rank}" for rank in range(self.world)]):
+                    check()
+                    time.sleep(_PEERS_PAUSE.total_seconds())
+                self._group = _Gloo(group, self.rank, self.world, options)
+                told, links = (
+                    [group.get(f"{what}/{rank}").decode() for rank in range(self.world)] for what in ("ports", "links")
+                )
+            except RuntimeError as error:
+                raise PeerLost(
+                    f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {first_line(error)}"
+                ) from error
+            self._connections = _connections_at({int(port) for of_rank in told for port in of_rank.split(",") if port})
+            self._closed = select.poll()
+            for connection in self._connections:
+                self._closed.register(connection, select.POLLRDHUP)
+            try:
+                here = [link.split(" ") for link in links]
+                self._link(accepting, [name if own == address else None for own, name in here], forming or timeout)
+            except PeerLost:
+                self.close()
+                raise
 
     def _link(self, accepting: socket.socket, names: Sequence[str | None], patience: timedelta) -> None:
         """Make links to the ranks of this host. names: at which each rank's socket listens, where it may be of this host. Raises PeerLost."""
@@ -189,11 +189,13 @@ class GlooTransport(Transport):
             for link in self.links.values():
                 link.introduce(self.rank)
             for _ in range(sum(int(there) for there in links.values())):
-                connection, _ = accepting.accept()
-                host_link.check_user(connection)
-                link = HostLink(connection)
-                link.introduce(self.rank)
-                self.links[link.meet(patience)] = link
+                link = host_link.accept(accepting)
+                try:
+                    link.introduce(self.rank)
+                    self.links[link.meet(patience)] = link
+                except LinkClosed:
+                    link.close()
+                    raise
             for rank in range(self.rank):
                 if rank in self.links:
                     self.links[rank].meet(patience)
@@ -256,29 +258,13 @@ class GlooTransport(Transport):
             connection.close()
 
 
-class _Socket(NamedTuple):
-    """A TCP socket of this process; peer: the port at the other end, None where it listens."""
-
-    descriptor: int
-    port: int
-    peer: int | None
-
-
-def _sockets() -> list[_Socket]:
-    """This process's TCP sockets that listen or are connected."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        descriptor = int(name)
-        # One may be closed meanwhile, or be something else.
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    peer = None if listens else one.getpeername()[1]
-                    found.append(_Socket(descriptor, one.getsockname()[1], peer))
-    return found
+def _connections_at(ports: Container[int]) -> list[socket.socket]:
+    """This process's TCP connections of which one end is at such a port. Descriptors of their own: gloo closes its when a peer does."""
+    return [
+        socket.socket(fileno=os.dup(end.descriptor))
+        for end in tcp_sockets()
+        if end.peer is not None and (end.port in ports or end.peer in ports)
+    ]
 
 
 class _Expected(NamedTuple):

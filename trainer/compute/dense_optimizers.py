@@ -84,7 +84,7 @@ def _is_plain(group: Mapping[str, Any]) -> bool:
 def _adagrad(optimizer: torch.optim.Optimizer) -> None:
     """Adagrad without decay, to the bits of torch's, which asks for the square root of every zero.
 
-    A unit of which no sample was ever active leaves zeros in the sums, and MKL's root of a zero takes eleven times as long. Of what is
+    A unit of which no sample was ever active leaves zeros in the sums; where half of them are, MKL's roots take eleven times as long. Of what is
     below _LEAST_SQUARE the root does not change the epsilon that it is added to.
     """
     for group in optimizer.param_groups:

@@ -6,14 +6,13 @@ A rank is only an address within a term; what a trainer does follows from the la
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute import host_link
 from foreload.trainer.compute.host_link import HostLink, LinkClosed
-from foreload.trainer.compute.sockets import tcp_sockets
+from foreload.trainer.compute.sockets import connections_at, listening_ports
 from foreload.trainer.errors import PeerLost
 
 BARRIER_KIND = (1 << 31) - 1
@@ -134,7 +133,7 @@ class GlooTransport(Transport):
         """
         super().__init__(trainer, members, timeout)
         options = _Gloo._Options()
-        before = {end.port for end in tcp_sockets() if end.peer is None}
+        before = listening_ports()
         try:
             options._devices = [_Gloo.create_device(hostname=address)]
         except RuntimeError as error:
@@ -142,7 +141,7 @@ class GlooTransport(Transport):
                 f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({first_line(error)})"
             ) from error
         # The device listens at a port that nobody tells, but that was not there before.
-        listening = [end.port for end in tcp_sockets() if end.peer is None and end.port not in before]
+        listening = sorted(listening_ports() - before)
         options._timeout = forming or timeout
         group = dist.PrefixStore(f"term/{term}/gloo", store)
         self.links: dict[int, HostLink] = {}
@@ -164,7 +163,7 @@ class GlooTransport(Transport):
                 raise PeerLost(
                     f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {first_line(error)}"
                 ) from error
-            self._connections = _connections_at({int(port) for of_rank in told for port in of_rank.split(",") if port})
+            self._connections = connections_at({int(port) for of_rank in told for port in of_rank.split(",") if port})
             self._closed = select.poll()
             for connection in self._connections:
                 self._closed.register(connection, select.POLLRDHUP)
@@ -256,15 +255,6 @@ class GlooTransport(Transport):
             link.close()
         for connection in self._connections:
             connection.close()
-
-
-def _connections_at(ports: Container[int]) -> list[socket.socket]:
-    """This process's TCP connections of which one end is at such a port. Descriptors of their own: gloo closes its when a peer does."""
-    return [
-        socket.socket(fileno=os.dup(end.descriptor))
-        for end in tcp_sockets()
-        if end.peer is not None and (end.port in ports or end.peer in ports)
-    ]
 
 
 class _Expected(NamedTuple):

@@ -183,7 +183,6 @@ class GlooTransport(Transport):
         linked = {rank: torch.tensor([rank in self.links], dtype=torch.uint8) for rank in range(self.rank)}
         links = {rank: torch.zeros(1, dtype=torch.uint8) for rank in range(self.rank + 1, self.world)}
         _GlooWork(self, self._post_gloo(linked, links, _LINK_KIND), _LINK_KIND).wait(patience)
-        rank = self.rank
         try:
             for link in self.links.values():
                 link.introduce(self.rank)
@@ -199,7 +198,7 @@ class GlooTransport(Transport):
                 if rank in self.links:
                     self.links[rank].meet(patience)
         except (LinkClosed, OSError) as error:
-            raise self.lost(rank, str(error)) from error
+            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {error}") from error
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         links = self.links

@@ -6,6 +6,7 @@ into its own memory, who receives copies them out, and nobody else takes part.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -198,9 +199,11 @@ class _Region:
 
 
 def accept(listening: socket.socket) -> HostLink:
-    """A link to who has connected. Raises OSError."""
-    connection, _ = listening.accept()
-    return _linked(connection)
+    """A link to the next process of this user that connects. Raises OSError."""
+    while True:
+        connection, _ = listening.accept()
+        with contextlib.suppress(PermissionError):
+            return _linked(connection)
 
 
 def connect(name: str) -> HostLink | None:

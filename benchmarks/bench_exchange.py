@@ -208,8 +208,8 @@ def main() -> None:
         "slots in all), samples placed by locality as is the default.",
         "The least: each row once to each other trainer that uses it, one gradient part back per lane that is elsewhere, each number of the "
         "dense part once to the trainer that adds it and once back. Counted from the schedule's masks.",
-        "Bytes sent are those of the trainers' messages. On the sockets: what the kernel says each connection between two trainers sent, "
-        "gloo's own headers, the agreement at the start and the barrier at the end included.",
+        "Bytes sent are those of the trainers' messages, which pass through shared memory between trainers of one host. On the sockets: what the "
+        "kernel says each TCP connection between two trainers sent, which is how they come together, and what gloo needs to.",
     ]
     settings: dict[str, str | int | float | bool] = {"steps": steps, "model": MODEL, "slots": SLOTS}
     save(Results("exchange", "Exchange between trainers", claims, [table], [plot], settings, notes), given.out)

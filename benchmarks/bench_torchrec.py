@@ -20,7 +20,7 @@ from comparison import Claim, Ratio, Results, Table, alternate, arguments, cpu_c
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.layouts import model_spec
-from foreload.trainer.compute.numerics import ENVIRONMENTS
+from foreload.trainer.compute.numerics import ENVIRONMENTS, LINEAR
 from interleaved import Ranks
 from lanes import LanesWorkload
 from torchrec_environment import TORCHREC
@@ -93,7 +93,7 @@ def settings_of() -> dict[str, dict[str, str]]:
     """Foreload's contenders, name -> variables: with this processor's widest instructions and, if these are others, with AVX2, its default."""
     contenders: dict[str, dict[str, str]] = {OURS: {}}
     if cpu_capability() != "avx2":
-        contenders[AVX2] = ENVIRONMENTS["avx2"]
+        contenders[AVX2] = ENVIRONMENTS["avx2"] | {LINEAR: "torch"}
     return contenders
 
 

@@ -111,11 +111,14 @@ def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argpa
 
 
 def cpu_capability() -> str:
-    """The widest vector instructions that torch is told to use, of those that this processor has: what a user would take for speed."""
+    """What --cpu-capability is the fastest on this processor: what a user would take for speed."""
     try:
-        return "avx512" if "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "avx2"
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return "avx2"
+    if "avx512f" not in told:
+        return "avx2"
+    return "avx512-onednn" if "AuthenticAMD" in told else "avx512"
 
 
 def tell(text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
@@ -85,6 +85,7 @@ class TrainSummary(_Result):
     rates: tuple[Mapping[str, Any], ...] = ()
     inexact: Mapping[str, Any] | None = None
     rebalanced: tuple[Mapping[str, Any], ...] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
 
 
@@ -112,7 +113,10 @@ class StepMetrics(_Result):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMetrics(_Result):
-    """One evaluation pass, a line of metrics.jsonl; step: the training step that it follows."""
+    """One evaluation pass, a line of metrics.jsonl; step: the training step that it follows.
+
+    calibration: of up to 20 bins of samples, by what is predicted of them: [samples, mean prediction, share of clicks].
+    """
 
     step: int
     epoch: int
@@ -120,6 +124,7 @@ class EvaluationMetrics(_Result):
     log_loss: float | None
     auc: float | None
     normalized_entropy: float | None
+    calibration: tuple[Sequence[float], ...] = ()
     kind: str = "evaluation"
 
 

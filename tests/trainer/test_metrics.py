@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from foreload.trainer.compute.metrics import BinaryMetrics, Metrics, auc
+from foreload.trainer.compute.metrics import CALIBRATION_BINS, BinaryMetrics, Metrics, auc, calibration
 
 
 def measured(logits: np.ndarray, labels: np.ndarray, pieces: int = 1) -> Metrics:
@@ -52,6 +52,28 @@ def test_metrics_do_not_depend_on_order_or_pieces() -> None:
     labels, logits = (rng.random(999) < 0.3).astype(np.float32), rng.standard_normal(999).astype(np.float32)
     order = rng.permutation(999)
     assert measured(logits, labels) == measured(logits[order], labels[order], 13)
+
+
+@pytest.mark.parametrize("levels", [1, 3, None])
+def test_calibration_bins_have_each_sample_once_and_what_was_predicted_of_it(levels: int | None) -> None:
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal(1000).astype(np.float32)
+    logits = logits if levels is None else np.floor(logits * levels / 4).astype(np.float32)
+    labels = (rng.random(1000) < 0.3).astype(np.float32)
+    bins = calibration(logits, labels)
+    predicted = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    samples, means, shares = (np.array(column) for column in zip(*bins, strict=True))
+    assert samples.sum() == 1000
+    assert len(bins) == CALIBRATION_BINS if levels is None else len(bins) <= len(np.unique(logits))
+    assert (np.diff(means) > 0).all()
+    assert (samples @ means, samples @ shares) == (pytest.approx(predicted.sum()), pytest.approx(labels.sum()))
+    order, ends = np.argsort(logits, kind="stable"), np.cumsum(samples).astype(int)
+    assert means[0] == pytest.approx(predicted[order][: ends[0]].mean())
+    assert calibration(logits[::-1], labels[::-1]) == bins
+
+
+def test_calibration_is_left_out_where_a_logit_is_not_finite() -> None:
+    assert calibration(np.array([1, np.inf], np.float32), np.array([1, 0])) == ()
 
 
 def test_extreme_logits_have_finite_losses() -> None:

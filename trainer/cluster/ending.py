@@ -17,6 +17,7 @@ from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.errors import ForeloadError, error_of
+from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.host_messages import HOST_GONE
@@ -76,9 +77,19 @@ def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
     return ended[min(ended)]
 
 
-def shard_loads_of(told: Sequence[TrainerEnd | Departed], steps: int) -> list[dict[str, Any]]:
-    """What all trainers noted of the store shards' answers in so many steps, for the summary."""
-    return shard_loads.told(together(one.loads for one in told), steps)
+def figures_told(told: Sequence[TrainerEnd | Departed], steps: int, slots: int, columns: int, protected: bool) -> dict[str, Any]:
+    """For the summary, what all trainers of a call come to: `store_traffic`, `store_shards` and `memory` (docs/operations.md, summary.json).
+
+    steps: of the call; slots: of a lane; columns: of a slot; protected: there is parity.
+    """
+    return {
+        "store_traffic": {name: sum(one.traffic[name] for one in told) for name in told[0].traffic},
+        "store_shards": shard_loads.told(together(one.loads for one in told), steps),
+        "memory": {
+            "lane_bytes": lane_bytes(slots, columns, with_base=protected),
+            "trainers_peak_bytes": [one.use.peak_bytes for one in told],
+        },
+    }
 
 
 def stage_of(schedule: Schedule, ended: Mapping[int, TrainerEnd]) -> Stage:

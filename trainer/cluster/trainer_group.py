@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from foreload.cache.protocol.server_probe import ServerUnreachable
-from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.layout import RowLayout, slot_columns
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
@@ -21,7 +21,7 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
-from foreload.trainer.cluster.ending import Ending, first_of, reason, shard_loads_of, stage_of, status_of
+from foreload.trainer.cluster.ending import Ending, figures_told, first_of, reason, stage_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
@@ -375,13 +375,13 @@ class TrainerGroup:
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
                 "the next --resume, with a server there, rebuilds it\n"
             )
+        protected, columns = self._run.placement.r > 0, slot_columns(self._layouts)
         summary = report.summary(
             state=self.status.state,
             trainers=len(self._ended),
             rebalanced=self._scaling.rebalanced,
             checkpoints=self._checkpointing.summary(),
-            store_traffic={name: sum(one.traffic[name] for one in told) for name in first.traffic},
-            store_shards=shard_loads_of(told, first.totals.steps),
+            **figures_told(told, first.totals.steps, max(self._schedule.slots), columns, protected),
             **self.manifest.caveats,
         )
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None

@@ -1,4 +1,4 @@
-"""Metrics of predicted clicks: log loss, AUC, normalised entropy. They do not depend on the order in which samples are added."""
+"""Metrics of predicted clicks: log loss, AUC, normalised entropy, calibration. They do not depend on the order in which samples are added."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+CALIBRATION_BINS = 20
+"""Into so many bins, of as many samples each, an evaluation's samples are cut by what is predicted of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """Metrics of some samples; nan where they are not defined: without samples, or (auc, normalized_entropy) with labels of one kind.
 
     log_loss: nats a sample; auc: the area under the ROC curve, ties counted half; normalized_entropy: log_loss over the entropy of the
-    samples' click rate (He et al. 2014, Practical lessons from predicting clicks on ads at Facebook).
+    samples' click rate (He et al. 2014, Practical lessons from predicting clicks on ads at Facebook). calibration: see `calibration`.
     """
 
     samples: int
     log_loss: float
     auc: float
     normalized_entropy: float
+    calibration: tuple[tuple[float, ...], ...] = ()
 
 
 def log_losses(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -40,6 +44,22 @@ def auc(logits: np.ndarray, labels: np.ndarray) -> float:
     last = np.cumsum(count)
     twice_rank_sum = int((2 * last - count + 1)[tie[clicked]].sum())
     return (twice_rank_sum - positives * (positives + 1)) / (2 * positives * negatives)
+
+
+def calibration(logits: np.ndarray, labels: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    """Samples, mean of the predicted probability, and share of clicks, of up to CALIBRATION_BINS bins, from the lowest logits to the highest.
+
+    Samples of one logit are in one bin. Empty without samples, and where a logit is not finite.
+    """
+    if not len(logits) or not np.isfinite(logits).all():
+        return ()
+    order = np.argsort(logits)
+    ordered = logits[order].astype(np.float64)
+    starts = np.unique(np.searchsorted(ordered, ordered[np.arange(CALIBRATION_BINS) * len(ordered) // CALIBRATION_BINS]))
+    samples = np.diff(starts, append=len(ordered))
+    predicted = np.add.reduceat(np.exp(-np.logaddexp(0, -ordered)), starts) / samples
+    clicked = np.add.reduceat((labels[order] > 0.5).astype(np.int64), starts) / samples
+    return tuple(zip(map(float, samples), predicted.tolist(), clicked.tolist(), strict=True))
 
 
 class BinaryMetrics:
@@ -66,4 +86,4 @@ class BinaryMetrics:
         log_loss = math.fsum(losses.tolist()) / n if np.isfinite(losses).all() else math.nan
         rate = positives / n
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < positives < n else math.nan
-        return Metrics(n, log_loss, auc(logits, clicked), log_loss / entropy)
+        return Metrics(n, log_loss, auc(logits, clicked), log_loss / entropy, calibration(logits, clicked))

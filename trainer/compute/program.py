@@ -166,6 +166,7 @@ class Trainer:
                     log_loss=metrics.log_loss,
                     auc=metrics.auc,
                     normalized_entropy=metrics.normalized_entropy,
+                    calibration=metrics.calibration,
                 )
             )
 

@@ -38,7 +38,7 @@ class StepReport:
 class EvaluationReport:
     """The metrics of an evaluation pass after `epoch`, told by the trainer that leads.
 
-    step: the last training step of the run before it, in whatever call that was; -1 before any.
+    step: the last training step of the run before it, in whatever call that was; -1 before any. calibration: as `metrics.calibration` gives it.
     """
 
     step: int
@@ -47,6 +47,7 @@ class EvaluationReport:
     log_loss: float
     auc: float
     normalized_entropy: float
+    calibration: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,13 @@ class LaneUses:
     """The distinct rows that the steps of a schedule use of one lane.
 
     rows: int32 [accesses], numbered from 0, step by step; starts: int64 [steps + 1], where each step's begin; new: bool [rows], whether a row was
-    never trained before the schedule, so that its first arrival asks nothing of the store.
+    never trained before the schedule, so that its first arrival asks nothing of the store. tables: int16 [rows], each row's.
     """
 
     rows: np.ndarray
     starts: np.ndarray
     new: np.ndarray
+    tables: np.ndarray
 
     @property
     def least_slots(self) -> int:
@@ -70,6 +71,7 @@ def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
     used: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     new: list[np.ndarray] = []
+    of_tables: list[np.ndarray] = []
     known = 0
     for index, segment in enumerate(schedule.segments()):
         if segment.kind != "train":
@@ -87,13 +89,19 @@ def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
             numbers[table][distinct[unseen]] = known + np.arange(int(unseen.sum()), dtype=np.int32)
             known += int(unseen.sum())
             new.append(tags[of_table[first[unseen]]] == 0)
+            of_tables.append(np.full(int(unseen.sum()), table, np.int16))
             arriving[of_table] = numbers[table][ordinals[of_table]]
         rows = np.empty(len(slots), np.int32)
         _replay(occupants, slot_starts, slots, arrival_starts, arrival_slot, arriving, rows)
         used.append(rows)
         counts.append(np.diff(slot_starts))
     starts = np.concatenate([[0], np.cumsum(np.concatenate([np.empty(0, np.int64), *counts]))]).astype(np.int64)
-    return LaneUses(np.concatenate([np.empty(0, np.int32), *used]), starts, np.concatenate([np.empty(0, bool), *new]))
+    return LaneUses(
+        np.concatenate([np.empty(0, np.int32), *used]),
+        starts,
+        np.concatenate([np.empty(0, bool), *new]),
+        np.concatenate([np.empty(0, np.int16), *of_tables]),
+    )
 
 
 def count_moves(uses: LaneUses, slots: int) -> SlotCounts:

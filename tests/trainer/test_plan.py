@@ -60,7 +60,7 @@ def test_what_need_not_be_prepared_again_goes_before_what_is_hardly_better() -> 
 
 
 def test_slots_go_from_the_fewest_to_all_rows() -> None:
-    accesses = LaneUses(np.empty(0, np.int32), np.array([0, 40, 90]), np.ones(12_000, bool))
+    accesses = LaneUses(np.empty(0, np.int32), np.array([0, 40, 90]), np.ones(12_000, bool), np.zeros(12_000, np.int16))
     counts = slot_counts([accesses], 700)
     assert (counts[0], counts[-1], 700 in counts, len(counts)) == (50, 12_000, True, 6)
 

@@ -1,0 +1,295 @@
+"""Plots as inline SVG that is stretched to its place, with axes in HTML, so that text is as large on a phone as on a wide screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreload.trainer.pages.markup import Html, number, short, table, tag
+
+_SIZE = 1000.0  # of a plot, both ways, in its own units
+_TICKS = 5
+_LEAST_RANGE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line of a plot: x, y float64 [n]; low, high: of the band around it. colour: one of c0 to c4. style: line, dash, dots or area.
+
+    An area stands on the areas before it.
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    colour: str = "c0"
+    style: str = "line"
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment on the x axis. colour: one of bad, mid, good."""
+
+    x: float
+    name: str
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """What a plot says. unit, x_unit: of its axes; read: how to read it. from_zero: the y axis begins at 0; log: both axes are logarithmic.
+
+    label: what a place on the x axis is called beside the figures.
+    """
+
+    title: str
+    unit: str
+    x_unit: str
+    read: str
+    series: Sequence[Series]
+    marks: Sequence[Mark] = ()
+    from_zero: bool = False
+    log_x: bool = False
+    log_y: bool = False
+    x_from_zero: bool = False
+    label: Callable[[float], str] = field(default=lambda value: number(value, 6))
+
+    def html(self) -> Html:
+        """The plot, its key, how to read it, and its figures as a table."""
+        xs, ys = self._scales()
+        drawn = [shape for series, base in self._stacked() for shape in _shapes(series, base, xs, ys)]
+        marks = [
+            tag("path", tag("title", mark.name), d=f"M{xs.place(mark.x):.1f} 0V1000", class_="mark", stroke=f"var(--{mark.colour})")
+            for mark in self.marks
+        ]
+        grid = tag("path", d="".join(f"M0 {_SIZE - ys.place(value):.1f}H1000" for value in ys.ticks), class_="grid")
+        svg = tag(
+            "svg", tag("title", f"{self.title}, {self.unit}, by {self.x_unit}"), grid, drawn, self._hover(xs, ys), marks,
+            viewBox="0 0 1000 1000", preserveAspectRatio="none", role="img", aria_label=f"{self.title}: {self.read}",
+        )  # fmt: skip
+        ylabels = [tag("i", short(value), style=f"bottom:{ys.place(value) / 10:.2f}%") for value in ys.ticks]
+        places = [(value, xs.place(value) / 10) for value in xs.ticks]
+        xlabels = [
+            tag("i", short(value), style=f"left:{place:.2f}%", class_="end" if place > 95 else "start" if place < 3 else None)
+            for value, place in places
+        ]
+        return tag(
+            "figure",
+            tag("figcaption", self.title, " ", tag("span", f"({self.unit})")),
+            self._key(),
+            tag(
+                "div", tag("div", ylabels, class_="ys"), tag("div", svg, class_="area"), tag("div", xlabels, class_="xs"),
+                tag("div", self.x_unit, class_="unit"), class_="frame",
+            ),
+            tag("p", self.read, class_="read"),
+            self._figures(),
+        )  # fmt: skip
+
+    def _scales(self) -> tuple[_Scale, _Scale]:
+        tops = [np.nan_to_num(series.y) + base for series, base in self._stacked()]
+        values = [*tops, *(band for series in self.series for band in (series.low, series.high) if band is not None)]
+        places = [series.x for series in self.series] + [np.array([mark.x for mark in self.marks])]
+        return _Scale.of(places, self.log_x, self.x_from_zero, 0.0), _Scale.of(values, self.log_y, self.from_zero, 0.06)
+
+    def _stacked(self) -> list[tuple[Series, np.ndarray]]:
+        """Each series, and what it stands on."""
+        under: np.ndarray | None = None
+        placed = []
+        for series in self.series:
+            base = np.zeros(len(series.y)) if under is None or series.style != "area" else under
+            placed.append((series, base))
+            if series.style == "area":
+                under = base + np.nan_to_num(series.y)
+        return placed
+
+    def _key(self) -> Html | None:
+        entries = [(f"var(--{series.colour})", series.name) for series in self.series]
+        named = {(f"var(--{mark.colour})", mark.name.split(":")[0]): None for mark in self.marks}
+        if len(entries) + len(named) < 2 and not any(series.low is not None for series in self.series):
+            return None
+        return key([*entries, *named])
+
+    def _hover(self, xs: _Scale, ys: _Scale) -> list[Html]:
+        """Strips over the first series; each tells the figures there where a pointer rests on it."""
+        x = self.series[0].x
+        if len(x) < 2:
+            return []
+        middles = (x[1:] + x[:-1]) / 2
+        edges = [xs.place(value) for value in (x[0], *middles, x[-1])]
+        strips = []
+        for k, value in enumerate(x):
+            told = [f"{self.x_unit} {self.label(float(value))}"]
+            told += [f"{series.name} {number(float(series.y[_nearest(series.x, float(value))]))}" for series in self.series if len(series.x)]
+            left = edges[k]
+            strip = tag(
+                "rect", tag("title", "\n".join(told)), x=f"{left:.1f}", y=0, width=f"{max(edges[k + 1] - left, 0.5):.1f}", height=1000,
+                class_="hover",
+            )  # fmt: skip
+            strips.append(strip)
+        return strips
+
+    def _figures(self) -> Html:
+        bands = any(series.low is not None for series in self.series)
+        several = len(self.series) > 1
+        rows = []
+        for series in self.series:
+            for k in range(len(series.x)):
+                row = [self.label(float(series.x[k])), *([series.name] if several else []), number(float(series.y[k]), 6)]
+                if bands:
+                    row += ["–" if band is None else number(float(band[k]), 6) for band in (series.low, series.high)]
+                rows.append(row)
+        head = [self.x_unit, *(["line"] if several else []), self.unit, *(["lowest", "highest"] if bands else [])]
+        return tag("details", tag("summary", "the figures"), table(head, rows, words=[1] if several else []))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From values to places 0 to 1000."""
+
+    low: float
+    high: float
+    log: bool
+    ticks: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[np.ndarray], log: bool, from_zero: bool, margin: float) -> _Scale:
+        """Over all finite values; margin: the part of the range that stays free at each end."""
+        every = np.concatenate([np.empty(0), *values])
+        every = every[np.isfinite(every) & ((every > 0) | (not log))]
+        low, high = (float(every.min()), float(every.max())) if len(every) else (0.0, 1.0)
+        if log:
+            first, last = math.floor(math.log10(low)), max(math.ceil(math.log10(high)), math.floor(math.log10(low)) + 1)
+            stride = max(-(-(last - first) // _TICKS), 1)
+            low, high = (low, max(high, low * 1.01)) if not margin else (10.0**first, 10.0**last)
+            return cls(low, high, True, tuple(10.0**k for k in range(first, last + 1, stride) if low <= 10.0**k <= high))
+        low = min(low, 0.0) if from_zero else low
+        spread = max(high - low, _LEAST_RANGE, abs(high) * 1e-6)
+        high = high + margin * spread if high != low else high + spread
+        low = low if from_zero and low == 0 else low - margin * spread
+        return cls(low, high, False, _nice(low, high))
+
+    def place(self, value: float) -> float:
+        """Where a value stands."""
+        if not self.log:
+            return _SIZE * (value - self.low) / (self.high - self.low)
+        return _SIZE * math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+
+
+def _nice(low: float, high: float) -> tuple[float, ...]:
+    """Round values between two, about _TICKS of them."""
+    raw = (high - low) / _TICKS
+    size = 10.0 ** math.floor(math.log10(raw))
+    stride = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= raw * 0.999)
+    first = math.ceil(low / stride - 1e-9)
+    return tuple(stride * k for k in range(first, math.floor(high / stride + 1e-9) + 1))
+
+
+def _nearest(x: np.ndarray, value: float) -> int:
+    """The place in ascending values of the one that is nearest."""
+    after = min(int(np.searchsorted(x, value)), len(x) - 1)
+    return after - 1 if after and abs(x[after - 1] - value) <= abs(x[after] - value) else after
+
+
+def _path(x: np.ndarray, y: np.ndarray, xs: _Scale, ys: _Scale) -> str:
+    """A line through all points that are finite, broken where one is not."""
+    drawn, begun = [], False
+    for right, up in zip(x.tolist(), y.tolist(), strict=True):
+        if not math.isfinite(up):
+            begun = False
+            continue
+        drawn.append(f"{'L' if begun else 'M'}{xs.place(right):.1f} {_SIZE - ys.place(up):.1f}")
+        begun = True
+    return "".join(drawn)
+
+
+def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray, xs: _Scale, ys: _Scale) -> str:
+    """What lies between two lines, of points where both are finite."""
+    kept = np.isfinite(low) & np.isfinite(high)
+    if kept.sum() < 2:
+        return ""
+    way = _path(np.concatenate([x[kept], x[kept][::-1]]), np.concatenate([high[kept], low[kept][::-1]]), xs, ys)
+    return f"{way}Z"
+
+
+def _shapes(series: Series, base: np.ndarray, xs: _Scale, ys: _Scale) -> list[Html]:
+    colour, shapes = f"var(--{series.colour})", []
+    if series.low is not None and series.high is not None and series.style != "dots":
+        shapes.append(tag("path", d=_between(series.x, series.low, series.high, xs, ys), class_="band", fill=colour))
+    if series.style == "area":
+        filled = _between(series.x, base, base + np.nan_to_num(series.y), xs, ys)
+        return [tag("path", d=filled, fill=colour, fill_opacity=0.82)]
+    if series.style == "dots" or len(series.x) == 1:
+        finite = [(xs.place(x), _SIZE - ys.place(y)) for x, y in zip(series.x, series.y, strict=True) if math.isfinite(y)]
+        if series.low is not None and series.high is not None:
+            ends = zip(series.x, series.low, series.high, strict=True)
+            bars = "".join(f"M{xs.place(x):.1f} {_SIZE - ys.place(low):.1f}V{_SIZE - ys.place(high):.1f}" for x, low, high in ends)
+            shapes.append(tag("path", d=bars, class_="line", stroke=colour))
+        # A line without length, whose round ends are a dot of one size however the plot is stretched.
+        shapes.append(tag("path", d="".join(f"M{x:.1f} {y:.1f}h.01" for x, y in finite), class_="dots", stroke=colour))
+        return shapes
+    kind = "line dash" if series.style == "dash" else "line"
+    return [*shapes, tag("path", d=_path(series.x, series.y, xs, ys), class_=kind, stroke=colour)]
+
+
+def key(entries: Sequence[tuple[str, str]]) -> Html:
+    """What colours stand for: (colour as CSS has it, name)."""
+    return tag("ul", [tag("li", tag("i", style=f"background:{colour}"), name) for colour, name in entries], class_="key")
+
+
+def bars(title: str, unit: str, read: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]], str]]) -> Html:
+    """Bars beside names. rows: name, its parts (colour, value), of which the bar is put together, and the figure in words."""
+    most = max((sum(value for _, value in parts) for _, parts, _ in rows), default=0) or 1.0
+    drawn = [
+        [
+            tag("span", name),
+            tag(
+                "span",
+                [tag("i", style=f"width:{100 * value / most:.2f}%;background:var(--{colour})") for colour, value in parts],
+                class_="bar",
+            ),
+            tag("span", figure, class_="n"),
+        ]
+        for name, parts, figure in rows
+    ]
+    caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
+    return tag("figure", caption, tag("div", [Html("".join(row)) for row in drawn], class_="bars"), tag("p", read, class_="read"))
+
+
+def whole(title: str, unit: str, read: str, parts: Sequence[tuple[str, str, float, str]]) -> Html:
+    """One bar cut into its parts: name, colour, value, and the figure in words."""
+    total = sum(value for _, _, value, _ in parts) or 1.0
+    cut = [
+        tag("i", style=f"width:{100 * value / total:.2f}%;background:var(--{colour})", title=f"{name}: {figure}")
+        for name, colour, value, figure in parts
+    ]
+    caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
+    named = key([(f"var(--{colour})", f"{name} {figure}") for name, colour, _, figure in parts])
+    return tag("figure", caption, tag("div", cut, class_="whole"), named, tag("p", read, class_="read"))
+
+
+def spans(title: str, unit: str, read: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], end: float) -> Html:
+    """What was so from when to when. rows: name, and its spans: from, to, colour, what they are; end: of the axis, which begins at 0."""
+    end = max(end, _LEAST_RANGE)
+    drawn: list[Html] = []
+    for name, parts in rows:
+        cut = [
+            tag(
+                "i",
+                style=f"left:{100 * begin / end:.2f}%;width:{100 * (until - begin) / end:.2f}%;background:var(--{colour})",
+                title=f"{what}, {number(begin, 3)} to {number(until, 3)} {unit}",
+            )
+            for begin, until, colour, what in parts
+        ]
+        drawn += [tag("span", name), tag("div", cut, class_="row")]
+    ticks = [tag("i", short(value), style=f"left:{100 * value / end:.2f}%") for value in _nice(0.0, end) if value < 0.97 * end]
+    drawn += [tag("span"), tag("div", ticks, class_="xs")]
+    named: dict[tuple[str, str], None] = {
+        (f"var(--{colour})", what): None for _, parts in rows for _, _, colour, what in parts
+    }
+    caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
+    return tag("figure", caption, key(list(named)), tag("div", drawn, class_="lanes"), tag("p", read, class_="read"))

@@ -81,6 +81,7 @@ class TrainSettings(TypedDict, total=False):
     keep_best: Literal["log_loss", "auc", "normalized_entropy"]
     keep: int
     history: Path | Literal["off"]
+    no_report: bool
     until_full: bool
     follow: bool
     resume: bool

@@ -58,7 +58,9 @@ def test_counts_for_other_slots_are_those_of_a_schedule_prepared_with_them(click
 
 
 def test_rows_of_a_schedule_before_are_fetched_when_they_first_arrive() -> None:
-    accesses = LaneUses(np.array([0, 1, 0, 2, 1], np.int32), np.array([0, 2, 4, 5]), np.array([True, False, True]), np.zeros(3, np.int16))
+    accesses = LaneUses(
+        np.array([0, 1, 0, 2, 1], np.int32), np.array([0, 2, 4, 5]), np.array([True, False, True]), np.zeros(3, np.int16)
+    )
     counted = count_moves(accesses, 2)
     assert counted.arrived.tolist() == [2, 1, 1]
     assert counted.fetched.tolist() == [1, 0, 1]

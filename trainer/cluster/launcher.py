@@ -46,6 +46,7 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
+from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
@@ -341,6 +342,8 @@ class Launcher:
                 with Store.connect(asked(shards.urls), self._job.store_silence, run.placement.r) as store:
                     ending.summary["digest"] = saved_run_at(run, store, group.status).digest()
                 write_json(run.path / SUMMARY, ending.summary)
+        if not self._job.no_report:
+            leave_report(run.path)
         if group.failure is not None:
             raise TrainerError(group.failure)
         return ending

@@ -1,4 +1,4 @@
-"""`foreload history` and `foreload plan`: what runs took, and what the next one will."""
+"""`foreload history`, `foreload plan` and `foreload report`: what runs took, what the next one will, and both to look at."""
 
 from __future__ import annotations
 
@@ -62,6 +62,30 @@ def add_to(commands: Any) -> None:
     add_arguments(plan, TrainJob, _OF_THE_JOB)
     plan.add_argument("--job", metavar="FILE.toml", help="take settings of the training from this file")
     add_json(plan, "plan")
+    _add_report(commands)
+
+
+def _add_report(commands: Any) -> None:
+    report = add_plain(
+        commands, "report", _report, "a page to look at, of a run, of two, or of a schedule",
+        "Writes one HTML file, which needs nothing from elsewhere: of a run, which may be training, losses and metrics, throughput, where step time "
+        "goes, the cache, store shards over time, slots and memory, calibration, the settings; of two runs the same beside each other; of a schedule "
+        "rows by frequency, the working set over time, arrivals against slots, tables' shares.",
+    )  # fmt: skip
+    report.add_argument("place", metavar="RUN|SCHEDULE", help="the folder of a run, or of a schedule")
+    report.add_argument("beside", metavar="RUN2", nargs="?", help="the folder of another run")
+    report.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where to; by default report.html in RUN, of two runs or a schedule NAME-report.html in this folder",
+    )
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import report
+
+    print(report.run([parsed.place, *([parsed.beside] if parsed.beside else [])], parsed.out))
+    return 0
 
 
 def _add_history(command: Any) -> None:

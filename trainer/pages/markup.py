@@ -17,11 +17,12 @@ body{margin:0 auto;max-width:72rem;padding:1.25rem 1.25rem 3rem;background:var(-
 h1{font-size:1.5rem;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2.25rem 0 .6rem;padding-top:.6rem;border-top:1px solid var(--rule)}
 p{margin:.35rem 0}.quiet,.read,.missing{color:var(--quiet)}.read,.missing{font-size:.88rem;max-width:62rem}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.6rem;margin:1rem 0 0}
-.tile{background:var(--panel);border-radius:.5rem;padding:.55rem .75rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(11.5rem,1fr));gap:.55rem;margin:1rem 0 0}
+.tile{background:var(--panel);border-radius:.5rem;padding:.5rem .65rem}
 .tile b{display:block;font-size:1.3rem;font-weight:600;line-height:1.35;font-variant-numeric:tabular-nums;white-space:nowrap}
 .tile .name{font-size:.82rem;color:var(--quiet);display:block}.tile .more{font-size:.78rem;color:var(--quiet)}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr));gap:1.25rem 1.75rem}
+.plots.three{grid-template-columns:repeat(auto-fit,minmax(min(100%,20rem),1fr))}.plots>*{min-width:0}
 figure{margin:.4rem 0;min-width:0}figcaption{font-weight:600;font-size:.95rem;margin-bottom:.3rem}figcaption span{font-weight:400;color:var(--quiet)}
 .frame{display:grid;grid-template-columns:3.4rem minmax(0,1fr);font-size:.74rem;color:var(--quiet);font-variant-numeric:tabular-nums}
 .frame .ys{position:relative}.frame .ys i{position:absolute;right:.4rem;transform:translateY(50%);font-style:normal;white-space:nowrap}
@@ -45,7 +46,7 @@ details{font-size:.84rem;margin:.3rem 0}summary{cursor:pointer;color:var(--quiet
 .scroll{overflow-x:auto;max-height:24rem;overflow-y:auto}
 table{border-collapse:collapse;font-size:.84rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:.16rem .8rem .16rem 0;border-bottom:1px solid var(--rule);vertical-align:top}
-th{font-weight:600;color:var(--quiet)}th:first-child,td:first-child,td.word,th.word{text-align:left;overflow-wrap:anywhere}tr.differs td{font-weight:600}
+th{font-weight:600;color:var(--quiet)}th:first-child,td:first-child,td.word,th.word{text-align:left}tr.differs td{font-weight:600}
 footer{margin-top:2.5rem;font-size:.82rem;color:var(--quiet)}
 @media(max-width:34rem){body{padding:.9rem .8rem 2rem}.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.tile b{font-size:1.1rem}
 .frame{grid-template-columns:2.9rem minmax(0,1fr)}.frame .area{height:10.5rem}}
@@ -145,7 +146,13 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def share(value: float | None) -> str:
     """Per cent."""
-    return "–" if value is None or not math.isfinite(value) else f"{100 * value:.2f} %" if abs(value) < 0.1 else f"{100 * value:.1f} %"
+    return (
+        "–"
+        if value is None or not math.isfinite(value)
+        else f"{100 * value:.2f} %"
+        if abs(value) < 0.1
+        else f"{100 * value:.1f} %"
+    )
 
 
 def fixed(value: float | None, places: int) -> str:

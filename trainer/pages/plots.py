@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from foreload.trainer.pages.markup import Html, number, short, table, tag
 _SIZE = 1000.0  # of a plot, both ways, in its own units
 _TICKS = 5
 _LEAST_RANGE = 1e-9
+_CUT = 3.0  # x the value that few are above: what is beyond is cut, where it may be
+_FEW = 95.0  # per cent that are below
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What a plot says. unit, x_unit: of its axes; read: how to read it. from_zero: the y axis begins at 0; log: both axes are logarithmic.
-
-    label: what a place on the x axis is called beside the figures.
+    """What a plot says. unit, x_unit: of its axes; read: how to read it. from_zero, x_from_zero: the axis begins at 0; log_x: it is
+    logarithmic. cut: the y axis ends before single values that are far above all others, and `read` says so.
     """
 
     title: str
@@ -55,16 +56,23 @@ class Plot:
     marks: Sequence[Mark] = ()
     from_zero: bool = False
     log_x: bool = False
-    log_y: bool = False
     x_from_zero: bool = False
-    label: Callable[[float], str] = field(default=lambda value: number(value, 6))
+    cut: bool = False
 
     def html(self) -> Html:
         """The plot, its key, how to read it, and its figures as a table."""
         xs, ys = self._scales()
+        most = max((float(np.nanmax(one)) for one in self._values() if np.isfinite(one).any()), default=0.0)
+        beyond = f" What is above the top is cut off; the highest is {number(most, 3)}." if most > ys.high else ""
         drawn = [shape for series, base in self._stacked() for shape in _shapes(series, base, xs, ys)]
         marks = [
-            tag("path", tag("title", mark.name), d=f"M{xs.place(mark.x):.1f} 0V1000", class_="mark", stroke=f"var(--{mark.colour})")
+            tag(
+                "path",
+                tag("title", mark.name),
+                d=f"M{xs.place(mark.x):.1f} 0V1000",
+                class_="mark",
+                stroke=f"var(--{mark.colour})",
+            )
             for mark in self.marks
         ]
         grid = tag("path", d="".join(f"M0 {_SIZE - ys.place(value):.1f}H1000" for value in ys.ticks), class_="grid")
@@ -86,15 +94,23 @@ class Plot:
                 "div", tag("div", ylabels, class_="ys"), tag("div", svg, class_="area"), tag("div", xlabels, class_="xs"),
                 tag("div", self.x_unit, class_="unit"), class_="frame",
             ),
-            tag("p", self.read, class_="read"),
+            tag("p", self.read, beyond, class_="read"),
             self._figures(),
         )  # fmt: skip
 
     def _scales(self) -> tuple[_Scale, _Scale]:
-        tops = [np.nan_to_num(series.y) + base for series, base in self._stacked()]
-        values = [*tops, *(band for series in self.series for band in (series.low, series.high) if band is not None)]
+        values = self._values()
+        if self.cut:
+            every = np.concatenate(values)
+            usual = float(np.percentile(every[np.isfinite(every)], _FEW)) if np.isfinite(every).any() else 0.0
+            values = [np.minimum(one, _CUT * usual) if usual else one for one in values]
         places = [series.x for series in self.series] + [np.array([mark.x for mark in self.marks])]
-        return _Scale.of(places, self.log_x, self.x_from_zero, 0.0), _Scale.of(values, self.log_y, self.from_zero, 0.06)
+        return _Scale.of(places, self.log_x, self.x_from_zero, 0.0), _Scale.of(values, False, self.from_zero, 0.06)
+
+    def _values(self) -> list[np.ndarray]:
+        """What the y axis has to reach."""
+        tops = [series.y + base for series, base in self._stacked()]
+        return [*tops, *(band for series in self.series for band in (series.low, series.high) if band is not None)]
 
     def _stacked(self) -> list[tuple[Series, np.ndarray]]:
         """Each series, and what it stands on."""
@@ -123,8 +139,12 @@ class Plot:
         edges = [xs.place(value) for value in (x[0], *middles, x[-1])]
         strips = []
         for k, value in enumerate(x):
-            told = [f"{self.x_unit} {self.label(float(value))}"]
-            told += [f"{series.name} {number(float(series.y[_nearest(series.x, float(value))]))}" for series in self.series if len(series.x)]
+            told = [f"{self.x_unit} {number(float(value), 6)}"]
+            told += [
+                f"{series.name} {number(float(series.y[_nearest(series.x, float(value))]))}"
+                for series in self.series
+                if len(series.x)
+            ]
             left = edges[k]
             strip = tag(
                 "rect", tag("title", "\n".join(told)), x=f"{left:.1f}", y=0, width=f"{max(edges[k + 1] - left, 0.5):.1f}", height=1000,
@@ -139,7 +159,7 @@ class Plot:
         rows = []
         for series in self.series:
             for k in range(len(series.x)):
-                row = [self.label(float(series.x[k])), *([series.name] if several else []), number(float(series.y[k]), 6)]
+                row = [number(float(series.x[k]), 6), *([series.name] if several else []), number(float(series.y[k]), 6)]
                 if bands:
                     row += ["–" if band is None else number(float(band[k]), 6) for band in (series.low, series.high)]
                 rows.append(row)
@@ -158,15 +178,15 @@ class _Scale:
 
     @classmethod
     def of(cls, values: Sequence[np.ndarray], log: bool, from_zero: bool, margin: float) -> _Scale:
-        """Over all finite values; margin: the part of the range that stays free at each end."""
+        """Over all finite values; margin: the part of the range that stays free at each end of one that is not logarithmic."""
         every = np.concatenate([np.empty(0), *values])
         every = every[np.isfinite(every) & ((every > 0) | (not log))]
         low, high = (float(every.min()), float(every.max())) if len(every) else (0.0, 1.0)
         if log:
-            first, last = math.floor(math.log10(low)), max(math.ceil(math.log10(high)), math.floor(math.log10(low)) + 1)
-            stride = max(-(-(last - first) // _TICKS), 1)
-            low, high = (low, max(high, low * 1.01)) if not margin else (10.0**first, 10.0**last)
-            return cls(low, high, True, tuple(10.0**k for k in range(first, last + 1, stride) if low <= 10.0**k <= high))
+            high = max(high, low * 1.01)
+            decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            round_ones = [factor * 10.0**k for k in decades for factor in ((1, 2, 5) if len(decades) < _TICKS else (1,))]
+            return cls(low, high, True, tuple(value for value in round_ones if low <= value <= high))
         low = min(low, 0.0) if from_zero else low
         spread = max(high - low, _LEAST_RANGE, abs(high) * 1e-6)
         high = high + margin * spread if high != low else high + spread
@@ -176,7 +196,7 @@ class _Scale:
     def place(self, value: float) -> float:
         """Where a value stands."""
         if not self.log:
-            return _SIZE * (value - self.low) / (self.high - self.low)
+            return _SIZE * (min(value, self.high) - self.low) / (self.high - self.low)
         return _SIZE * math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
 
@@ -227,7 +247,9 @@ def _shapes(series: Series, base: np.ndarray, xs: _Scale, ys: _Scale) -> list[Ht
         finite = [(xs.place(x), _SIZE - ys.place(y)) for x, y in zip(series.x, series.y, strict=True) if math.isfinite(y)]
         if series.low is not None and series.high is not None:
             ends = zip(series.x, series.low, series.high, strict=True)
-            bars = "".join(f"M{xs.place(x):.1f} {_SIZE - ys.place(low):.1f}V{_SIZE - ys.place(high):.1f}" for x, low, high in ends)
+            bars = "".join(
+                f"M{xs.place(x):.1f} {_SIZE - ys.place(low):.1f}V{_SIZE - ys.place(high):.1f}" for x, low, high in ends
+            )
             shapes.append(tag("path", d=bars, class_="line", stroke=colour))
         # A line without length, whose round ends are a dot of one size however the plot is stretched.
         shapes.append(tag("path", d="".join(f"M{x:.1f} {y:.1f}h.01" for x, y in finite), class_="dots", stroke=colour))
@@ -272,7 +294,9 @@ def whole(title: str, unit: str, read: str, parts: Sequence[tuple[str, str, floa
     return tag("figure", caption, tag("div", cut, class_="whole"), named, tag("p", read, class_="read"))
 
 
-def spans(title: str, unit: str, read: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], end: float) -> Html:
+def spans(
+    title: str, unit: str, read: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], end: float
+) -> Html:
     """What was so from when to when. rows: name, and its spans: from, to, colour, what they are; end: of the axis, which begins at 0."""
     end = max(end, _LEAST_RANGE)
     drawn: list[Html] = []
@@ -288,8 +312,6 @@ def spans(title: str, unit: str, read: str, rows: Sequence[tuple[str, Sequence[t
         drawn += [tag("span", name), tag("div", cut, class_="row")]
     ticks = [tag("i", short(value), style=f"left:{100 * value / end:.2f}%") for value in _nice(0.0, end) if value < 0.97 * end]
     drawn += [tag("span"), tag("div", ticks, class_="xs")]
-    named: dict[tuple[str, str], None] = {
-        (f"var(--{colour})", what): None for _, parts in rows for _, _, colour, what in parts
-    }
+    named: dict[tuple[str, str], None] = {(f"var(--{colour})", what): None for _, parts in rows for _, _, colour, what in parts}
     caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
     return tag("figure", caption, key(list(named)), tag("div", drawn, class_="lanes"), tag("p", read, class_="read"))

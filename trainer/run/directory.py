@@ -2,7 +2,7 @@
 
 lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
 are where it says), dense-STEP.safetensors, placement.json (placement.saved.json: as it was when local stores saved last), metrics.jsonl,
-events.jsonl, summary.json, tensorboard/, stores/ (rows of local stores),
+events.jsonl, summary.json, report.html, tensorboard/, stores/ (rows of local stores),
 write-back/ (with parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), checkpoints/ (of `foreload
 checkpoint save`), drill.png (of `foreload drill`), control.sock while it trains, token (by which other hosts join it, its
 owner's alone), scrub/ while that is scrubbed.
@@ -39,7 +39,7 @@ from foreload.trainer.run.storage import AnyFolder, place
 
 MANIFEST, STATUS, PLACEMENT, SAVED_PLACEMENT = "manifest.json", "status.json", "placement.json", "placement.saved.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
-EVENTS, TOKEN = "events.jsonl", "token"
+EVENTS, TOKEN, REPORT = "events.jsonl", "token", "report.html"
 LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
 # In the order in which they are deleted: what has no status never began.
 _FILES = (
@@ -52,6 +52,7 @@ _FILES = (
     METRICS,
     EVENTS,
     SUMMARY,
+    REPORT,
     TENSORBOARD,
     STORES,
     CONTROL,

@@ -192,6 +192,14 @@ class TrainJob:
         "", text, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
         metavar="FILE|off", stated=False,
     )  # fmt: skip
+    no_report: bool = setting(
+        False,
+        switch,
+        "leave no RUN/report.html at the end; foreload report makes one at any time",
+        _CALL,
+        form="switch",
+        stated=False,
+    )
     until_full: bool = setting(
         False, switch, "train though the store's memory will not suffice for the schedule, and stop cleanly before a store shard is full", _CALL,
         form="switch", stated=False,

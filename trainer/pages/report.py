@@ -1,0 +1,64 @@
+"""`foreload report`, and what every run leaves at its end: a page in a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from foreload.pipelines.base.files import unwritable, write_atomically
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.schedule.format import HEADER
+from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE_MANIFEST
+from foreload.trainer.pages.run_figures import USES_AT_ONCE, read_run
+from foreload.trainer.pages.run_page import run_page
+from foreload.trainer.pages.schedule_figures import read_schedule
+from foreload.trainer.pages.schedule_page import schedule_page
+from foreload.trainer.run.directory import MANIFEST, REPORT
+
+
+def report(places: list[str], out: str | None, state_of: Callable[[str], str]) -> Path:
+    """Write the page of a run, of two runs beside each other, or of a schedule; returns where.
+
+    places: their folders; out: the file, by default report.html in the run, or in this folder NAME-report.html of a schedule, NAME-NAME-report.html of two
+    runs. state_of: tells the state of a run in a word. Raises SettingError, RunError, ScheduleError.
+    """
+    folders = [Path(place) for place in places]
+    schedules = [folder for folder in folders if not (folder / MANIFEST).exists() and _is_schedule(folder)]
+    if schedules and len(folders) > 1:
+        raise SettingError(
+            f"report: takes one run, two runs, or one schedule; got schedule {schedules[0]} among two; give it alone"
+        )
+    names = "-".join(folder.absolute().name for folder in folders)
+    alone = len(folders) == 1 and not schedules
+    target = Path(out) if out is not None else folders[0] / REPORT if alone else Path(f"{names}-report.html")
+    if schedules:
+        _check(target)
+        text = schedule_page(read_schedule(folders[0]))
+    else:
+        runs = [read_run(folder, state_of(str(folder))) for folder in folders]
+        _check(target)
+        text = run_page(runs)
+    try:
+        write_atomically(target, text.encode())
+    except OSError as error:
+        raise SettingError(f"--out: cannot write {target}: {error.strerror}; name another file") from error
+    return target
+
+
+def leave_report(run: Path) -> None:
+    """Write the page of a run that has come to rest into its folder. Where that cannot be, it says so in a line: no training fails for it."""
+    try:
+        write_atomically(run / REPORT, run_page([read_run(run, most_uses=USES_AT_ONCE)]).encode())
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        sys.stderr.write(f"foreload: warning: {run / REPORT}: is not written ({why}); `foreload report {run}` tries again\n")
+
+
+def _is_schedule(folder: Path) -> bool:
+    return (folder / SCHEDULE_MANIFEST).exists() or (folder / HEADER).exists()
+
+
+def _check(target: Path) -> None:
+    if why := unwritable(target):
+        raise SettingError(f"--out: cannot write {target}: {why}")

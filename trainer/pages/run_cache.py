@@ -1,0 +1,154 @@
+"""Of a run's page: the cache, and slots and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foreload.trainer.pages.markup import Html, count, missing, section, share, table, tag
+from foreload.trainer.pages.plots import Plot, Series, bars
+from foreload.trainer.pages.run_figures import CacheCounts, RunFigures
+from foreload.trainer.pages.run_learning import named
+from foreload.trainer.run.memory_check import readable
+
+
+def cache(runs: Sequence[RunFigures]) -> Html:
+    """Arrivals on the way, and beside the minimum and LRU."""
+    several = len(runs) > 1
+    if not any(len(run.steps.steps) for run in runs):
+        return section("Cache", missing("No step is trained yet."))
+    plots = []
+    if several:
+        lines = [
+            Series(named(run, "arrivals", several), run.steps.middle, run.steps.mean("rows_arrived"), f"c{place}")
+            for place, run in enumerate(runs)
+        ]
+        read = "Rows that come into a slot for a step; the rest of those used is there already. Lower is less traffic."
+        plots.append(Plot("Arrivals", "rows a step", "step", read, lines, from_zero=True).html())
+    for run in runs if not several else ():
+        plots.append(_arrivals(run))
+    rates = [
+        Series(named(run, "hits", several), run.steps.middle, 100 * run.steps.hit_rate, f"c{place}")
+        for place, run in enumerate(runs)
+    ]
+    read = "Higher is better: of the rows that a step uses, how many are in a slot already. The first steps have to bring everything."
+    plots.append(Plot("Cache hits", "per cent of rows used", "step", read, rates).html())
+    compared = [_compared(run, several) for run in runs]
+    return section("Cache", tag("div", plots, class_="plots"), compared)
+
+
+def _arrivals(run: RunFigures) -> Html:
+    """Arrivals over the steps: those that are new, those that are fetched, and an LRU cache's."""
+    steps = run.steps
+    fetched = steps.mean("rows_fetched")
+    lines = [
+        Series("fetched from the store", steps.middle, fetched, "c0", "area"),
+        Series("new: never trained before", steps.middle, steps.mean("rows_arrived") - fetched, "c2", "area"),
+    ]
+    beside = ""
+    if run.cache is not None and run.cache.lru_steps is not None and len(steps.first) and steps.first[0] >= run.cache.first_step:
+        lines.append(
+            Series("an LRU cache's arrivals", steps.middle, _in_points(run.cache, steps.first, steps.last), "c1", "dash")
+        )
+        beside = " The dashed line is what an LRU cache of as many slots would have brought in."
+    read = f"Rows that come into a slot for a step; lower is less traffic. New rows ask nothing of the store.{beside}"
+    return Plot("Arrivals", "rows a step", "step", read, lines, from_zero=True).html()
+
+
+def _in_points(counts: CacheCounts, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Mean LRU arrivals of the steps first .. last of each point; nan beyond the schedule."""
+    assert counts.lru_steps is not None
+    before = np.concatenate([[0], np.cumsum(counts.lru_steps)])
+    begin, end = (first - counts.first_step).astype(int), (last - counts.first_step).astype(int) + 1
+    known = end < len(before)
+    safe = np.minimum(end, len(before) - 1), np.minimum(begin, len(before) - 1)
+    return np.where(known, (before[safe[0]] - before[safe[1]]) / np.maximum(end - begin, 1), np.nan)
+
+
+def _compared(run: RunFigures, several: bool) -> Html:
+    counts = run.cache
+    arrived, used = run.steps.total("rows_arrived"), run.steps.total("rows_used")
+    fetched, written = run.steps.total("rows_fetched"), run.steps.total("rows_written_back")
+    told = (
+        f"{f'{run.name}: ' if several else ''}{count(used)} rows used, {count(arrived)} arrived, {count(fetched)} of them fetched; "
+        f"{count(written)} were written back on the way."
+    )
+    if counts is None:
+        why = "The minimum and LRU are not told: the schedule is not where it was, or is not complete yet."
+        return tag("div", tag("p", told), missing(why))
+    rows = [("this schedule", [("c0", float(counts.planned))], _of_used(counts.planned, counts.rows_used))]
+    if counts.fewest is not None:
+        rows.append(("the minimum", [("c2", float(counts.fewest))], _of_used(counts.fewest, counts.rows_used)))
+    if counts.lru is not None:
+        rows.append(("an LRU cache", [("c1", float(counts.lru))], _of_used(counts.lru, counts.rows_used)))
+    read = (
+        "Over all steps of the schedule, shorter is less traffic. The minimum is Belady's: no cache of as many slots has fewer arrivals. "
+        "LRU drops the row that was not used for longest, as a cache that does not know the future does."
+    )
+    drawn = bars(named(run, "Arrivals beside the minimum and LRU", several), "rows; of the rows used", read, rows)
+    return tag("div", tag("p", told), drawn, missing(f"LRU is not told: {counts.why}.") if counts.why else None)
+
+
+def _of_used(arrived: int, used: int) -> str:
+    return f"{arrived:,} · {share(arrived / used if used else None)}"
+
+
+def memory(runs: Sequence[RunFigures]) -> Html:
+    """Slots, what a step needs of them, and what that takes."""
+    several, plots = len(runs) > 1, []
+    lines = []
+    for place, run in enumerate(runs):
+        if not len(run.steps.steps):
+            continue
+        lines.append(Series(named(run, "rows a step uses", several), run.steps.middle, run.steps.mean("rows_used"), f"c{place}"))
+        if run.schedule is not None:
+            ends = np.array([run.steps.first[0], run.steps.last[-1]])
+            slots = float(sum(run.schedule.slots))
+            colour = f"c{place}" if several else "c4"
+            lines.append(Series(named(run, "slots", several), ends, np.full(2, slots), colour, "dash"))
+    if lines:
+        read = "The line has to stay below the slots, of all lanes together. What is free above it keeps rows for later steps: more of it, fewer arrivals."
+        plots.append(Plot("Rows a step uses, and slots", "rows", "step", read, lines, from_zero=True).html())
+    columns = [_memory_rows(run) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    listed = table(["", *(run.name for run in runs)], rows)
+    gone = [
+        missing(f"{run.name}: its schedule is not there any more, so its slots are not told.")
+        for run in runs
+        if run.schedule is None
+    ]
+    untold = [
+        missing(f"{run.name}: memory is told at the end of a call, by versions that note it.")
+        for run in runs
+        if not (run.summary or {}).get("memory")
+    ]
+    return section("Slots and memory", tag("div", plots, tag("div", listed, gone, untold), class_="plots"))
+
+
+def _memory_rows(run: RunFigures) -> dict[str, str]:
+    rows = {}
+    if run.schedule is not None:
+        header, manifest = run.schedule.header, run.schedule.manifest if run.schedule.complete else {}
+        rows["lanes"] = count(header.lanes)
+        rows["slots a lane that a row ever takes"] = " / ".join(map(count, _ends(run.schedule.slots)))
+        if "minimum_slots" in manifest:
+            rows["slots a lane that the largest step needs"] = " / ".join(map(count, _ends(manifest["minimum_slots"])))
+    told = (run.summary or {}).get("memory") or {}
+    if "lane_bytes" in told:
+        rows["memory of a lane, with staging"] = readable(told["lane_bytes"])
+    for place, peak in enumerate(told.get("trainers_peak_bytes", ())):
+        rows[f"peak memory of trainer process {place + 1}"] = readable(peak)
+    traffic = (run.summary or {}).get("store_traffic") or {}
+    for name in ("bytes_fetched", "bytes_written"):
+        if name in traffic:
+            rows[f"{name.replace('_', ' ')} from the store" if "fetched" in name else "bytes written to the store"] = readable(
+                traffic[name]
+            )
+    return rows
+
+
+def _ends(values: Sequence[int]) -> list[int]:
+    """The least and the most, or the one that all are."""
+    return sorted({min(values), max(values)})

@@ -1,0 +1,142 @@
+"""All that a page tells of a run, read from its folder, and from its schedule where that is still there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreload.pipelines.base.memory import available_bytes
+from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
+from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, count_moves, lane_uses
+from foreload.pipelines.errors import PipelineError
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.errors import RunError
+from foreload.trainer.pages.run_story import Story, story_of
+from foreload.trainer.pages.step_figures import StepFigures, read_steps
+from foreload.trainer.run.directory import METRICS, SUMMARY, Run
+from foreload.trainer.run.event_log import read_events
+from foreload.trainer.run.kept import schedule_of
+from foreload.trainer.run.manifest import Manifest
+
+USES_AT_ONCE = 10_000_000
+"""Rows used, over all steps, up to which the end of a run counts what an LRU cache would do: some 0.1 us each."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """Arrivals over a whole schedule: as it is planned; the fewest that its slots allow, None where that is not known; of an LRU cache of the same slots,
+    None for `why`. lru_steps: of each step, int64 [steps], from first_step on.
+    """
+
+    planned: int
+    rows_used: int
+    fewest: int | None = None
+    lru: int | None = None
+    why: str = ""
+    lru_steps: np.ndarray | None = None
+    first_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """A run. state: in a word; summary: of its last call, None before its end; schedule: what is left of its last one, None where nothing is."""
+
+    name: str
+    state: str
+    manifest: Manifest
+    steps: StepFigures
+    story: Story
+    summary: Mapping[str, Any] | None
+    schedule: Schedule | None
+    cache: CacheCounts | None
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """As metrics.jsonl has them."""
+        return self.steps.evaluations
+
+    def metric(self, name: str) -> float | None:
+        """Of the last evaluation; None without one."""
+        return self.evaluations[-1].get(name) if self.evaluations else None
+
+
+def read_run(path: Path | str, state: str | None = None, most_uses: int | None = None) -> RunFigures:
+    """Read a run, which may be training, and is not changed. state: in a word, where that is known better than by its status.
+
+    most_uses: rows used up to which arrivals are counted; by default as many as half of the memory allows. Raises RunError, OSError.
+    """
+    run = Run.open(path)
+    manifest, status = run.manifest, run.status
+    steps = read_steps(run.path / METRICS)
+    metrics = run.path / METRICS
+    latest = metrics.stat().st_mtime if metrics.exists() else None
+    began_with = manifest.local_stores or len(manifest.store_urls)
+    return RunFigures(
+        name=run.path.absolute().name,
+        state=state or ("never trained" if status is None else status.state),
+        manifest=manifest,
+        steps=steps,
+        story=story_of(read_events(run.path), range(began_with), latest),
+        summary=_summary(run.path / SUMMARY),
+        schedule=_schedule(run),
+        cache=cache_counts(manifest, most_uses),
+    )
+
+
+def _summary(path: Path) -> Mapping[str, Any] | None:
+    with suppress(OSError, ValueError):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return told if isinstance(told, dict) else None
+    return None
+
+
+def _schedule(run: Run) -> Schedule | None:
+    with suppress(RunError, OSError):
+        return schedule_of(run)
+    return None
+
+
+def cache_counts(manifest: Manifest, most_uses: int | None) -> CacheCounts | None:
+    """Of the schedule that a run trained on last; None where that is not there any more, or not complete."""
+    stage = manifest.stages[-1]
+    try:
+        schedule = Schedule(stage.path)
+    except (PipelineError, OSError):
+        return None
+    if schedule.identity != stage.identity:
+        return None
+    with suppress(PipelineError, OSError):
+        return schedule_counts(schedule, most_uses)
+    return None
+
+
+def countable(schedule: Schedule, most_uses: int | None) -> str:
+    """Why the uses of a schedule's rows are not counted; "" where they can be. most_uses: as `read_run` has it."""
+    uses = schedule.manifest["counts"]["rows_used"]
+    if most_uses is not None and uses > most_uses:
+        return f"{uses:,} rows used are many to count at the end of a run: `foreload report` does it"
+    if 2 * BYTES_OF_USE * uses > available_bytes():
+        return f"{uses:,} rows used are too many to be counted in this machine's memory"
+    return ""
+
+
+def schedule_counts(schedule: Schedule, most_uses: int | None) -> CacheCounts:
+    """Of a complete schedule. Raises ScheduleError where it is damaged."""
+    counts, exact = schedule.manifest["counts"], bool(schedule.manifest["lookahead"]["exact"])
+    planned, used = int(counts["arrivals"]), int(counts["rows_used"])
+    if why := countable(schedule, most_uses):
+        return CacheCounts(planned, used, planned if exact else None, None, why)
+    header = schedule.header
+    of_steps = np.zeros(header.end_step - header.first_step, np.int64)
+    fewest = 0
+    for lane in range(header.lanes):
+        uses = lane_uses(schedule, lane)
+        of_steps += lru_arrivals(uses, lru_depths(uses), header.slots[lane])
+        fewest += 0 if exact else int(count_moves(uses, header.slots[lane]).arrived.sum())
+    return CacheCounts(planned, used, planned if exact else fewest, int(of_steps.sum()), "", of_steps, header.first_step)

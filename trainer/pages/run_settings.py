@@ -1,0 +1,56 @@
+"""Of a run's page: its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foreload.trainer.pages.markup import Html, section, table, tag
+from foreload.trainer.pages.run_figures import RunFigures
+
+
+def settings(runs: Sequence[RunFigures]) -> Html:
+    """Of the job, the schedule and the numerics; of two runs, those in which they differ first."""
+    told = [_of_run(run) for run in runs]
+    names = list(dict.fromkeys(name for one in told for name in one))
+    rows = [[name, *(one.get(name, "–") for one in told)] for name in names]
+    several = len(runs) > 1
+    if several:
+        rows.sort(key=lambda row: len(set(row[1:])) == 1)
+    differing = [place for place, row in enumerate(rows) if several and len(set(row[1:])) > 1]
+    head = ["setting", *(run.name for run in runs)]
+    listed = table(head, rows, words=range(1, len(head)), differing=differing)
+    words = (
+        f"{len(differing)} of {len(rows)} differ: these stand first, in bold."
+        if several
+        else "What the run was started with, its schedule, and what its arithmetic depends on. Passwords are not kept in a run."
+    )
+    return section("Settings", tag("p", words, class_="read"), listed)
+
+
+def _of_run(run: RunFigures) -> dict[str, str]:
+    told = {f"--{name.replace('_', '-')}": _value(value) for name, value in run.manifest.job.items()}
+    for place, stage in enumerate(run.manifest.stages):
+        which = f"schedule {place + 1}" if len(run.manifest.stages) > 1 else "schedule"
+        told[which] = f"{stage.path}, steps {stage.first_step:,} to {stage.end_step - 1:,}"
+    if run.schedule is not None:
+        header = run.schedule.header
+        for name in ("batch_size", "lanes", "epochs", "shuffle_seed", "placement", "training_samples", "evaluation_samples"):
+            told[f"schedule: {name.replace('_', ' ')}"] = _value(getattr(header, name))
+        told["schedule: slots a lane"] = _value(sorted({*header.slots}))
+    for name, value in (run.manifest.fingerprint or {}).items():
+        told[f"numerics: {name.replace('_', ' ')}"] = _value(value)
+    return {name: value for name, value in told.items() if value}
+
+
+def _value(value: Any) -> str:
+    """As text; "" for what was not said."""
+    if value is None or value == {} or value == "":
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_value(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value))
+    return str(value)

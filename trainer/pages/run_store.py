@@ -1,0 +1,66 @@
+"""Of a run's page: store shards and trainers over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foreload.trainer.pages.markup import Html, count, fixed, missing, number, section, table, tag
+from foreload.trainer.pages.plots import spans
+from foreload.trainer.pages.run_figures import RunFigures
+from foreload.trainer.pages.run_learning import named
+from foreload.trainer.run.memory_check import readable
+
+
+def store(runs: Sequence[RunFigures]) -> Html:
+    """Who was there when, what befell them, and how long shards took to answer."""
+    several = len(runs) > 1
+    return section("Store shards and trainers over time", [part for run in runs for part in _of_run(run, several)])
+
+
+def _of_run(run: RunFigures, several: bool) -> list[Html]:
+    story = run.story
+    if not story.calls:
+        return [missing(f"{run.name}: not told, since it has no events.jsonl, which earlier versions did not write.")]
+    rows = [(f"store shard {shard}", story.shards[shard]) for shard in sorted(story.shards)]
+    rows += [(f"trainer {trainer}", story.trainers[trainer]) for trainer in sorted(story.trainers)]
+    read = (
+        "A bar for each, from the left while it is there. While a shard is lost or being rebuilt, training goes on, and its rows come from the "
+        "parity on the others: until it is whole again, one loss less is survived."
+    )
+    drawn = [
+        spans(
+            named(run, "Who was there", several), "seconds of all calls, start and evaluation included", read, rows, story.seconds
+        )
+    ]
+    answers = (run.summary or {}).get("store_shards") or []
+    if answers:
+        head = ["store shard", "exchanges", "ms an answer", "ms a step waited for it alone", "traffic", "stands out"]
+        listed = [
+            [
+                str(one["shard"]),
+                count(one["exchanges"]),
+                fixed(one["ms_answer"], 3),
+                fixed(one["ms_a_step"], 3),
+                readable(one["bytes"]),
+                _odd(one),
+            ]
+            for one in answers
+        ]
+        read = "Of the last call. A shard that takes longer than the others holds all of them up: look at its host and its link."
+        drawn.append(tag("div", table(head, listed, words=[5]), tag("p", read, class_="read")))
+    elif run.summary is None:
+        drawn.append(missing("How long shards take to answer is told at the end of a call."))
+    told = [
+        [number(one.seconds, 4), one.time, count(one.step) if one.step >= 0 else "–", one.what, one.cause] for one in story.events
+    ]
+    beyond = story.event_count - len(story.events)
+    summary = f"what befell it: {story.event_count:,} events" + (
+        f", the first {len(story.events)} here, all in events.jsonl" if beyond else ""
+    )
+    listed_events = table(["second", "UTC", "after step", "what", "why"], told, words=[1, 3, 4])
+    return [*drawn, tag("details", tag("summary", summary), listed_events, open="" if len(told) <= 12 else None)]
+
+
+def _odd(one: dict[str, object]) -> str:
+    words = [f"{name}, {one[name]:.1f} x the others" for name in ("slow", "hot") if isinstance(one[name], float)]
+    return "; ".join(words) or "no"

@@ -1,0 +1,194 @@
+"""What befell a run, by events.jsonl, over the time in which it trained: calls one after the other, without the pauses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from foreload.trainer.pages.plots import Mark
+
+Span = tuple[float, float, str, str]
+"""From and to, in seconds of training; colour; what it was."""
+
+MOST_EVENTS = 200  # that a page lists
+_KINDS = {
+    "shard-lost": ("bad", "store shard lost"),
+    "shard-rebuilt": ("good", "store shard whole again"),
+    "trainer-lost": ("bad", "trainer lost"),
+    "rows-move": ("mid", "rows begin to move"),
+}
+_STATES = {
+    "ok": ("c4", "whole"),
+    "lost": ("bad", "lost: its rows come from parity"),
+    "rebuilding": ("mid", "being rebuilt: its rows come from parity"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An event for a person. seconds: of training before it."""
+
+    seconds: float
+    time: str
+    step: int
+    what: str
+    cause: str
+
+
+@dataclass(slots=True)
+class Story:
+    """What befell a run. seconds: of all its calls, start and evaluation included; began, ended: ISO 8601, "" where nothing tells.
+
+    shards, trainers: by number, their spans. marks: by step.
+    """
+
+    seconds: float = 0.0
+    began: str = ""
+    ended: str = ""
+    calls: int = 0
+    shards: dict[int, list[Span]] = field(default_factory=dict)
+    trainers: dict[int, list[Span]] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+    events: list[Told] = field(default_factory=list)
+    event_count: int = 0
+
+    def happened(self, kind: str) -> int:
+        """How many marks there are of a kind of event."""
+        name = _KINDS[kind][1]
+        return sum(mark.name.startswith(name) for mark in self.marks)
+
+
+class _Teller:
+    """Puts the story together, event after event. latest: until when a call that has no end is known to have trained."""
+
+    def __init__(self, shards: Iterable[int]) -> None:
+        self.story = Story()
+        self._shard_states = {shard: ("ok", 0.0) for shard in shards}
+        self._lost: set[int] = set()  # shards that are not whole
+        self._members: dict[int, float] = {}  # trainer -> since when
+        self._call_began: datetime | None = None
+        self._last: datetime | None = None
+        self._before = 0.0  # seconds of the calls before
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """One more. Raises ValueError, KeyError, TypeError for what is no event."""
+        time, kind = datetime.fromisoformat(event["time"]), str(event["kind"])
+        if kind == "call-began":
+            self._end_call()
+            self._call_began = time
+            self.story.calls += 1
+            self.story.began = self.story.began or event["time"]
+        self._last = time
+        now, step = self._now(time), int(event["step"])
+        # Each trainer tells of a loss.
+        again = kind == "shard-lost" and int(event["shard"]) in self._lost
+        self._states(kind, event, now)
+        if kind in _KINDS and not again:
+            colour, name = _KINDS[kind]
+            self.story.marks.append(Mark(float(max(step, 0)), f"{name}: {_what(event)}, after step {step}", colour))
+        self.story.event_count += 1
+        if len(self.story.events) < MOST_EVENTS:
+            self.story.events.append(
+                Told(now, str(event["time"])[:19].replace("T", " "), step, _what(event), str(event.get("cause") or ""))
+            )
+        if kind in ("call-ended", "call-failed"):
+            self._end_call()
+
+    def end(self, latest: float | None) -> Story:
+        """All is told."""
+        if self._call_began is not None and latest is not None:
+            self._last = max(self._last or self._call_began, datetime.fromtimestamp(latest, UTC))
+        self._end_call()
+        self.story.seconds = self._before
+        self.story.ended = self._last.isoformat(timespec="seconds") if self._last is not None else ""
+        for shard in list(self._shard_states):
+            self._shard_now(shard, None, self._before)
+        return self.story
+
+    def _now(self, time: datetime) -> float:
+        return self._before + (max((time - self._call_began).total_seconds(), 0.0) if self._call_began is not None else 0.0)
+
+    def _end_call(self) -> None:
+        if self._call_began is None or self._last is None:
+            return
+        self._before = self._now(self._last)
+        for trainer in list(self._members):
+            self._leave(trainer, self._before)
+        self._call_began = None
+
+    def _states(self, kind: str, event: Mapping[str, Any], now: float) -> None:
+        """Who is what from now on."""
+        if kind == "shard-lost":
+            shard = int(event["shard"])
+            self._lost.add(shard)
+            # A server that was started again at once is there before trainers tell that it is gone.
+            if self._shard_states.get(shard, ("ok", 0.0))[0] == "ok":
+                self._shard_now(shard, "lost", now)
+        elif kind == "shard-replaced":
+            self._shard_now(int(event["shard"]), "rebuilding", now)
+        elif kind == "shard-rebuilt":
+            self._lost.discard(int(event["shard"]))
+            self._shard_now(int(event["shard"]), "ok", now)
+        elif kind == "rows-move":
+            for shard in event["joining"]:
+                self._shard_states.setdefault(int(shard), ("ok", now))
+        elif kind == "rows-moved":
+            for shard in event["leaving"]:
+                self._shard_now(int(shard), None, now)
+        elif kind == "term-began":
+            members = {int(trainer) for trainer in event["members"]}
+            for trainer in set(self._members) - members:
+                self._leave(trainer, now)
+            for trainer in members:
+                self._members.setdefault(trainer, now)
+        elif kind in ("trainer-lost", "trainer-left"):
+            self._leave(int(event["trainer"]), now)
+
+    def _leave(self, trainer: int, now: float) -> None:
+        if trainer in self._members:
+            self.story.trainers.setdefault(trainer, []).append((self._members.pop(trainer), now, "c0", "trains"))
+
+    def _shard_now(self, shard: int, state: str | None, now: float) -> None:
+        if shard in self._shard_states:
+            before, since = self._shard_states.pop(shard)
+            if now > since:
+                self.story.shards.setdefault(shard, []).append((since, now, *_STATES[before]))
+        if state is not None:
+            self._shard_states[shard] = (state, now)
+
+
+def story_of(events: Iterable[Mapping[str, Any]], shards: Iterable[int], latest: float | None) -> Story:
+    """From a run's events, in order. shards: numbers of the store shards that it began with; latest: seconds since 1970 up to which it is known to have
+    trained, for a call whose end is not told.
+    """
+    teller = _Teller(shards)
+    for event in events:
+        try:
+            teller.tell(event)
+        except (ValueError, KeyError, TypeError):
+            continue  # of a later version, or damaged
+    return teller.end(latest)
+
+
+def _what(event: Mapping[str, Any]) -> str:
+    """An event in a few words: its kind, and its fields."""
+    kind = str(event["kind"])
+    if kind.startswith("shard-"):
+        url = f", {event['url']}" if event.get("url") else ""
+        return f"store shard {event['shard']} {kind.removeprefix('shard-')}{url}"
+    if kind.startswith("trainer-"):
+        return f"trainer {event['trainer']} {kind.removeprefix('trainer-')}"
+    told = [
+        f"{name.replace('_', ' ')} {_value(event[name])}"
+        for name in event
+        if name not in ("time", "kind", "step", "term", "cause")
+    ]
+    return " ".join([kind.replace("-", " "), *([f"({', '.join(told)})"] if told else [])])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

@@ -1,0 +1,164 @@
+"""The page of a schedule: rows by frequency, the working set over time, arrivals against slots, tables' shares."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreload.trainer.pages.markup import Html, count, missing, page, section, share, table, tag, tile
+from foreload.trainer.pages.plots import Plot, Series, bars
+from foreload.trainer.pages.schedule_figures import ScheduleFigures
+from foreload.trainer.run.memory_check import readable
+
+_MOST_TABLES = 30  # that are drawn, those with most rows
+
+
+def schedule_page(told: ScheduleFigures) -> str:
+    """HTML of a schedule."""
+    return page(
+        f"{told.name} · foreload",
+        tag("header", tag("h1", f"Schedule {told.name}"), tag("p", _told(told), class_="quiet")),
+        _tiles(told),
+        section("What is counted", missing(f"No more is told: {told.why}.")) if told.why else None,
+        _frequency(told),
+        _over_steps(told),
+        _slots(told),
+        _tables(told),
+        _settings(told),
+        tag("footer", "Made by foreload from the files of the schedule."),
+    )
+
+
+def _told(told: ScheduleFigures) -> str:
+    header, counts = told.header, told.manifest["counts"]
+    return (
+        f"{header.epochs} epoch(s) in steps of {header.batch_size:,} samples, cut into {header.lanes} lanes; "
+        f"{counts['evaluation_samples']:,} samples are held out for evaluation. Steps {header.first_step:,} to {header.end_step - 1:,}."
+    )
+
+
+def _tiles(told: ScheduleFigures) -> Html:
+    counts, used = told.manifest["counts"], told.manifest["counts"]["rows_used"]
+    slots = told.manifest["occupied"]
+    figures = [
+        ("training samples", count(counts["training_samples"]), "over all epochs"),
+        ("evaluation samples", count(counts["evaluation_samples"]), "of one pass"),
+        ("steps", count(counts["training_steps"]), "of training"),
+        ("rows", count(told.manifest["rows"]["rows"]), "ever trained"),
+        ("rows used", count(used), "distinct in a step, all steps"),
+        ("arrivals", count(counts["arrivals"]), "rows that come into a slot"),
+        ("of them fetched", count(counts["stored"]), "from the store"),
+        ("cache hits", share(1 - counts["arrivals"] / used if used else None), "of rows used"),
+        ("slots a lane", count(max(slots)), f"{count(max(told.manifest['minimum_slots']))} needed"),
+        ("on disk", readable(told.bytes), "all files"),
+    ]
+    return tag("div", [tile(name, [value], more) for name, value, more in figures], class_="tiles")
+
+
+def _frequency(told: ScheduleFigures) -> Html | None:
+    if (groups := told.by_frequency) is None:
+        return None
+    rows, uses = groups.rows.sum(), groups.uses.sum()
+    names = [f"{least:,}" if least == 1 else f"{least:,} to {2 * least - 1:,}" for least in groups.least.tolist()]
+    of_rows = [
+        (name, [("c0", float(n))], f"{n:,} · {share(n / rows)}") for name, n in zip(names, groups.rows.tolist(), strict=True)
+    ]
+    of_uses = [
+        (name, [("c2", float(n))], f"{n:,} · {share(n / uses)}") for name, n in zip(names, groups.uses.tolist(), strict=True)
+    ]
+    read = "How many rows are used in so many steps. A long bar at 1: many rows are seen once, and no cache helps these."
+    drawn = [bars("Rows by how many steps use them", "rows; of all rows", read, of_rows)]
+    read = "The same rows, by how often they are used: few frequent rows make up most of the uses where the lower bars are long. These stay in slots."
+    drawn.append(bars("Uses, by the same groups", "rows used, of all steps; of all uses", read, of_uses))
+    return section("Rows by frequency", tag("div", drawn, class_="plots"))
+
+
+def _over_steps(told: ScheduleFigures) -> Html | None:
+    if (over := told.over_steps) is None:
+        return None
+    ends, slots = over.middle[[0, -1]], float(sum(told.manifest["occupied"]))
+    lines = [
+        Series("rows alive", over.middle, over.alive, "c0"),
+        Series("rows a step uses", over.middle, over.used, "c2"),
+        Series("slots of all lanes", ends, np.full(2, slots), "c4", "dash"),
+    ]
+    read = (
+        "A row is alive from its first use to its last. Where that line is above the slots, rows have to go and come back; the part below costs "
+        "nothing but the first arrival. What a step uses has to fit, whatever else does."
+    )
+    working = Plot("Working set", "rows", "step", read, lines, from_zero=True)
+    read = "Rows that come into a slot for a step, as planned; the rest of those used is there already. Lower is less traffic with the store."
+    arrivals = Plot("Arrivals", "rows a step", "step", read, [Series("arrivals", over.middle, over.arrived)], from_zero=True)
+    return section("Working set over time", tag("div", working.html(), arrivals.html(), class_="plots"))
+
+
+def _slots(told: ScheduleFigures) -> Html | None:
+    if (by := told.by_slots) is None:
+        return None
+    slots = by.slots.astype(np.float64)
+    lines = [
+        Series("the minimum (Belady)", slots, by.fewest.astype(np.float64), "c2"),
+        Series("an LRU cache", slots, by.lru.astype(np.float64), "c1", "dash"),
+    ]
+    lanes = told.header.lanes
+    of = "all lanes together" if by.lanes == lanes else f"the first {by.lanes} of {lanes} lanes together"
+    here = int(np.searchsorted(by.slots, max(told.manifest["occupied"])))
+    if here < len(slots):
+        lines.append(
+            Series("this schedule's slots", slots[here : here + 1], by.fewest[here : here + 1].astype(np.float64), "c0", "dots")
+        )
+    read = (
+        f"Of {of}. To the left are the fewest slots that the largest step can be trained with, to the right as many as a lane has rows: there every row "
+        "arrives once, and more slots change nothing. Prepare with --slots where the curve flattens."
+    )
+    plot = Plot(
+        "Arrivals against slots", "rows, over all steps", "slots a lane (logarithmic)", read, lines, log_x=True, from_zero=True
+    )
+    rows = [
+        [count(slots), count(fewest), count(lru), f"{lru / fewest:.2f} x" if fewest else "–"]
+        for slots, fewest, lru in zip(by.slots.tolist(), by.fewest.tolist(), by.lru.tolist(), strict=True)
+    ]
+    listed = table(["slots a lane", "the minimum", "an LRU cache", "LRU / minimum"], rows)
+    return section("Arrivals against slots", tag("div", plot.html(), listed, class_="plots"))
+
+
+def _tables(told: ScheduleFigures) -> Html | None:
+    if told.tables is None:
+        return None
+    shown = sorted(told.tables, key=lambda one: -one[1])
+    drawn = []
+    for place, (title, colour, read) in enumerate(
+        (
+            ("Rows", "c0", "Rows ever trained: what the store has to hold, and most of what is saved."),
+            ("Uses", "c2", "Rows used, over all steps: what trainers exchange and update."),
+            (
+                "Arrivals",
+                "c1",
+                "Rows that come into slots: what is fetched or made anew. A table with many arrivals and few uses gains little from a cache.",
+            ),
+        )
+    ):
+        total = sum(one[place + 1] for one in shown) or 1
+        rows = [
+            (one[0], [(colour, float(one[place + 1]))], f"{one[place + 1]:,} · {share(one[place + 1] / total)}")
+            for one in shown[:_MOST_TABLES]
+        ]
+        drawn.append(bars(title, "rows; of all tables", read, rows))
+    beyond = len(shown) - _MOST_TABLES
+    rest = missing(f"{beyond} smaller tables are not drawn.") if beyond > 0 else None
+    return section("Tables' shares", tag("div", drawn, class_="plots three"), rest)
+
+
+def _settings(told: ScheduleFigures) -> Html:
+    header, manifest = told.header, told.manifest
+    rows = [
+        [name.replace("_", " "), str(getattr(header, name))]
+        for name in ("batch_size", "lanes", "epochs", "placement", "shuffle_seed")
+    ]
+    rows += [
+        ["slots, by lane", ", ".join(map(count, manifest["occupied"]))],
+        ["needed by the largest step", ", ".join(map(count, manifest["minimum_slots"]))],
+    ]
+    exact = bool(manifest["lookahead"]["exact"])
+    rows.append(["arrivals are the minimum", "yes" if exact else "for the lookahead that --window gave"])
+    rows += [[name.replace("_", " "), str(value)] for name, value in header.settings.items() if value not in (None, False)]
+    return section("Settings", table(["setting", told.name], rows, words=[1]))

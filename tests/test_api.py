@@ -142,6 +142,12 @@ def test_training_prints_nothing_and_leaves_no_trace(
     assert not other.path.exists()
 
 
+def test_a_run_writes_its_page(run: foreload.Run, tmp_path: Path) -> None:
+    assert run.report() == run.path / "report.html"
+    page = run.report(tmp_path / "two.html", beside=run)
+    assert page.read_text().startswith("<!doctype html>")
+
+
 def test_progress_is_told_where_it_is_wanted(
     schedule: foreload.Schedule, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,13 @@ def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     yield rows.run(values["run"], values["store"]), b""
 
 
+def _report(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import report
+
+    places = [values["run"], *([values["beside"]] if values["beside"] else [])]
+    yield {"report": str(report.run(places, values["out"]))}, b""
+
+
 def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import predict
 
@@ -141,4 +148,5 @@ CALLS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Iterator[Part]]]
     "predict": _predict,
     "rows": _rows,
     "delete": _delete,
+    "report": _report,
 }

@@ -85,6 +85,14 @@ class Run(Model):
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [kinds[line["kind"]].of(line) for line in lines if line["kind"] in kinds]
 
+    def report(self, out: AnyPath | None = None, *, beside: AnyPath | None = None) -> Path:
+        """Write a page to look at, also while it trains; returns where it is. beside: another run on the same axes.
+
+        out: the file; by default report.html in its folder, beside another one NAME-NAME-report.html in this one.
+        """
+        asked = {"out": None if out is None else os.fspath(out), "beside": None if beside is None else os.fspath(beside)}
+        return Path(self._call("report", asked, False)["report"])
+
     def delete(self) -> Deletion:
         """Delete its rows on the store, its local stores and its folder. Refused while it trains."""
         return Deletion.of(self._call("delete", {}, False))

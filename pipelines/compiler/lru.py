@@ -16,7 +16,7 @@ NEVER = int(np.iinfo(np.int32).max)
 
 
 def lru_depths(uses: LaneUses) -> np.ndarray:
-    """Of each use, how many rows were used later than this one before the step began: int32 [accesses]. With more slots than that it is a hit.
+    """Of each use, how many rows were used later than this one before the step began: int32 [accesses]. With more slots it is a hit.
 
     Rows of one step count as used in the order in which the schedule has them; all of a step are in slots at once. 12 bytes a use, while it works.
     """
@@ -26,8 +26,8 @@ def lru_depths(uses: LaneUses) -> np.ndarray:
 
 
 def lru_arrivals(uses: LaneUses, depths: np.ndarray, slots: int) -> np.ndarray:
-    """How many rows arrive at each step in an LRU cache that begins empty: int64 [steps]. depths: of `lru_depths`; slots: those of the largest step, at
-    least.
+    """How many rows arrive at each step in an LRU cache that begins empty: int64 [steps]. depths: of `lru_depths`; slots: at least
+    those of the largest step.
     """
     before = np.concatenate([[0], np.cumsum(depths >= slots)])
     return np.asarray(before[uses.starts[1:]] - before[uses.starts[:-1]], np.int64)
@@ -35,8 +35,8 @@ def lru_arrivals(uses: LaneUses, depths: np.ndarray, slots: int) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _depths(rows: np.ndarray, starts: np.ndarray, last: np.ndarray, tree: np.ndarray, depths: np.ndarray) -> None:
-    """Fill depths. last: int32 [rows], -1: the place of each row's last use; tree: int32 [accesses + 1], zeros: a Fenwick tree over places, of which those
-    that are the last use of a row count.
+    """Fill depths. last: int32 [rows], -1: the place of each row's last use; tree: int32 [accesses + 1], zeros: a Fenwick tree over places, of which
+    those that are the last use of a row count.
     """
     size, distinct = len(rows), 0
     for step in range(len(starts) - 1):

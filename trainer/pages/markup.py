@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 STYLE = """
-:root{color-scheme:light dark;--page:#fff;--panel:#f6f7f9;--ink:#1b1f24;--quiet:#57606a;--rule:#d5dae0;--c0:#0067a8;--c1:#c4540a;--c2:#0b7d5f;
+:root{color-scheme:light dark;
+--page:#fff;--panel:#f6f7f9;--ink:#1b1f24;--quiet:#57606a;--rule:#d5dae0;--c0:#0067a8;--c1:#c4540a;--c2:#0b7d5f;
 --c3:#a3477f;--c4:#8a929b;--bad:#c4540a;--mid:#d9a100;--good:#0b7d5f}
 @media(prefers-color-scheme:dark){:root{--page:#14171b;--panel:#1d2127;--ink:#e8eaed;--quiet:#a3abb5;--rule:#383f48;--c0:#5cb3ea;--c1:#f2914e;
 --c2:#42c79c;--c3:#dd8fbc;--c4:#7d8691;--bad:#f2914e;--mid:#f0c94a;--good:#42c79c}}
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:72rem;padding:1.25rem 1.25rem 3rem;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,"DejaVu Sans",sans-serif}
+body{margin:0 auto;max-width:72rem;padding:1.25rem 1.25rem 3rem;
+background:var(--page);color:var(--ink);font:15px/1.5 system-ui,"DejaVu Sans",sans-serif}
 h1{font-size:1.5rem;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2.25rem 0 .6rem;padding-top:.6rem;border-top:1px solid var(--rule)}
 p{margin:.35rem 0}.quiet,.read,.missing{color:var(--quiet)}.read,.missing{font-size:.88rem;max-width:62rem}
@@ -23,24 +25,29 @@ p{margin:.35rem 0}.quiet,.read,.missing{color:var(--quiet)}.read,.missing{font-s
 .tile .name{font-size:.82rem;color:var(--quiet);display:block}.tile .more{font-size:.78rem;color:var(--quiet)}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr));gap:1.25rem 1.75rem}
 .plots.three{grid-template-columns:repeat(auto-fit,minmax(min(100%,20rem),1fr))}.plots>*{min-width:0}
-figure{margin:.4rem 0;min-width:0}figcaption{font-weight:600;font-size:.95rem;margin-bottom:.3rem}figcaption span{font-weight:400;color:var(--quiet)}
+figure{margin:.4rem 0;min-width:0}figcaption{font-weight:600;font-size:.95rem;margin-bottom:.3rem}
+figcaption span{font-weight:400;color:var(--quiet)}
 .frame{display:grid;grid-template-columns:3.4rem minmax(0,1fr);font-size:.74rem;color:var(--quiet);font-variant-numeric:tabular-nums}
 .frame .ys{position:relative}.frame .ys i{position:absolute;right:.4rem;transform:translateY(50%);font-style:normal;white-space:nowrap}
 .frame .area{position:relative;height:12.5rem;border-bottom:1px solid var(--quiet);border-left:1px solid var(--rule)}
-.frame .xs{grid-column:2;position:relative;height:1.25rem}.frame .xs i{position:absolute;transform:translateX(-50%);font-style:normal;white-space:nowrap;top:.1rem}
+.frame .xs{grid-column:2;position:relative;height:1.25rem}
+.frame .xs i{position:absolute;transform:translateX(-50%);font-style:normal;white-space:nowrap;top:.1rem}
 .frame .xs i.end{transform:translateX(-100%)}.frame .xs i.start{transform:none}
 .frame .unit{grid-column:2;text-align:center}
 svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
 svg *{vector-effect:non-scaling-stroke}.grid{stroke:var(--rule);stroke-width:1;fill:none}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round}.dash{stroke-dasharray:6 4}.dots{fill:none;stroke-width:8;stroke-linecap:round}
-.band{opacity:.2;stroke:none}.hover{fill:transparent}.hover:hover{fill:var(--quiet);fill-opacity:.16}.mark{stroke-width:1.5;stroke-dasharray:2 3;fill:none}
+.band{opacity:.2;stroke:none}.hover{fill:transparent}.hover:hover{fill:var(--quiet);fill-opacity:.16}
+.mark{stroke-width:1.5;stroke-dasharray:2 3;fill:none}
 .key{display:flex;flex-wrap:wrap;gap:.1rem 1rem;font-size:.82rem;margin:.25rem 0;padding:0;list-style:none}
 .key i{display:inline-block;width:.9rem;height:.6rem;border-radius:2px;margin-right:.35rem}
 .bars{display:grid;grid-template-columns:max-content minmax(0,1fr) max-content;gap:.3rem .6rem;align-items:center;font-size:.85rem}
-.bars .bar{height:1rem;display:flex}.bars .bar i{display:block;border-radius:2px;min-width:1px}.bars .n{font-variant-numeric:tabular-nums;text-align:right}
+.bars .bar{height:1rem;display:flex}.bars .bar i{display:block;border-radius:2px;min-width:1px}
+.bars .n{font-variant-numeric:tabular-nums;text-align:right}
 .whole{display:flex;height:1.5rem;border-radius:4px;overflow:hidden;margin:.3rem 0}.whole i{display:block;min-width:1px}
 .lanes{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.3rem .6rem;font-size:.8rem;align-items:center}
-.lanes .row{position:relative;height:.95rem;background:var(--panel);border-radius:2px;overflow:hidden}.lanes .row i{position:absolute;top:0;bottom:0;min-width:2px}
+.lanes .row{position:relative;height:.95rem;background:var(--panel);border-radius:2px;overflow:hidden}
+.lanes .row i{position:absolute;top:0;bottom:0;min-width:2px}
 .lanes .xs{position:relative;height:1.2rem;color:var(--quiet)}.lanes .xs i{position:absolute;font-style:normal}
 details{font-size:.84rem;margin:.3rem 0}summary{cursor:pointer;color:var(--quiet)}
 .scroll{overflow-x:auto;max-height:24rem;overflow-y:auto}
@@ -131,13 +138,13 @@ def tile(name: str, values: Sequence[str], more: str = "", colours: bool = False
 
 def count(value: float | None) -> str:
     """A whole number, with commas; a dash where there is none."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:,.0f}"
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.0f}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
     """So many significant digits, with commas; a dash where there is none."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return "-"
     if not value:
         return "0"
     places = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
@@ -147,7 +154,7 @@ def number(value: float | None, digits: int = 4) -> str:
 def share(value: float | None) -> str:
     """Per cent."""
     return (
-        "–"
+        "-"
         if value is None or not math.isfinite(value)
         else f"{100 * value:.2f} %"
         if abs(value) < 0.1
@@ -157,7 +164,7 @@ def share(value: float | None) -> str:
 
 def fixed(value: float | None, places: int) -> str:
     """So many decimal places; a dash where there is none."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:,.{places}f}"
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.{places}f}"
 
 
 def short(value: float) -> str:

@@ -161,7 +161,7 @@ class Plot:
             for k in range(len(series.x)):
                 row = [number(float(series.x[k]), 6), *([series.name] if several else []), number(float(series.y[k]), 6)]
                 if bands:
-                    row += ["–" if band is None else number(float(band[k]), 6) for band in (series.low, series.high)]
+                    row += ["-" if band is None else number(float(band[k]), 6) for band in (series.low, series.high)]
                 rows.append(row)
         head = [self.x_unit, *(["line"] if several else []), self.unit, *(["lowest", "highest"] if bands else [])]
         return tag("details", tag("summary", "the figures"), table(head, rows, words=[1] if several else []))

@@ -21,7 +21,7 @@ def cache(runs: Sequence[RunFigures]) -> Html:
     plots = []
     if several:
         lines = [
-            Series(named(run, "arrivals", several), run.steps.middle, run.steps.mean("rows_arrived"), f"c{place}")
+            Series(named(run, "arrivals", several), run.steps.middle, run.steps.mean("rows_arrived"), f"c{place}", _style(place))
             for place, run in enumerate(runs)
         ]
         read = "Rows that come into a slot for a step; the rest of those used is there already. Lower is less traffic."
@@ -29,13 +29,18 @@ def cache(runs: Sequence[RunFigures]) -> Html:
     for run in runs if not several else ():
         plots.append(_arrivals(run))
     rates = [
-        Series(named(run, "hits", several), run.steps.middle, 100 * run.steps.hit_rate, f"c{place}")
+        Series(named(run, "hits", several), run.steps.middle, 100 * run.steps.hit_rate, f"c{place}", _style(place))
         for place, run in enumerate(runs)
     ]
     read = "Higher is better: of the rows that a step uses, how many are in a slot already. The first steps have to bring everything."
     plots.append(Plot("Cache hits", "per cent of rows used", "step", read, rates).html())
     compared = [_compared(run, several) for run in runs]
     return section("Cache", tag("div", plots, class_="plots"), compared)
+
+
+def _style(place: int) -> str:
+    """Of the line of one of several runs: what two have in common is seen as both."""
+    return "dash" if place else "line"
 
 
 def _arrivals(run: RunFigures) -> Html:
@@ -108,11 +113,14 @@ def memory(runs: Sequence[RunFigures]) -> Html:
             colour = f"c{place}" if several else "c4"
             lines.append(Series(named(run, "slots", several), ends, np.full(2, slots), colour, "dash"))
     if lines:
-        read = "The line has to stay below the slots, of all lanes together. What is free above it keeps rows for later steps: more of it, fewer arrivals."
+        read = (
+            "The line has to stay below the slots, of all lanes together. What is free above it keeps rows for later steps: more of it, "
+            "fewer arrivals."
+        )
         plots.append(Plot("Rows a step uses, and slots", "rows", "step", read, lines, from_zero=True).html())
     columns = [_memory_rows(run) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
     listed = table(["", *(run.name for run in runs)], rows)
     gone = [
         missing(f"{run.name}: its schedule is not there any more, so its slots are not told.")

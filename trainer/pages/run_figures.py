@@ -30,8 +30,8 @@ USES_AT_ONCE = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Arrivals over a whole schedule: as it is planned; the fewest that its slots allow, None where that is not known; of an LRU cache of the same slots,
-    None for `why`. lru_steps: of each step, int64 [steps], from first_step on.
+    """Arrivals over a whole schedule: as it is planned; the fewest that its slots allow, None where that is not known; of an LRU cache of the same
+    slots, None for `why`. lru_steps: of each step, int64 [steps], from first_step on.
     """
 
     planned: int

@@ -133,8 +133,9 @@ def step_time(runs: Sequence[RunFigures]) -> Html:
         total = {name: float((values * steps.steps).sum() / steps.steps.sum()) for name, values in means.items()}
         bar = [(name, colour, total[part], f"{number(total[part])} ms") for part, name, colour in _PARTS]
         read = (
-            f"A step takes {number(steps.total('ms') / steps.steps.sum())} ms on average, of the slowest trainer. Waiting for rows is that of the trainer "
-            "which waited most: where it is wide, the store is slow, or there are few slots. A wide exchange: fewer trainers, or a faster link between them."
+            f"A step takes {number(steps.total('ms') / steps.steps.sum())} ms on average, of the slowest trainer. Waiting for rows is that of the "
+            "trainer which waited most: where it is wide, the store is slow, or there are few slots. Where the exchange is wide, fewer trainers or "
+            "a faster link between them help."
         )
         drawn.append(whole(named(run, "A step on average", several), "milliseconds", read, bar))
         areas = [Series(name, steps.middle, means[part], colour, "area") for part, name, colour in _PARTS]
@@ -194,8 +195,8 @@ def calibration(runs: Sequence[RunFigures]) -> Html:
         return section(title, words)
     ideal = Series("as predicted", np.array([0.0, most]), np.array([0.0, most]), "c4", "dash")
     read = (
-        "Each dot is as many evaluation samples as the others, put together by what is predicted of them. On the dashed line, as many were clicked as "
-        "predicted; above it the model says too little, below too much. The bars are two standard errors of chance."
+        "Each dot is as many evaluation samples as the others, put together by what is predicted of them. On the dashed line, as many were clicked "
+        "as predicted; above it the model says too little, below too much. The bars are two standard errors of chance."
     )
     plot = Plot(
         "Predicted against observed", "share clicked", "mean prediction", read, [*lines, ideal], from_zero=True, x_from_zero=True

@@ -74,7 +74,7 @@ def _tiles(runs: Sequence[RunFigures]) -> Html:
         ("steps", [count(one.steps.sum()) for one in steps], "trained"),
         (
             "time",
-            [duration(run.story.seconds) if run.story.calls else "–" for run in runs],
+            [duration(run.story.seconds) if run.story.calls else "-" for run in runs],
             "of all calls, start and evaluation too",
         ),
         (

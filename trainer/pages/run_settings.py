@@ -13,7 +13,7 @@ def settings(runs: Sequence[RunFigures]) -> Html:
     """Of the job, the schedule and the numerics; of two runs, those in which they differ first."""
     told = [_of_run(run) for run in runs]
     names = list(dict.fromkeys(name for one in told for name in one))
-    rows = [[name, *(one.get(name, "–") for one in told)] for name in names]
+    rows = [[name, *(one.get(name, "-") for one in told)] for name in names]
     several = len(runs) > 1
     if several:
         rows.sort(key=lambda row: len(set(row[1:])) == 1)

@@ -51,7 +51,7 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
     elif run.summary is None:
         drawn.append(missing("How long shards take to answer is told at the end of a call."))
     told = [
-        [number(one.seconds, 4), one.time, count(one.step) if one.step >= 0 else "–", one.what, one.cause] for one in story.events
+        [number(one.seconds, 4), one.time, count(one.step) if one.step >= 0 else "-", one.what, one.cause] for one in story.events
     ]
     beyond = story.event_count - len(story.events)
     summary = f"what befell it: {story.event_count:,} events" + (

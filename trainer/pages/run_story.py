@@ -65,7 +65,7 @@ class _Teller:
 
     def __init__(self, shards: Iterable[int]) -> None:
         self.story = Story()
-        self._shard_states = {shard: ("ok", 0.0) for shard in shards}
+        self._shard_states = dict.fromkeys(shards, ("ok", 0.0))
         self._lost: set[int] = set()  # shards that are not whole
         self._members: dict[int, float] = {}  # trainer -> since when
         self._call_began: datetime | None = None
@@ -160,8 +160,8 @@ class _Teller:
 
 
 def story_of(events: Iterable[Mapping[str, Any]], shards: Iterable[int], latest: float | None) -> Story:
-    """From a run's events, in order. shards: numbers of the store shards that it began with; latest: seconds since 1970 up to which it is known to have
-    trained, for a call whose end is not told.
+    """From a run's events, in order. shards: numbers of the store shards that it began with; latest: seconds since 1970 up to which it is known to
+    have trained, for a call whose end is not told.
     """
     teller = _Teller(shards)
     for event in events:

@@ -52,17 +52,25 @@ class BySlots:
     lru: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class TableShare:
+    """What a table has: rows ever used in training, how often these are used in all, and arrivals."""
+
+    name: str
+    rows: int
+    uses: int
+    arrivals: int
+
+
 @dataclass(slots=True)
 class ScheduleFigures:
-    """A complete schedule. tables: of each, rows ever used in training, uses and arrivals, int64 [tables]. why: what is not counted, "" where all is;
-    then by_frequency, by_slots, over_steps and tables are None.
-    """
+    """A complete schedule. why: why it is not counted, where tables, over_steps, by_frequency and by_slots are None."""
 
     name: str
     header: Any
     manifest: Mapping[str, Any]
     bytes: int
-    tables: Sequence[tuple[str, int, int, int]] | None
+    tables: Sequence[TableShare] | None
     over_steps: OverSteps | None
     by_frequency: ByFrequency | None
     by_slots: BySlots | None
@@ -164,10 +172,10 @@ class _Lanes:
         inner = spread[1:-1][np.abs(np.log(spread[1:-1] / max(given, 1))) > _NEAR]
         return np.unique([spread[0], *inner, max(given, least), spread[-1]])
 
-    def tables(self) -> list[tuple[str, int, int, int]]:
-        """Name, rows, uses, arrivals."""
+    def tables(self) -> list[TableShare]:
+        """In the order of the schedule."""
         names = [table.name for table in self._schedule.header.features.tables]
-        return [(name, *(int(value) for value in values)) for name, values in zip(names, self._of_tables.T, strict=True)]  # type: ignore[misc]
+        return [TableShare(name, *map(int, values)) for name, values in zip(names, self._of_tables.T, strict=True)]
 
     def over_steps(self) -> OverSteps:
         """In at most MOST_POINTS points."""
@@ -177,7 +185,7 @@ class _Lanes:
         first = self._schedule.header.first_step
         alive = np.maximum.reduceat(np.cumsum(self._alive)[: self._steps], starts)
         means = [np.add.reduceat(values, starts) / sizes for values in (self._used, self._arrived)]
-        return OverSteps(first + starts + (sizes - 1) / 2, *means, alive.astype(np.float64))
+        return OverSteps(first + starts + (sizes - 1) / 2, means[0], means[1], alive.astype(np.float64))
 
     def by_frequency(self) -> ByFrequency:
         """Up to the most frequent rows."""

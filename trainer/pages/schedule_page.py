@@ -107,14 +107,14 @@ def _slots(told: ScheduleFigures) -> Html | None:
             Series("this schedule's slots", slots[here : here + 1], by.fewest[here : here + 1].astype(np.float64), "c0", "dots")
         )
     read = (
-        f"Of {of}. To the left are the fewest slots that the largest step can be trained with, to the right as many as a lane has rows: there every row "
-        "arrives once, and more slots change nothing. Prepare with --slots where the curve flattens."
+        f"Of {of}. To the left are the fewest slots that the largest step can be trained with, to the right as many as a lane has rows: there every "
+        "row arrives once, and more slots change nothing. Prepare with --slots where the curve flattens."
     )
     plot = Plot(
         "Arrivals against slots", "rows, over all steps", "slots a lane (logarithmic)", read, lines, log_x=True, from_zero=True
     )
     rows = [
-        [count(slots), count(fewest), count(lru), f"{lru / fewest:.2f} x" if fewest else "–"]
+        [count(slots), count(fewest), count(lru), f"{lru / fewest:.2f} x" if fewest else "-"]
         for slots, fewest, lru in zip(by.slots.tolist(), by.fewest.tolist(), by.lru.tolist(), strict=True)
     ]
     listed = table(["slots a lane", "the minimum", "an LRU cache", "LRU / minimum"], rows)
@@ -124,23 +124,17 @@ def _slots(told: ScheduleFigures) -> Html | None:
 def _tables(told: ScheduleFigures) -> Html | None:
     if told.tables is None:
         return None
-    shown = sorted(told.tables, key=lambda one: -one[1])
+    shown = sorted(told.tables, key=lambda one: -one.rows)
     drawn = []
-    for place, (title, colour, read) in enumerate(
-        (
-            ("Rows", "c0", "Rows ever trained: what the store has to hold, and most of what is saved."),
-            ("Uses", "c2", "Rows used, over all steps: what trainers exchange and update."),
-            (
-                "Arrivals",
-                "c1",
-                "Rows that come into slots: what is fetched or made anew. A table with many arrivals and few uses gains little from a cache.",
-            ),
-        )
+    for title, colour, values, read in (
+        ("Rows", "c0", [one.rows for one in shown], "Rows ever trained: what the store has to hold, and most of what is saved."),
+        ("Uses", "c2", [one.uses for one in shown], "Rows used, over all steps: what trainers exchange and update."),
+        ("Arrivals", "c1", [one.arrivals for one in shown], "Rows that come into slots: what is fetched or made anew."),
     ):
-        total = sum(one[place + 1] for one in shown) or 1
+        total = sum(values) or 1
         rows = [
-            (one[0], [(colour, float(one[place + 1]))], f"{one[place + 1]:,} · {share(one[place + 1] / total)}")
-            for one in shown[:_MOST_TABLES]
+            (one.name, [(colour, float(value))], f"{value:,} · {share(value / total)}")
+            for one, value in zip(shown[:_MOST_TABLES], values, strict=False)
         ]
         drawn.append(bars(title, "rows; of all tables", read, rows))
     beyond = len(shown) - _MOST_TABLES

@@ -27,8 +27,9 @@ _CHUNK = 1 << 14  # steps that are looked at together
 class StepFigures:
     """Steps in points of as many consecutive ones each, float64 [points], and evaluations and checkpoints as they are told.
 
-    first, last: numbers of a point's first and last step; steps: how many it has; sums: COLUMNS, added up; loss: mean over its samples, with the lowest
-    and the highest of a step; rate_low, rate_high: samples a second, of a step. What trainers that were lost told of steps which were trained again is left out.
+    first, last: numbers of a point's first and last step; steps: how many it has; sums: COLUMNS, added up; loss: mean over its samples, with the
+    lowest and the highest of a step; rate_low, rate_high: samples a second, of a step. Of steps that were trained again, since the run went back,
+    what was told last counts.
     """
 
     first: np.ndarray

@@ -193,13 +193,8 @@ class TrainJob:
         metavar="FILE|off", stated=False,
     )  # fmt: skip
     no_report: bool = setting(
-        False,
-        switch,
-        "leave no RUN/report.html at the end; foreload report makes one at any time",
-        _CALL,
-        form="switch",
-        stated=False,
-    )
+        False, switch, "leave no RUN/report.html at the end; `foreload report` makes one at any time", _CALL, form="switch", stated=False
+    )  # fmt: skip
     until_full: bool = setting(
         False, switch, "train though the store's memory will not suffice for the schedule, and stop cleanly before a store shard is full", _CALL,
         form="switch", stated=False,

@@ -53,7 +53,8 @@ details{font-size:.84rem;margin:.3rem 0}summary{cursor:pointer;color:var(--quiet
 .scroll{overflow-x:auto;max-height:24rem;overflow-y:auto}
 table{border-collapse:collapse;font-size:.84rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:.16rem .8rem .16rem 0;border-bottom:1px solid var(--rule);vertical-align:top}
-th{font-weight:600;color:var(--quiet)}th:first-child,td:first-child,td.word,th.word{text-align:left}tr.differs td{font-weight:600}
+th{font-weight:600;color:var(--quiet)}th:first-child,td:first-child,td.word,th.word{text-align:left}
+td{white-space:nowrap}td:first-child,td.word{white-space:normal}td.word{min-width:7rem}tr.differs td{font-weight:600}
 footer{margin-top:2.5rem;font-size:.82rem;color:var(--quiet)}
 @media(max-width:34rem){body{padding:.9rem .8rem 2rem}.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.tile b{font-size:1.1rem}
 .frame{grid-template-columns:2.9rem minmax(0,1fr)}.frame .area{height:10.5rem}}

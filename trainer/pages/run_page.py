@@ -63,7 +63,7 @@ def _tiles(runs: Sequence[RunFigures]) -> Html:
     def ratio(over: float, under: float) -> float:
         return over / under if under else float("nan")
 
-    def losses(run: RunFigures) -> str:
+    def survived(run: RunFigures) -> str:
         shards, trainers = run.story.happened("shard-lost"), run.story.happened("trainer-lost")
         return f"{shards} + {trainers}"
 
@@ -97,6 +97,6 @@ def _tiles(runs: Sequence[RunFigures]) -> Html:
             [share(1 - ratio(one.total("rows_arrived"), used)) for one, used in zip(steps, rows, strict=True)],
             "of rows used",
         ),
-        ("losses survived", [losses(run) for run in runs], "store shards + trainers"),
+        ("losses survived", [survived(run) for run in runs], "store shards + trainers"),
     ]
     return tag("div", [tile(name, values, more, several) for name, values, more in figures], class_="tiles")

@@ -57,7 +57,7 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
     summary = f"what befell it: {story.event_count:,} events" + (
         f", the first {len(story.events)} here, all in events.jsonl" if beyond else ""
     )
-    listed_events = table(["second", "UTC", "after step", "what", "why"], told, words=[1, 3, 4])
+    listed_events = table(["second", "UTC", "after step", "what", "why"], told, words=[3, 4])
     return [*drawn, tag("details", tag("summary", summary), listed_events, open="" if len(told) <= 12 else None)]
 
 

@@ -85,7 +85,9 @@ class _Teller:
         # Each trainer tells of a loss.
         again = kind == "shard-lost" and int(event["shard"]) in self._lost
         self._states(kind, event, now)
-        if kind in _KINDS and not again:
+        if again:
+            return
+        if kind in _KINDS:
             colour, name = _KINDS[kind]
             self.story.marks.append(Mark(float(max(step, 0)), f"{name}: {_what(event)}, after step {step}", colour))
         self.story.event_count += 1

@@ -229,6 +229,16 @@ def test_of_a_run_of_an_earlier_version_it_is_said_what_is_missing(copied: Path,
         assert page.text.count(why) == 1, why
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_that_has_hardly_begun_has_a_page(steps: int, copied: Path) -> None:
+    first = [json.loads(line) for line in (copied / METRICS).read_text().splitlines()[:steps]]
+    # A loss that is not finite is null.
+    (copied / METRICS).write_text("".join(f"{json.dumps(line | {'loss': None})}\n" for line in first))
+    page = checked(run_page([read_run(copied), read_run(copied)]))
+    assert page.tiles["steps"] == [str(steps)] * 2
+    assert page.text.count("No step is trained yet.") == (0 if steps else 4)
+
+
 def test_a_long_run_is_read_in_few_points(run: Path, copied: Path) -> None:
     steps = lines(run, "step")
     with open(copied / METRICS, "w") as file:

@@ -182,6 +182,12 @@ def test_two_runs_stand_beside_each_other(run: Path, copied: Path, tmp_path: Pat
     assert {row[head.index("line")] for row in rows} == {"first: samples a second", "copied: samples a second"}
 
 
+def test_two_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "elsewhere" / run.name))
+    done("report", run, other, "--out", tmp_path / "two.html")
+    assert checked((tmp_path / "two.html").read_text()).tables["Settings"][0] == ["setting", str(run), str(other)]
+
+
 def test_names_are_text(run: Path, tmp_path: Path) -> None:
     named = Path(shutil.copytree(run, tmp_path / '<script>alert("&")'))
     done("report", named)
@@ -240,16 +246,21 @@ def test_a_run_that_has_hardly_begun_has_a_page(steps: int, copied: Path) -> Non
 
 
 def test_a_long_run_is_read_in_few_points(run: Path, copied: Path) -> None:
-    steps = lines(run, "step")
+    steps, evaluation = lines(run, "step"), lines(run, "evaluation")[0]
     with open(copied / METRICS, "w") as file:
         for number in range(30_001):
             file.write(f"{json.dumps(steps[number % len(steps)] | {'step': number})}\n")
+            if number % 30 == 0:
+                file.write(f"{json.dumps(evaluation | {'step': number})}\n")
     figures = read_steps(copied / METRICS)
     assert len(figures.steps) <= MOST_POINTS
     assert (figures.steps.sum(), figures.last[-1]) == (30_001, 30_000)
     assert figures.total("rows_used") == sum(steps[number % len(steps)]["rows_used"] for number in range(30_001))
     assert figures.loss_low.min() == min(step["loss"] for step in steps)
-    checked(run_page([read_run(copied)]))
+    page = checked(run_page([read_run(copied)]))
+    unit = "log loss, nats a sample"
+    assert len(page.column(f"Loss ({unit})", unit, "log loss in evaluation")) == MOST_POINTS
+    assert len(figures.evaluations) == 1001
 
 
 def test_a_page_that_cannot_be_written_is_a_line(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

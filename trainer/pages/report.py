@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from foreload.pipelines.base.files import unwritable, write_atomically
@@ -37,6 +38,8 @@ def report(places: list[str], out: str | None, state_of: Callable[[str], str]) -
         text = schedule_page(read_schedule(folders[0]))
     else:
         runs = [read_run(folder, state_of(str(folder))) for folder in folders]
+        if len({run.name for run in runs}) < len(runs):
+            runs = [replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
         _check(target)
         text = run_page(runs)
     try:

@@ -11,6 +11,7 @@ import numpy as np
 from foreload.trainer.pages.markup import Html, count, fixed, missing, number, section, share, table, tag
 from foreload.trainer.pages.plots import Plot, Series, whole
 from foreload.trainer.pages.run_figures import RunFigures
+from foreload.trainer.pages.step_figures import MOST_POINTS
 
 _PARTS = (
     ("ms_compute", "compute", "c0"),
@@ -20,6 +21,7 @@ _PARTS = (
 )
 _NO_STEPS = "No step is trained yet."
 _MOST_EVALUATIONS = 100  # that the table lists, the last ones
+_MOST_MARKS = 200  # that are drawn, the last ones
 
 
 def named(run: RunFigures, what: str, several: bool) -> str:
@@ -41,10 +43,11 @@ def learning(runs: Sequence[RunFigures]) -> Html:
             )
         )
         if run.evaluations:
-            at = np.array([float(one["step"]) for one in run.evaluations])
+            drawn = _spread(run.evaluations)
+            at = np.array([float(one["step"]) for one in drawn])
             other = colour if several else "c1"
-            lines.append(Series(named(run, "log loss in evaluation", several), at, _metric(run, "log_loss"), other, "dots"))
-            areas.append(Series(named(run, "AUC", several), at, _metric(run, "auc"), colour, "dots"))
+            lines.append(Series(named(run, "log loss in evaluation", several), at, _metric(drawn, "log_loss"), other, "dots"))
+            areas.append(Series(named(run, "AUC", several), at, _metric(drawn, "auc"), colour, "dots"))
     points = max((run.steps.steps.max(initial=1) for run in runs), default=1)
     each = (
         "each point is one step"
@@ -83,8 +86,14 @@ def learning(runs: Sequence[RunFigures]) -> Html:
     return section("Losses and metrics", tag("div", plots, class_="plots"), listed)
 
 
-def _metric(run: RunFigures, name: str) -> np.ndarray:
-    return np.array([math.nan if one[name] is None else float(one[name]) for one in run.evaluations])
+def _spread(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most MOST_POINTS of them, evenly, the first and the last among them."""
+    places = np.unique(np.linspace(0, len(evaluations) - 1, min(len(evaluations), MOST_POINTS)).round().astype(int))
+    return [evaluations[place] for place in places]
+
+
+def _metric(evaluations: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    return np.array([math.nan if one[name] is None else float(one[name]) for one in evaluations])
 
 
 def _ratio(evaluation: dict[str, Any]) -> float | None:
@@ -113,7 +122,7 @@ def throughput(runs: Sequence[RunFigures]) -> Html:
         )
         lines.append(line)
     read = "Higher is faster, by the time of the steps alone, without start and evaluation; the band has the slowest and the fastest step."
-    marks = [mark for run in runs for mark in run.story.marks]
+    marks = [mark for run in runs for mark in run.story.marks[-_MOST_MARKS:]]
     if marks:
         read += " Dotted upright lines are losses of store shards and trainers, and their end: a dip beside one is what it cost."
     return section(

@@ -36,11 +36,10 @@ def learning(runs: Sequence[RunFigures]) -> Html:
         return section("Losses and metrics", missing(_NO_STEPS))
     lines, areas = [], []
     for place, run in enumerate(runs):
-        steps, colour = run.steps, f"c{place}"
+        # What two runs have in common is seen as both.
+        steps, colour, style = run.steps, f"c{place}", "dash" if place else "line"
         lines.append(
-            Series(
-                named(run, "training loss", several), steps.middle, steps.loss, colour, "line", steps.loss_low, steps.loss_high
-            )
+            Series(named(run, "training loss", several), steps.middle, steps.loss, colour, style, steps.loss_low, steps.loss_high)
         )
         if run.evaluations:
             drawn = _spread(run.evaluations)

@@ -68,7 +68,8 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.cluster.processes import ChildProcess
     from foreload.trainer.commands.train import call_values, train
     from foreload.trainer.run import storage
-    from foreload.trainer.run.job import TrainJob, under_scheduler
+    from foreload.trainer.run.job import TrainJob
+    from foreload.trainer.run.scheduler import under_scheduler
 
     job_file = values.pop("job", None)
     # The second is where the file wants the summary, which is written for the command line only.

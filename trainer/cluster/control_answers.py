@@ -34,8 +34,8 @@ from foreload.trainer.cluster.scaling import Scaling
 from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.wanted_checkpoints import WantedCheckpoints
-from foreload.trainer.run.job import under_scheduler
 from foreload.trainer.run.report import RunReport
+from foreload.trainer.run.scheduler import under_scheduler
 
 Phase = Literal["starting", "training", "ending"]
 

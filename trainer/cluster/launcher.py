@@ -50,7 +50,7 @@ from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
-from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
+from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
 from foreload.trainer.run.memory_check import check_fit
@@ -58,6 +58,7 @@ from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.saved_run import saved_run_at
+from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
 from foreload.trainer.run.servers import asked, open_stores, servers_of
 
 _MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met

@@ -71,10 +71,11 @@ from foreload.trainer.errors import PeerLost
 from foreload.trainer.resources.seen_servers import check_room
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
-from foreload.trainer.run.job import TrainJob, scheduler_address, under_scheduler
+from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport
+from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
 
 POLL = timedelta(milliseconds=30)  # between two looks at events and requests
 CHANGE_POLL = timedelta(milliseconds=2)  # while trainers wait for their next term
@@ -134,9 +135,8 @@ class TrainerGroup:
         self._interrupts.defer_signals = True
         address = self._job.own_address()
         with contextlib.ExitStack() as stack:
-            keeper: Keeper | None = None
-            if rendezvous is None:
-                keeper = Keeper(address, self._start_process)
+            keeper = Keeper(address, self._start_process) if rendezvous is None else None
+            if keeper is not None:
                 stack.callback(keeper.close)
             stack.callback(self._trainers.kill)
             # Trainers start while the keeper does.

@@ -23,8 +23,9 @@ from foreload.trainer.cluster.messages import FaultInjected, ShardsTold, StepEnd
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
-from foreload.trainer.run.job import TrainJob, under_scheduler
+from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import Servers
+from foreload.trainer.run.scheduler import under_scheduler
 from foreload.trainer.run.timeline import Moments, StepTimes, Timeline, account
 
 if TYPE_CHECKING:

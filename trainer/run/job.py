@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -40,6 +39,7 @@ from foreload.trainer.run.job_values import (
     tables,
     weight_bits,
 )
+from foreload.trainer.run.scheduler import address_towards, under_scheduler
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
 _WRITTEN = Servers | Parity | Size | Place | Interval | RateSchedule
@@ -361,39 +361,9 @@ class TrainJob:
         """
         if self.address is not None or not under_scheduler():
             return self.address or (self.coordinator.host if self.coordinator is not None else "127.0.0.1")
-        return _address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     @property
     def run_namespace(self) -> str:
         """The name of the run on the store."""
         return self.namespace or re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.run).absolute().name)[:64] or "run"
-
-
-def scheduler_address() -> str:
-    """Where a scheduler has its trainers meet: host and port."""
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-def under_scheduler() -> bool:
-    """Whether this process was started by torchrun or the like."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to a host, which may be this one. Raises SettingError where no way leads there."""
-    reason = "no address"
-    try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        # IPv4 first, so that all hosts choose alike.
-        for family, kind, protocol, _, place in sorted(places, key=lambda one: one[0] != socket.AF_INET):
-            with socket.socket(family, kind, protocol) as probe:
-                try:
-                    # Connecting a datagram socket sends nothing: it only chooses a route.
-                    probe.connect(place)
-                except OSError as error:
-                    reason = error.strerror or str(error)
-                    continue
-                return str(probe.getsockname()[0])
-    except OSError as error:
-        reason = error.strerror or str(error)
-    raise SettingError(f"--address: must be given where no route leads to MASTER_ADDR; got {host} ({reason})")

@@ -260,3 +260,29 @@ class Deaf(Sum):
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
         return super().forward(dense if self.sees else torch.zeros_like(dense), embeddings)
+
+
+class Heads(Sum):
+    """It has an output for each label; probabilities where it is told so.
+
+    sigmoid: the label of which.
+    """
+
+    def __init__(self, spec: ModelSpec, *, sigmoid: int = -1) -> None:
+        super().__init__(spec)
+        self.heads, self.sigmoid = nn.ModuleList(nn.Linear(spec.width, 1) for _ in spec.labels), sigmoid
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        low = super().forward(dense, embeddings)
+        inputs = torch.cat([embeddings[name] for name in self.names], 1)
+        outputs = [low + head(inputs).squeeze(1) for head in self.heads]
+        if self.sigmoid >= 0:
+            outputs[self.sigmoid] = outputs[self.sigmoid].sigmoid()
+        return torch.stack(outputs, 1)
+
+
+class AllProbable(Heads):
+    """All its outputs are probabilities."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        return super().forward(dense, embeddings).sigmoid()

@@ -38,6 +38,7 @@ def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
         ),
         tuple(dense.name for dense in features.dense),
         tuple(feature.pooling for feature in features.features),
+        (features.label,),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.faults import ends_in_sigmoid, first_not_finite, not_finite_gradient, raised_at
+from foreload.trainer.models.faults import check_outputs, first_not_finite, not_finite_gradient, raised_at
 from foreload.trainer.models.fitting import check_fits, model_name
 from foreload.trainer.models.layers import connect
 from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
@@ -161,7 +161,7 @@ def _of_features(model: ModelBuilder, module: nn.Module, spec: ModelSpec) -> nn.
 
 
 def _trial(module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float = 0.0) -> tuple[Tensor, Tensor | None]:
-    """Logits of a forward and backward on made-up samples, in training mode, and the embedding block's gradient; leaves gradients behind.
+    """Outputs of a forward and backward on made-up samples, in training mode, and the embedding block's gradient; leaves gradients behind.
 
     dense_shift: added to the dense values.
     """
@@ -170,18 +170,10 @@ def _trial(module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float 
     parts = [(("weights", dimension), *further) for _, dimension, _ in spec.features]
     width = max(sum(columns for _, columns in own) for own in parts)
     block = torch.randn(samples, len(parts), width, requires_grad=True)
-    logits = module(torch.randn(samples, spec.dense_width) + dense_shift, Embeddings.split(block, spec.names, parts))
-    if not isinstance(logits, Tensor) or logits.shape != (samples,) or logits.dtype != torch.float32:
-        got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ModelError(
-            f"{model_name(module)}: forward must return logits, torch.float32 [{samples}], for {samples} samples; got {got}"
-        )
-    if ends_in_sigmoid(logits):
-        raise ModelError(
-            f"{model_name(module)}: forward must return logits, and ends in a sigmoid; return what goes into it, for the loss has one of its own"
-        )
-    logits.sum().backward()
-    return logits.detach(), block.grad
+    outputs = module(torch.randn(samples, spec.dense_width) + dense_shift, Embeddings.split(block, spec.names, parts))
+    check_outputs(model_name(module), outputs, spec, samples)
+    outputs.sum().backward()
+    return outputs.detach(), block.grad
 
 
 def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int) -> tuple[Tensor, Tensor | None]:
@@ -216,7 +208,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def check_uses(module: nn.Module, spec: ModelSpec) -> None:
-    """Raise ModelError where forward fails on many made-up samples, or the logits do not depend on a feature or the dense values.
+    """Raise ModelError where forward fails on many made-up samples, or the outputs do not depend on a feature or the dense values.
 
     The module is not to be used afterwards (see `ignored_inputs`).
     """
@@ -276,8 +268,9 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
     # Before a single sample is tried, of which BatchNorm has no variance.
     _check_buffers(module, before)
     if not first.isfinite().all():
+        outputs = "logits" if spec.label_kinds == ("click",) else "outputs"
         raise ModelError(
-            f"{name}: forward must return finite logits for made-up samples (dense values and embeddings around 0); got "
+            f"{name}: forward must return finite {outputs} for made-up samples (dense values and embeddings around 0); got "
             f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of what may be negative, in "
             f"{first_not_finite(module, lambda: _trial(module, spec, 3))}"
         )

@@ -31,6 +31,7 @@ class DCN(nn.Module):
         self, spec: ModelSpec, *, layers: int = 2, rank: int = 0, deep: str | Sequence[int] = "128-64", dropout: float = 0.0
     ) -> None:
         super().__init__()
+        spec.one_output("dcn")
         self.spec = spec
         width = spec.dense_width + spec.width
         if layers < 1:

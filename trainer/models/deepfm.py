@@ -25,6 +25,7 @@ class DeepFM(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0) -> None:
         super().__init__()
+        spec.one_output("deepfm")
         self.spec = spec
         dimension = spec.equal_dimension("deepfm")
         hidden = sizes("deepfm: deep", deep)

@@ -28,6 +28,7 @@ class DLRM(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, bottom: str | Sequence[int] = "", top: str | Sequence[int] = "64-32-1") -> None:
         super().__init__()
+        spec.one_output("dlrm")
         self.spec = spec
         dimension = spec.equal_dimension("dlrm")
         bottom_sizes = sizes("dlrm: bottom", bottom) or (64, dimension)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.spec import ModelSpec
 
 _SHAPES = (
     "Squeeze",
@@ -27,18 +30,51 @@ _SHAPES = (
 )
 """Operations, as autograd names them, that leave probabilities probabilities."""
 
+_JOINS = ("Stack", "Cat")
+"""Those that put columns beside each other."""
+
 
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, os.path.dirname(os.path.dirname(__file__)))
 )
 
 
-def ends_in_sigmoid(logits: Tensor) -> bool:
-    """Whether a sigmoid made these, so that they are probabilities."""
-    node: Any = logits.grad_fn
-    while node is not None and node.name().rstrip("0123456789").removesuffix("Backward") in _SHAPES:
+def check_outputs(name: str, outputs: object, spec: ModelSpec, samples: int) -> None:
+    """Raise ModelError where forward returned for so many samples what is none, or probabilities. name: of the model."""
+    shape, clicks = spec.output_shape(samples), [kind == "click" for kind in spec.label_kinds]
+    what = ("logits" if clicks[0] else "the predicted number") if len(clicks) == 1 else "an output for each label"
+    if not isinstance(outputs, Tensor) or outputs.shape != shape or outputs.dtype != torch.float32:
+        got = f"{outputs.dtype} {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        columns = f" ({', '.join(spec.labels)})" if len(clicks) > 1 else ""
+        raise ModelError(
+            f"{name}: forward must return {what}, torch.float32 {list(shape)}{columns}, for {samples} samples; got {got}"
+        )
+    if (column := ends_in_sigmoid(outputs, clicks)) is not None:
+        of_label = f" for {spec.labels[column]}" if len(clicks) > 1 else ""
+        raise ModelError(
+            f"{name}: forward must return logits{of_label}, and ends in a sigmoid; return what goes into it, for the loss has one of its own"
+        )
+
+
+def ends_in_sigmoid(outputs: Tensor, clicks: Sequence[bool]) -> int | None:
+    """The first column of outputs [b] or [b, labels] that a sigmoid made, so that it has probabilities, though it is that of clicks; else None."""
+    return _sigmoid_column(outputs.grad_fn, clicks)
+
+
+def _sigmoid_column(node: Any, clicks: Sequence[bool]) -> int | None:
+    while node is not None and _operation(node) in _SHAPES:
         node = node.next_functions[0][0]
-    return node is not None and node.name().startswith("SigmoidBackward")
+    if node is None:
+        return None
+    if _operation(node) in _JOINS and len(node.next_functions) == len(clicks):
+        parts = enumerate(node.next_functions)
+        return next((place for place, (part, _) in parts if _sigmoid_column(part, clicks[place : place + 1]) is not None), None)
+    return next((place for place, click in enumerate(clicks) if click), None) if _operation(node) == "Sigmoid" else None
+
+
+def _operation(node: Any) -> str:
+    """An operation, as autograd names it."""
+    return str(node.name().rstrip("0123456789").removesuffix("Backward"))
 
 
 def first_not_finite(module: nn.Module, forward: Callable[[], object]) -> str:

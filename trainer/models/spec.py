@@ -16,12 +16,15 @@ class ModelSpec:
     """The inputs of a model: the number of dense values per sample, and per feature (name, dimension D, table), in order.
 
     dense_names: of the dense values; poolings: of the features, "single", "sum" or "mean"; both in order, and empty where that is not known.
+    labels: what is to be predicted, by name, in the order of the feature file; label_kinds: of each, "click" or "number".
     """
 
     dense_width: int
     features: tuple[tuple[str, int, str], ...]
     dense_names: tuple[str, ...] = ()
     poolings: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ("label",)
+    label_kinds: tuple[str, ...] = ("click",)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -32,6 +35,17 @@ class ModelSpec:
     def width(self) -> int:
         """Columns of all features' embeddings together, without further columns."""
         return sum(dimension for _, dimension, _ in self.features)
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """What forward returns for so many samples: [b] where there is one label, else [b, labels]."""
+        return (samples,) if len(self.labels) == 1 else (samples, len(self.labels))
+
+    def one_output(self, model: str) -> None:
+        """Raise ModelError where there are several labels, for a model that has one output. model: its name, for the error."""
+        if len(self.labels) > 1:
+            raise ModelError(
+                f"{model}: predicts one label; got {len(self.labels)}: {', '.join(self.labels)}; use shared_bottom or mmoe, or a model of your own"
+            )
 
     def equal_dimension(self, model: str) -> int:
         """The one dimension of all features, for a model that multiplies embeddings with each other. Raises ModelError.

@@ -25,6 +25,7 @@ class WideDeep(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0) -> None:
         super().__init__()
+        spec.one_output("wide_deep")
         self.spec = spec
         hidden = sizes("wide_deep: deep", deep)
         self.wide = nn.Linear(spec.dense_width, 1) if spec.dense_width else None

@@ -74,6 +74,39 @@ def test_a_large_message_fits_beside_small_ones_that_nobody_has_received(ends: t
         assert torch.equal(received, sent[place])
 
 
+def test_a_received_message_is_given_back_by_one_store_of_one_byte(
+    ends: tuple[HostLink, HostLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the receiver wrote after it, or beside it, could fall into the message that its sender has put there meanwhile."""
+    first, second = ends
+
+    class Watched:
+        """The sender's memory as the receiver sees it: notes what is stored, and lets the sender use the place at once."""
+
+        def __init__(self) -> None:
+            self.stores: list[tuple[int, int]] = []
+
+        def __setitem__(self, place: int, value: int) -> None:
+            self.stores.append((place, value))
+            memory[place] = value
+            first.send(2, following)
+
+    assert second._theirs is not None
+    memory, watched = second._theirs.memory, Watched()
+    following = torch.full((1024,), 0xFF, dtype=torch.uint8)
+    first.send(0, torch.zeros(64, dtype=torch.uint8))
+    first.send(1, torch.zeros(1024, dtype=torch.uint8))
+    first.send(3, torch.zeros(64, dtype=torch.uint8))
+    monkeypatch.setattr(second._theirs, "memory", watched)
+    number = second.expect(1)
+    second.receive(1, number, torch.empty(1024, dtype=torch.uint8), deadline())
+    monkeypatch.undo()
+    assert [value for _, value in watched.stores] == [0]
+    received = torch.zeros_like(following)
+    second.receive(2, second.expect(2), received, deadline())
+    assert torch.equal(received, following)
+
+
 def test_both_ends_may_send_more_than_the_socket_holds_before_they_receive(ends: tuple[HostLink, HostLink]) -> None:
     count = 3000
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import platform
 import secrets
 import select
 import socket
@@ -23,9 +24,11 @@ from torch import Tensor
 
 _FRAME = struct.Struct("=iqq")  # kind, bytes, where they begin in the sender's memory
 _HELLO = struct.Struct("=i")  # the sender's rank
-_USED = struct.Struct("=q")  # stands before the bytes of a message: 1 until they have been received
-_ALIGNED = 64  # bytes; the first of every message's are for _USED
+_ALIGNED = 64  # bytes; so many stand before those of a message, and the first of them is 1 until they have been received
 _REGION_BYTES = 1 << 36  # of addresses: pages of which nothing was ever written take no memory
+# Whose loads and stores are seen by others in the order of the program, but for loads that overtake stores: who finds a message received may write
+# over it at once. Trainers on other processors have no links.
+_ORDERED = ("x86_64", "AMD64")
 _READ_BYTES = 1 << 12
 
 
@@ -85,7 +88,7 @@ class HostLink:
         """Send the bytes of a contiguous tensor on the CPU, which may change at once. Raises LinkClosed."""
         size = tensor.nbytes
         place = self._room(size)
-        _USED.pack_into(self._own.memory, place, 1)
+        self._own.memory[place] = 1
         ctypes.memmove(self._own.address + place + _ALIGNED, tensor.data_ptr(), size)
         frame = _FRAME.pack(kind, size, place)
         while frame:
@@ -120,7 +123,8 @@ class HostLink:
             raise ValueError(f"message of kind {kind}: must have {out.nbytes} bytes, got {size}")
         assert self._theirs is not None
         ctypes.memmove(out.data_ptr(), self._theirs.address + place + _ALIGNED, size)
-        _USED.pack_into(self._theirs.memory, place, 0)
+        # A single store, of a byte, and the last: from here on the place may be another message's. (struct.pack_into would write zeros twice.)
+        self._theirs.memory[place] = 0
 
     def interrupt(self) -> None:
         """From another thread: whoever waits at either end sees LinkClosed, and whoever does so later."""
@@ -156,8 +160,7 @@ class HostLink:
 
     def _room(self, size: int) -> int:
         """The first place in this end's memory with room for a message, which is in use from here on."""
-        used = self._own.memory
-        self._in_use = [block for block in self._in_use if _USED.unpack_from(used, block[0])[0]]
+        self._in_use = [block for block in self._in_use if self._own.memory[block[0]]]
         length = _ALIGNED + -(-size // _ALIGNED) * _ALIGNED
         number, place = _first_gap(self._in_use, length)
         if place + length > _REGION_BYTES:
@@ -208,6 +211,8 @@ def accept(listening: socket.socket) -> HostLink:
 
 def connect(name: str) -> HostLink | None:
     """A link to who listens there; None where nobody does on this host, somebody else's process does, or memory cannot be shared."""
+    if platform.machine() not in _ORDERED:
+        return None
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect("\0" + name)

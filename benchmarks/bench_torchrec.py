@@ -81,12 +81,12 @@ def torchrec(python: Path, schedule: Schedule, slices: Path, model: str) -> Rank
     return Ranks("TorchRec", commands, {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
 
 
-def foreload(schedule: Schedule, model: str, stores: LocalStores, numerics: Mapping[str, str]) -> Ranks:
-    """This project's contender: two trainers on a copy of the filled store. numerics: settings other than the project's own."""
+def foreload(schedule: Schedule, model: str, stores: LocalStores, numerics: Mapping[str, str], root: Path = ROOT) -> Ranks:
+    """This project's contender: two trainers on a copy of the filled store. numerics: settings other than the project's own; root: of its sources."""
     spec = {"ranks": RANKS, "port": free_port(), "schedule": str(schedule.path), "model": model, "urls": list(stores.urls)}
-    script = str(ROOT / "benchmarks" / "foreload_rank.py")
+    script = str(root / "benchmarks" / "foreload_rank.py")
     commands = [[sys.executable, script, json.dumps({"rank": rank, **spec})] for rank in range(RANKS)]
-    return Ranks("Foreload", commands, {"PYTHONPATH": str(ROOT), **numerics})
+    return Ranks("Foreload", commands, {"PYTHONPATH": str(root), **numerics})
 
 
 def settings_of() -> dict[str, dict[str, str]]:

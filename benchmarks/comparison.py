@@ -79,10 +79,10 @@ class Budget:
         return self.begun + share * self.seconds
 
 
-def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argparse.Namespace:
+def arguments(description: str | None, pairs: tuple[int, int] = (5, 3), **further: str) -> argparse.Namespace:
     """The command line of a benchmark: `quick`, `out` (a folder, made if it is not there), `pairs` and `budget`.
 
-    pairs: how often each contender runs at most, in full and with --quick.
+    pairs: how often each contender runs at most, in full and with --quick; further: options that the script must be given, name -> what it is.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -96,6 +96,8 @@ def arguments(description: str | None, pairs: tuple[int, int] = (5, 3)) -> argpa
         help=f"how often each contender runs at most (default {pairs[0]}, with --quick {pairs[1]})",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="after which no more pairs are begun than 3")
+    for name, meaning in further.items():
+        parser.add_argument(f"--{name}", required=True, metavar=name.upper(), help=meaning)
     given = parser.parse_args()
     if given.pairs is None:
         given.pairs = pairs[given.quick]

@@ -77,8 +77,8 @@ def steps(setting: Setting, dense: DenseModel, rows: Rows, skipped: int) -> Iter
             continue
         lane = schedule.lane(event, 0)
         block = rows.take(lookups[place])
-        values, labels = torch.empty(lane.dense.shape), torch.empty(lane.labels.shape)
-        values.numpy()[...], labels.numpy()[...] = lane.dense, lane.labels
+        values, labels = torch.empty(lane.dense.shape), torch.empty(len(lane.labels))
+        values.numpy()[...], labels.numpy()[...] = lane.dense, lane.labels[:, 0]
         values, labels = values.to(setting.device), labels.to(setting.device)
         logits = dense.module(values, Embeddings.split(block, names, parts))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / BATCH

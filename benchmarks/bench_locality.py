@@ -169,7 +169,7 @@ def cost(folder: Path, steps: int, rows: int, given: argparse.Namespace) -> Tabl
     batches = []
     for first in range(0, steps * SYNTHETIC_BATCH, SYNTHETIC_BATCH):
         labels, dense, ids = generator.rows(first, first + SYNTHETIC_BATCH)
-        batches.append(Samples(labels, dense.T.astype(np.float32), np.ascontiguousarray(ids.T).reshape(-1)))
+        batches.append(Samples(labels.reshape(-1, 1), dense.T.astype(np.float32), np.ascontiguousarray(ids.T).reshape(-1)))
     lines: list[list[str]] = []
 
     def add(what: str, measured: dict[str, list[float]]) -> None:

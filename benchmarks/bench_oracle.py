@@ -21,7 +21,7 @@ from foreload.pipelines.compiler.next_uses import AccessWriter, LaneAccesses
 from foreload.pipelines.compiler.oracle import ARRIVALS
 from foreload.pipelines.compiler.row_table import DIRECT_ROWS, RowTable
 from foreload.pipelines.compiler.serial_pass import SerialPass
-from foreload.pipelines.samples.features import KAGGLE_ROWS, Feature, FeatureSpec
+from foreload.pipelines.samples.features import KAGGLE_ROWS, Feature, FeatureSpec, Label
 from foreload.pipelines.samples.features import Table as FeatureTable
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.format import FORMAT_VERSION, Header, mask_dtype
@@ -46,7 +46,9 @@ class Accesses:
     def spec(self) -> FeatureSpec:
         """Features that look the tables up by id."""
         tables = tuple(FeatureTable(f"C{k}", rows) for k, rows in enumerate(self.rows))
-        return FeatureSpec("label", (), tuple(Feature(t.name, k, t.name, "id") for k, t in enumerate(tables)), tables)
+        return FeatureSpec(
+            (Label("label", "label"),), (), tuple(Feature(t.name, k, t.name, "id") for k, t in enumerate(tables)), tables
+        )
 
 
 def accesses(steps: int, rows: tuple[int, ...]) -> Accesses:
@@ -73,7 +75,7 @@ def run(what: Accesses, lanes: int, slots: int, direct_rows: int) -> Outcome:
     slots: over all lanes; direct_rows: up to which size tables are numbered by direct address, not by hashing.
     """
     steps, lookups = what.ids.shape
-    labels, dense = np.zeros(BATCH, np.float32), np.zeros((BATCH, 0), np.float32)
+    labels, dense = np.zeros((BATCH, 1), np.float32), np.zeros((BATCH, 0), np.float32)
     index = np.empty(lookups, np.int32)
     header = Header(
         version=FORMAT_VERSION, features=what.spec, batch_size=BATCH, lanes=lanes, slots=(slots // lanes,) * lanes, epochs=1, shuffle_seed=None,

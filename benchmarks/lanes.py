@@ -67,7 +67,7 @@ class LanesWorkload(Workload):
                     raise SystemExit(f"lane {lane} has {len(own.labels)} samples of step {event.step}; ranks need {samples} each")
                 out["ids", lane][place] = local[own.index].reshape(samples, features).T.reshape(-1)
                 out["dense", lane][place] = own.dense.reshape(samples, -1)
-                out["labels", lane][place] = own.labels
+                out["labels", lane][place] = own.labels[:, 0]
         for file in out.values():
             file.flush()
         temporary.rename(folder)

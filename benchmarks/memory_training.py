@@ -33,7 +33,7 @@ CHUNK_ROWS = 1 << 16  # rounded at once, and of a piece of the digest
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples: labels float32 [b]; dense float32 [b, 13], 0 where missing; rows int32 [b * 26], the row of each lookup among those of all tables."""
+    """Samples: labels float32 [b, 1]; dense float32 [b, 13], 0 where missing; rows int32 [b * 26], of each lookup its row among all tables'."""
 
     labels: np.ndarray
     dense: np.ndarray
@@ -60,7 +60,7 @@ def batches(generator: Generator, bases: np.ndarray, first: int, end: int, size:
         rows = (ids + bases[:, None]).astype(np.int32).T
         for begin in range(0, len(labels), size):
             own = slice(begin, begin + size)
-            yield Batch(labels[own], values[own], np.ascontiguousarray(rows[own]).reshape(-1))
+            yield Batch(labels[own].reshape(-1, 1), values[own], np.ascontiguousarray(rows[own]).reshape(-1))
 
 
 class MemoryTraining:
@@ -118,7 +118,7 @@ class MemoryTraining:
                 _, logits, _ = slices.forward(
                     self._parts, _moves(batch, index), LocalRows(self._weights, rows), requires_grad=False
                 )
-                metrics.add(logits.numpy(), batch.labels)
+                metrics.add(logits.numpy(), batch.labels[:, 0])
         return metrics.result()
 
     def restore(self, bits: int) -> None:

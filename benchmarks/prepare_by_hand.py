@@ -48,7 +48,8 @@ class ParquetSource:
             dense = [columns[entry.column] for entry in self._spec.dense]
             dense = [np.where(np.isnan(values), 0.0, values) for values in dense]
             ids = rows_of([columns[feature.column] for feature in self._spec.features], rows, np.int64)
-            samples = Samples(columns[self._spec.label].astype(np.float32), rows_of(dense, rows, np.float32), ids.reshape(-1))
+            labels = rows_of([columns[label.column] for label in self._spec.labels], rows, np.float32)
+            samples = Samples(labels, rows_of(dense, rows, np.float32), ids.reshape(-1))
             yield samples, np.arange(number, number + rows)
             number += rows
 

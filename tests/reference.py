@@ -328,9 +328,9 @@ class Trainer:
                 self.module.zero_grad(set_to_none=True)
                 torch.manual_seed(key(self.config.seed, number, lane) >> 1)
                 logits = self.logits(block, part.dense)
-                loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(part.labels), reduction="sum") / len(
-                    samples
-                )
+                loss = nn.functional.binary_cross_entropy_with_logits(
+                    logits, torch.tensor(part.labels[:, 0]), reduction="sum"
+                ) / len(samples)
                 loss.backward()
                 total_loss += float(loss.detach())
                 gradients.update(
@@ -442,7 +442,7 @@ def train(config: Config) -> ReferenceResult:
             log_losses.append(trainer.step(len(log_losses), batch, slices[first]))
         if len(data.evaluation):
             logits = trainer.evaluate(data.evaluation)
-            evaluations.append(metrics(logits, data.evaluation.labels))
+            evaluations.append(metrics(logits, data.evaluation.labels[:, 0]))
     return ReferenceResult(trainer.digest(), log_losses, evaluations, logits)
 
 

@@ -80,6 +80,16 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
+class Label:
+    """A label's column. kind: click or number; at_least: a click is 1 from this number on."""
+
+    name: str
+    column: str
+    kind: str = "click"
+    at_least: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """An embedding table. rows: None where a vocabulary gives them; dimension: None for the job's."""
 
@@ -93,10 +103,10 @@ class Log:
     """What a log's columns mean.
 
     order_type: text, integer, number, or None for what the first values are; columns: their names where the files have no header;
-    missing: texts that mean a missing value.
+    missing: texts that mean a missing value; weight, group: columns, or None.
     """
 
-    label: str
+    labels: tuple[Label, ...]
     dense: tuple[Dense, ...]
     features: tuple[Feature, ...]
     tables: tuple[Table, ...]
@@ -106,22 +116,28 @@ class Log:
     delimiter: str = ","
     quoting: bool = True
     missing: tuple[str, ...] = ()
-    label_at_least: float | None = None
+    weight: str | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Encoded samples in an order. labels: float32 [n]; dense: float32 [n, dense]; bags: [n][F] int64 arrays of ids."""
+    """Encoded samples in an order. labels: float32 [n, labels]; dense: float32 [n, dense]; bags: [n][F] int64 arrays of ids; weights: float32 [n],
+    ones without a column of them; groups: int64 [n], zeros without one.
+    """
 
     labels: np.ndarray
     dense: np.ndarray
     bags: list[list[np.ndarray]]
+    weights: np.ndarray
+    groups: np.ndarray
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def take(self, order: Sequence[int] | np.ndarray) -> Samples:
-        return Samples(self.labels[order], self.dense[order], [self.bags[i] for i in order])
+        bags = [self.bags[i] for i in order]
+        return Samples(self.labels[order], self.dense[order], bags, self.weights[order], self.groups[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +161,7 @@ def criteo(rows: int | Sequence[int] = KAGGLE_ROWS, dimension: int | None = None
     sizes = [rows] * 26 if isinstance(rows, int) else rows
     dense, categorical = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
     return Log(
-        "label",
+        (Label("label", "label"),),
         tuple(Dense(name, name, "log") for name in dense),
         tuple(Feature(name, table, name, "hash") for table, name in enumerate(categorical)),
         tuple(Table(name, size, dimension) for name, size in zip(categorical, sizes, strict=True)),
@@ -172,8 +188,12 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
         for entry in document.get("dense", [])
     ]
     text = document.get("text", {})
+    entries = document["label"]
+    if isinstance(entries, str):
+        of_line = {name: document[f"label_{name}"] for name in ("kind", "at_least") if f"label_{name}" in document}
+        entries = [{"name": entries, **of_line}]
     return Log(
-        document["label"],
+        tuple(Label(**{"column": entry["name"], **entry}) for entry in entries),
         tuple(dense),
         tuple(features),
         tuple(tables),
@@ -183,15 +203,15 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
         text.get("delimiter", delimiter),
         text.get("quoting", True),
         tuple(text.get("missing", ())),
-        document.get("label_at_least"),
+        document.get("weight"),
+        document.get("group"),
     )
 
 
 def read_columns(sources: Sequence[Path], log: Log) -> dict[str, list[str]]:
     """Every column of the sources, one after the other, as the text that stands there; '' where it is missing."""
-    names = {log.label, *(d.column for d in log.dense), *(f.column for f in log.features)} | (
-        {log.order_by} if log.order_by else set()
-    )
+    names = {*(label.column for label in log.labels), *(d.column for d in log.dense), *(f.column for f in log.features)}
+    names |= {name for name in (log.order_by, log.weight, log.group) if name is not None}
     columns: dict[str, list[str]] = {name: [] for name in names}
     for source in sources:
         opened = gzip.open if source.suffix == ".gz" else open
@@ -289,7 +309,11 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
     columns = read_columns(sources, log)
 
     def in_order(read: dict[str, list[str]], files: Sequence[Path]) -> list[int]:
-        return sort_order(read[log.order_by], order_type_of(files, log)) if log.order_by else list(range(len(read[log.label])))
+        return (
+            sort_order(read[log.order_by], order_type_of(files, log))
+            if log.order_by
+            else list(range(len(read[log.labels[0].column])))
+        )
 
     order = in_order(columns, sources)
     held_out = math.floor(evaluation_fraction * len(order))
@@ -307,11 +331,14 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
         rows.append(size)
 
     def samples(source: dict[str, list[str]], places: Sequence[int]) -> Samples:
-        labels = np.array([float(source[log.label][i]) for i in places], np.float64)
-        if log.label_at_least is not None:
-            labels = np.where(labels >= log.label_at_least, 1.0, 0.0)
-        labels = labels.astype(np.float32)
-        assert np.isin(labels, (0, 1)).all(), "a label must be 0 or 1"
+        labels = np.zeros((len(places), len(log.labels)), np.float32)
+        for at, label in enumerate(log.labels):
+            values = np.array([float(source[label.column][i]) for i in places], np.float64)
+            labels[:, at] = values if label.at_least is None else np.where(values >= label.at_least, 1.0, 0.0)
+            assert label.kind == "number" or np.isin(labels[:, at], (0, 1)).all(), "a click must be 0 or 1"
+        weights = np.array([float(source[log.weight][i]) if log.weight else 1.0 for i in places], np.float32)
+        texts = [source[log.group][i] if log.group else "" for i in places]
+        groups = np.array([hash64(text.encode()) if text else 0 for text in texts], np.uint64).view(np.int64)
         dense = np.zeros((len(places), len(log.dense)), np.float32)
         for at, column in enumerate(log.dense):
             of_training = [columns[column.column][i] for i in training]
@@ -328,7 +355,7 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
                     ]
                     known[text] = np.array(ids, np.int64)
                 bags[sample].append(known[text])
-        return Samples(labels, dense, bags)
+        return Samples(labels, dense, bags, weights, groups)
 
     return Data(samples(columns, training), samples(evaluation_columns, evaluation), tuple(rows))
 

@@ -148,7 +148,7 @@ class Survey(ReadStage):
     def piece(self, name: str, records: Records) -> None:
         if records.keys is not None:
             keys = order_keys(records.keys)
-            no_samples = Samples(np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, np.int64))
+            no_samples = Samples(np.empty((0, 0), np.float32), np.empty((0, 0), np.float32), np.empty(0, np.int64))
             write_piece(self.plan.pieces / _keys_name(name), no_samples, keys.take(pa.array(stable_order(keys))), {})
 
 

@@ -97,7 +97,12 @@ class SampleWriter:
         self, out: Path, features: FeatureSpec, lanes: int, kind: Kind, segment_bytes: int, thread: ThreadPoolExecutor
     ) -> None:
         self._out, self._features, self._kind, self._segment_bytes = out, features, kind, segment_bytes
-        kinds: dict[str, np.dtype | type] = {"labels": np.float32, "dense": np.float32, "index": np.int32}
+        kinds: dict[str, np.dtype | type] = {"labels": np.float32}
+        if features.weight is not None:
+            kinds["weights"] = np.float32
+        if features.group is not None and kind == "evaluate":
+            kinds["groups"] = np.int64
+        kinds |= {"dense": np.float32, "index": np.int32}
         if features.multi_valued:
             kinds["offsets"] = np.int32
         kinds |= {"numbers": np.int64, "users": mask_dtype(lanes)}
@@ -125,20 +130,23 @@ class SampleWriter:
         serial.local_index(step, index)
         width = len(self._features.features)
         share = self.bytes / self._segment_bytes
+        given = {"numbers": numbers, "weights": samples.weights, "groups": samples.groups}
+        of_samples = {name: values for name, values in given.items() if values is not None and name in self._columns[0]}
         for lane, columns in enumerate(self._columns):
             a, b = step.firsts[lane], step.firsts[lane + 1]
             chosen = slice(a, b) if step.order is None else step.order[a:b]
             lookups, users = slice(step.bounds[lane], step.bounds[lane + 1]), step.lanes[lane].users
-            columns["labels"].room(b - a, share)[:] = samples.labels[chosen]
+            columns["labels"].room((b - a) * samples.labels.shape[1], share)[:] = samples.labels[chosen].reshape(-1)
+            for name, values in of_samples.items():
+                columns[name].room(b - a, share)[:] = values[chosen]
             columns["dense"].room((b - a) * samples.dense.shape[1], share)[:] = samples.dense[chosen].reshape(-1)
             columns["index"].room(lookups.stop - lookups.start, share)[:] = index[lookups]
             if samples.offsets is not None:
                 columns["offsets"].room((b - a) * width + 1, share)[:] = _offsets(samples.offsets, chosen, width)
-            columns["numbers"].room(b - a, share)[:] = numbers[chosen]
             columns["users"].room(len(users), share)[:] = users
             self.bytes += users.nbytes
         self._samples.append(len(samples))
-        self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + numbers.nbytes
+        self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + sum(v.nbytes for v in of_samples.values())
 
     def close(self, epoch: int, end: int) -> SampleFiles:
         """Have the files of the steps gathered written, which come before step `end` and are of one epoch. Raises OSError of the segment before."""

@@ -35,8 +35,11 @@ def data_summary(
 def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     """The lines that are printed of data_summary, of bounded length whatever the number of columns."""
     lines = []
-    rates = [f"{told['label_rate']:.2%}{_FLAGS[which]}" for which, told in summary["data"].items()]
-    lines.append(f"labels        {', '.join(rates)} are 1")
+    rates = [f"{told['label_rate']:.2%}{_FLAGS[which]}" for which, told in summary["data"].items() if "label_rate" in told]
+    if rates:
+        lines.append(f"labels        {', '.join(rates)} are 1")
+    for which, told in summary["data"].items():
+        lines += [line + _FLAGS[which] for line in _label_lines(told)]
     for kind in ("missing", "unknown"):
         for which, told in summary["data"].items():
             shares = {c["name"]: c[kind] / c["values"] for c in told["columns"] if c.get(kind)}
@@ -50,6 +53,34 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
         lines.append(f"malformed     {summed_up(causes, summary['rejected'])}")
         lines += [f"              if that means missing values, write {missing_line}"] if missing_line else []
     return lines
+
+
+def _label_lines(told: Mapping[str, Any]) -> list[str]:
+    """Of several labels, or of numbers, and of weights."""
+    labels, lines = told.get("labels", ()), []
+    clicks = [f"{label['name'][:40]} {label['rate']:.2%}" for label in labels if "rate" in label]
+    numbers = [
+        f"{label['name'][:40]} {label['mean']:.6g} with deviation {label['deviation']:.4g}, {_range(label)}"
+        for label in labels
+        if "mean" in label
+    ]
+    if clicks:
+        lines.append(f"labels        1 are {_first(clicks, ', ')}")
+    if numbers:
+        lines.append(f"numbers       {_first(numbers, '; ')}")
+    if "weights" in told:
+        lines.append(f"weights       {told['weights']['sum']:,.6g} in all, {_range(told['weights'])}")
+    return lines
+
+
+def _range(told: Mapping[str, Any]) -> str:
+    return f"{told['least']:.6g} to {told['largest']:.6g}"
+
+
+def _first(parts: Sequence[str], between: str) -> str:
+    """The first parts, and how many more there are."""
+    more = [f"and {len(parts) - _SHOWN_COLUMNS:,} more"] if len(parts) > _SHOWN_COLUMNS else []
+    return between.join([*parts[:_SHOWN_COLUMNS], *more])
 
 
 def _percent(share: float) -> str:

@@ -89,12 +89,15 @@ def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
     values = [1 if feature.pooling == "single" else _VALUES for feature in spec.features]
     lookups = sum(values)
     dense = 4 * len(spec.dense)
-    # In a piece, a sample is its label, dense values, ids, offsets and sort key; a sort writes all once more, a shuffle twice an epoch.
-    sample = 4 + dense + 8 * lookups + (8 * len(spec.features) if spec.multi_valued else 0) + (24 if shape.ordered else 0)
+    # In a piece, a sample is its labels, weight, group, dense values, ids, offsets and key; a sort writes all once more, a shuffle twice an epoch.
+    labels = 4 * len(spec.labels) + (4 if spec.weight else 0) + (8 if spec.group else 0)
+    sample = labels + dense + 8 * lookups + (8 * len(spec.features) if spec.multi_valued else 0) + (24 if shape.ordered else 0)
     copies = 1 + (1 if shape.ordered else 0) + (2 * shape.epochs if shape.shuffled else 0)
     written = shape.samples * (shape.epochs if shape.shuffled else 1)
-    # In a sample file it is label and number (12), dense values and an int32 a lookup; epochs in the same order share the files, not the moves.
-    schedule = written * (12 + dense + (4 + _ACCESS_BYTES) * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
+    # In a sample file it is these and its number (8), dense values and an int32 a lookup; epochs in the same order share the files, not the moves.
+    schedule = (
+        written * (8 + labels + dense + (4 + _ACCESS_BYTES) * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
+    )
     return shape.samples * sample * copies + schedule + _row_table_bytes(shape.samples, values, spec)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numba as nb
 import numpy as np
 
+from foreload.pipelines.samples.dense import DenseStatistics
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.samples.records import Records
@@ -21,19 +22,31 @@ _BLOCK_SAMPLES = 128  # whose ids stay in cache while one feature after the othe
 class ColumnCounts:
     """What is in the columns of some samples.
 
-    samples: how many there are; ones: how many are labelled 1. dense: int64 [dense], each column's missing values. features: int64 [3, features],
-    by feature: VALUES (a missing one is one, too), MISSING of them, and UNKNOWN: those that its vocabulary does not have.
+    samples: how many there are. ones: int64 [labels], how many are labelled 1; 0 where a label is no click. numbers: sums of the labels that are
+    numbers, in order, and then of the weights, if there are any; ranges: float64 [2, those], their least and largest, infinite without samples.
+    dense: int64 [dense], each column's missing values. features: int64 [3, features], by feature: VALUES (a missing one is one, too), MISSING of
+    them, and UNKNOWN: those that its vocabulary does not have.
     """
 
     samples: int
-    ones: int
+    ones: np.ndarray
+    numbers: DenseStatistics
+    ranges: np.ndarray
     dense: np.ndarray
     features: np.ndarray
 
     @staticmethod
     def none(spec: FeatureSpec) -> ColumnCounts:
         """The counts of no samples."""
-        return ColumnCounts(0, 0, np.zeros(len(spec.dense), np.int64), np.zeros((3, len(spec.features)), np.int64))
+        width = len(_number_labels(spec)) + (spec.weight is not None)
+        return ColumnCounts(
+            0,
+            np.zeros(len(spec.labels), np.int64),
+            DenseStatistics.empty(width),
+            np.repeat([[np.inf], [-np.inf]], width, axis=1),
+            np.zeros(len(spec.dense), np.int64),
+            np.zeros((3, len(spec.features)), np.int64),
+        )
 
     @staticmethod
     def of(records: Records, samples: Samples, spec: FeatureSpec) -> ColumnCounts:
@@ -54,24 +67,51 @@ class ColumnCounts:
             if feature.encoding != "vocabulary":
                 features[UNKNOWN, place] = 0
         dense = np.isnan(records.dense).sum(axis=0, dtype=np.int64)
-        return ColumnCounts(len(samples), int(np.count_nonzero(samples.labels)), dense, features)
+        ones = np.count_nonzero(samples.labels, axis=0)
+        ones[_number_labels(spec)] = 0
+        numbers = samples.labels[:, _number_labels(spec)]
+        if samples.weights is not None:
+            numbers = np.column_stack((numbers, samples.weights))
+        ranges = np.array([numbers.min(axis=0, initial=np.inf), numbers.max(axis=0, initial=-np.inf)], np.float64)
+        return ColumnCounts(len(samples), ones, DenseStatistics.of(numbers.astype(np.float64)), ranges, dense, features)
 
     def __add__(self, other: ColumnCounts) -> ColumnCounts:
-        return ColumnCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return ColumnCounts(
+            self.samples + other.samples,
+            self.ones + other.ones,
+            self.numbers.merge(other.numbers),
+            np.array([np.minimum(self.ranges[0], other.ranges[0]), np.maximum(self.ranges[1], other.ranges[1])]),
+            self.dense + other.dense,
+            self.features + other.features,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form."""
-        return {"samples": self.samples, "ones": self.ones, "dense": self.dense.tolist(), "features": self.features.tolist()}
+        return {
+            "samples": self.samples,
+            "ones": self.ones.tolist(),
+            "numbers": self.numbers.to_dict(),
+            "ranges": self.ranges.tolist(),
+            "dense": self.dense.tolist(),
+            "features": self.features.tolist(),
+        }
 
     @staticmethod
     def from_dict(d: Mapping[str, Any]) -> ColumnCounts:
         """The inverse of to_dict."""
-        features = np.array(d["features"], np.int64).reshape(3, -1)
-        return ColumnCounts(d["samples"], d["ones"], np.array(d["dense"], np.int64), features)
+        return ColumnCounts(
+            d["samples"],
+            np.array(d["ones"], np.int64),
+            DenseStatistics.from_dict(d["numbers"]),
+            np.array(d["ranges"], np.float64).reshape(2, -1),
+            np.array(d["dense"], np.int64),
+            np.array(d["features"], np.int64).reshape(3, -1),
+        )
 
     def told(self, spec: FeatureSpec) -> dict[str, Any]:
-        """For people and programs, JSON-able: samples, label_rate (None without samples), and for each column, by name, its values and how many are
-        missing and, with a vocabulary, unknown.
+        """For people and programs, JSON-able: samples, of which there is at least one; of one click label label_rate, of others labels, each with its
+        rate of ones, or mean, deviation, least and largest of its numbers; weights, where there are any: their sum, least and largest; and for each
+        column, by name, its values and how many are missing and, with a vocabulary, unknown.
         """
         columns: list[dict[str, Any]] = [
             {"name": dense.name, "values": self.samples, "missing": missing}
@@ -80,11 +120,32 @@ class ColumnCounts:
         for feature, (values, missing, unknown) in zip(spec.features, self.features.T.tolist(), strict=True):
             column = {"name": feature.name, "table": spec.tables[feature.table].name, "values": values, "missing": missing}
             columns.append(column | ({"unknown": unknown} if feature.encoding == "vocabulary" else {}))
-        return {
-            "samples": self.samples,
-            "label_rate": self.ones / self.samples if self.samples else None,
-            "columns": columns,
-        }
+        return {"samples": self.samples, **self._told_labels(spec), "columns": columns}
+
+    def _told_labels(self, spec: FeatureSpec) -> dict[str, Any]:
+        rates = [int(ones) / self.samples for ones in self.ones]
+        labels: list[dict[str, Any]] = [
+            {"name": label.name, "rate": rate} for label, rate in zip(spec.labels, rates, strict=True)
+        ]
+        numbers = [
+            {"sum": total, "mean": mean, "deviation": deviation, "least": least, "largest": largest}
+            for (total, mean, deviation), least, largest in zip(self.numbers.moments(), *self.ranges.tolist(), strict=True)
+        ]
+        for place, told in zip(_number_labels(spec), numbers, strict=False):
+            labels[place] = {
+                "name": spec.labels[place].name,
+                **{key: told[key] for key in ("mean", "deviation", "least", "largest")},
+            }
+        plain = len(labels) == 1 and spec.labels[0].kind == "click"
+        of_labels: dict[str, Any] = {"label_rate": rates[0]} if plain else {"labels": labels}
+        if spec.weight is None:
+            return of_labels
+        return of_labels | {"weights": {key: numbers[-1][key] for key in ("sum", "least", "largest")}}
+
+
+def _number_labels(spec: FeatureSpec) -> list[int]:
+    """Places of the labels that are numbers."""
+    return [place for place, label in enumerate(spec.labels) if label.kind == "number"]
 
 
 @nb.njit(nogil=True, cache=True)

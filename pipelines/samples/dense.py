@@ -88,17 +88,18 @@ class DenseStatistics:
             )
         )
 
+    def moments(self) -> list[tuple[float, float, float]]:
+        """Sum, mean and population standard deviation of each column; 0 for a column without values."""
+        result = []
+        for count, total, squares in zip(self.counts, self.sums, self.squares, strict=True):
+            mean = _rounded(total) / max(count, 1)
+            variance = _rounded(squares) / max(count, 1) - mean * mean
+            result.append((_rounded(total), mean, math.sqrt(max(variance, 0.0))))
+        return result
+
     def finish(self) -> tuple[Scale, ...]:
         """Mean and deviation of each column; 0 and 1 for a column without values."""
-        scales = []
-        for count, total, squares in zip(self.counts, self.sums, self.squares, strict=True):
-            if not count:
-                scales.append(Scale(0.0, 1.0))
-                continue
-            mean = _rounded(total) / count
-            variance = _rounded(squares) / count - mean * mean
-            scales.append(Scale(mean, math.sqrt(variance) if variance > 0 else 1.0))
-        return tuple(scales)
+        return tuple(Scale(mean, deviation or 1.0) for _, mean, deviation in self.moments())
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form; the sums in hexadecimal."""

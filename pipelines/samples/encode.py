@@ -54,7 +54,8 @@ class Encoder:
         dense = transform(records.dense, self._spec.dense, self._scales)
         if not self._spec.multi_valued:
             columns = [self.ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
-            return Samples(records.labels, dense, rows_of(columns, len(records), self._id_type).reshape(-1))
+            ids = rows_of(columns, len(records), self._id_type).reshape(-1)
+            return Samples(records.labels, dense, ids, None, records.weights, records.groups)
         bounds, values = [], []
         for feature, column in zip(self._spec.features, records.categorical, strict=True):
             if feature.pooling == "single":
@@ -67,7 +68,7 @@ class Encoder:
         ids = np.zeros(offsets[-1], self._id_type)
         for place, (starts, column_ids) in enumerate(zip(bounds, values, strict=True)):
             _scatter(column_ids, starts, place, len(bounds), offsets, ids)
-        return Samples(records.labels, dense, ids, offsets)
+        return Samples(records.labels, dense, ids, offsets, records.weights, records.groups)
 
     def ids(self, feature: Feature, values: pa.Array) -> np.ndarray:
         """Single values of a feature, as Records has them -> whole numbers [n], int64 or narrower, 0 where missing."""

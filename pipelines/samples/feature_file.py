@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foreload.pipelines.errors import FeatureError
-from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Table, TextFormat
+from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Label, Table, TextFormat
 
 
 def load_features(path: str | Path) -> FeatureSpec:
@@ -31,7 +31,19 @@ def load_features(path: str | Path) -> FeatureSpec:
 
 def parse(document: Mapping[str, Any]) -> FeatureSpec:
     """A feature file's contents, as TOML gives them, as a spec. Raises FeatureError."""
-    known = {"label", "label_at_least", "order_by", "order_type", "text", "table", "feature", "dense"}
+    known = {
+        "label",
+        "label_at_least",
+        "label_kind",
+        "weight",
+        "group",
+        "order_by",
+        "order_type",
+        "text",
+        "table",
+        "feature",
+        "dense",
+    }
     _refuse_unknown(document, known, "the feature file")
     tables = [_table(name, entry) for name, entry in _mapping(document, "table").items()]
     places = {table.name: k for k, table in enumerate(tables)}
@@ -40,15 +52,38 @@ def parse(document: Mapping[str, Any]) -> FeatureSpec:
         features.append(_feature(entry, tables, places))
     dense = [_dense(entry) for entry in _entries(document, "dense")]
     return FeatureSpec(
-        label=_text(document, "label", "the feature file"),
+        labels=_labels(document),
         dense=tuple(dense),
         features=tuple(features),
         tables=tuple(tables),
         order_by=_optional(document, "order_by", "the feature file"),
         order_type=document.get("order_type"),
         text=_text_format(_mapping(document, "text")),
-        label_at_least=document.get("label_at_least"),
+        weight=_optional(document, "weight", "the feature file"),
+        group=_optional(document, "group", "the feature file"),
     )
+
+
+def _labels(document: Mapping[str, Any]) -> tuple[Label, ...]:
+    """The labels, be it one in a line of its own or each as [[label]]."""
+    of_line = {"kind": "label_kind", "at_least": "label_at_least"}
+    if not isinstance(document.get("label"), list | Mapping):
+        column = _text(document, "label", "the feature file")
+        return (Label(column, column, **{key: document[name] for key, name in of_line.items() if name in document}),)
+    for key, name in of_line.items():
+        if name in document:
+            raise FeatureError(f'the feature file: {name} goes with label = "..."; among [[label]] say {key} where it is meant')
+    entries = _entries(document, "label")
+    if not entries:
+        raise FeatureError('label: at least one is needed; add label = "..." or a [[label]]')
+    return tuple(_label(entry) for entry in entries)
+
+
+def _label(entry: Mapping[str, Any]) -> Label:
+    name = _text(entry, "name", "[[label]]")
+    where = f"label {name}"
+    _refuse_unknown(entry, {"name", "column", "kind", "at_least"}, where)
+    return Label(name, _optional(entry, "column", where) or name, entry.get("kind", "click"), entry.get("at_least"))
 
 
 def _table(name: str, entry: Any) -> Table:

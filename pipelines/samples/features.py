@@ -1,10 +1,11 @@
-"""What a sample consists of: label, dense values, categorical features and the tables that they look up."""
+"""What a sample consists of: labels, dense values, categorical features and the tables that they look up."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 from foreload.pipelines.errors import FeatureError
@@ -12,6 +13,7 @@ from foreload.pipelines.errors import FeatureError
 ENCODINGS = ("hash", "vocabulary", "id")
 POOLINGS = ("single", "sum", "mean")
 TRANSFORMS = ("log", "standard", "none")
+LABEL_KINDS = ("click", "number")
 ORDER_TYPES = ("text", "integer", "number")
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -66,6 +68,25 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Label:
+    """One label of a sample: a column, and what is learned of it.
+
+    kind: "click", 0 or 1, or "number", any finite float32. at_least: a click is 1 where the column's number is at least this, else 0; None: it
+    has 0 and 1.
+    """
+
+    name: str
+    column: str
+    kind: Literal["click", "number"] = "click"
+    at_least: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the feature file may say it as `label = "column"`, perhaps with label_at_least."""
+        return self.name == self.column and self.kind == "click"
+
+
+@dataclass(frozen=True, slots=True)
 class TextFormat:
     """How text files are cut into fields.
 
@@ -91,19 +112,20 @@ class TextFormat:
 class FeatureSpec:
     """The columns of a source and how they become samples (docs/definitions.md, Encoding and Order).
 
-    label: empty where a source is read for its features alone; labels are 0 then. order_by: the column of the global order, or None. order_type:
-    how it is compared; None: in Parquet by the column's type, in text files as numbers where the first rows hold numbers, else by bytes.
-    label_at_least: labels are numbers, and 1 from this one on; None: they are 0 or 1.
+    labels: empty where a source is read for its features alone. order_by: the column of the global order, or None. order_type: how it is compared;
+    None: in Parquet by the column's type, in text files as numbers where the first rows hold numbers, else by bytes. weight: the column of sample
+    weights, or None. group: the column whose values say which samples an evaluation takes together, or None.
     """
 
-    label: str
+    labels: tuple[Label, ...]
     dense: tuple[Dense, ...]
     features: tuple[Feature, ...]
     tables: tuple[Table, ...]
     order_by: str | None = None
     order_type: Literal["text", "integer", "number"] | None = None
     text: TextFormat = field(default_factory=TextFormat)
-    label_at_least: float | None = None
+    weight: str | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -115,11 +137,10 @@ class FeatureSpec:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a source must have, each once: label, dense, features, order_by."""
-        names = [*([self.label] if self.label else []), *(d.column for d in self.dense), *(f.column for f in self.features)]
-        if self.order_by is not None:
-            names.append(self.order_by)
-        return tuple(dict.fromkeys(names))
+        """The columns that a source must have, each once: labels, weight, dense, features, group, order_by."""
+        names = [label.column for label in self.labels], [self.weight], [d.column for d in self.dense]
+        more = [f.column for f in self.features], [self.group, self.order_by]
+        return tuple(dict.fromkeys(name for name in chain(*names, *more) if name is not None))
 
     @property
     def table_rows(self) -> tuple[int, ...]:
@@ -156,7 +177,7 @@ class FeatureSpec:
 
     def unlabelled(self) -> FeatureSpec:
         """The spec for sources of which only the features are wanted, in the order in which they stand."""
-        return replace(self, label="", order_by=None, order_type=None, label_at_least=None)
+        return replace(self, labels=(), weight=None, group=None, order_by=None, order_type=None)
 
     def min_count(self, table: int) -> int:
         """The occurrences that a value of this vocabulary table needs."""
@@ -168,26 +189,34 @@ class FeatureSpec:
         return replace(self, tables=tuple(tables))
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form, for manifests; without what earlier versions did not know where it says nothing."""
-        told = _listed(asdict(self))
-        if self.label_at_least is None:
-            del told["label_at_least"]
-        return told
+        """A JSON-able form, for manifests: one label as earlier versions wrote it, who then refuse only what they do not know."""
+        told: dict[str, Any] = _listed(asdict(self))
+        extra = {name: told.pop(name) for name in ("weight", "group")}
+        if extra == {"weight": None, "group": None} and (not self.labels or (len(self.labels) == 1 and self.labels[0].plain)):
+            told["label"] = "".join(label["column"] for label in told.pop("labels"))
+            if self.labels and self.labels[0].at_least is not None:
+                told["label_at_least"] = self.labels[0].at_least
+            return told
+        return told | extra
 
     @staticmethod
     def from_dict(d: Mapping[str, Any]) -> FeatureSpec:
         """The inverse of to_dict; FeatureError where d is not of that form."""
         try:
             text = dict(d["text"])
+            labels = (
+                tuple(Label(**x) for x in d["labels"]) if "labels" in d else _plain_label(d["label"], d.get("label_at_least"))
+            )
             return FeatureSpec(
-                label=d["label"],
+                labels=labels,
                 dense=tuple(Dense(**x) for x in d["dense"]),
                 features=tuple(Feature(**x) for x in d["features"]),
                 tables=tuple(Table(**x) for x in d["tables"]),
                 order_by=d["order_by"],
                 order_type=d["order_type"],
                 text=TextFormat(**{**text, "columns": tuple(text["columns"]), "missing": tuple(text["missing"])}),
-                label_at_least=d.get("label_at_least"),
+                weight=d.get("weight"),
+                group=d.get("group"),
             )
         except (KeyError, TypeError) as error:
             raise FeatureError(f"features: not a feature specification ({error}); it was written by another version") from error
@@ -210,10 +239,9 @@ def _check(spec: FeatureSpec) -> None:
     if len(spec.tables) > _MAX_TABLES:
         raise FeatureError(f"table: at most {_MAX_TABLES} are possible, not {len(spec.tables)}; let features share tables")
     _check_text(spec.text)
-    if spec.label_at_least is not None:
-        least = spec.label_at_least
-        if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
-            raise FeatureError(f"label_at_least: must be a finite number, not {least!r}; leave it out where labels are 0 and 1")
+    _check_names("label", (label.name for label in spec.labels))
+    for label in spec.labels:
+        _check_label(label)
     if spec.order_type is not None:
         _one_of("the feature file", "order_type", spec.order_type, ORDER_TYPES)
         if spec.order_by is None:
@@ -227,6 +255,21 @@ def _check(spec: FeatureSpec) -> None:
         _check_feature(f, spec)
     for place, table in enumerate(spec.tables):
         _check_table(table, [f for f in spec.features if f.table == place])
+
+
+def _plain_label(column: str, at_least: float | None) -> tuple[Label, ...]:
+    return (Label(column, column, at_least=at_least),) if column else ()
+
+
+def _check_label(label: Label) -> None:
+    where, least = f"label {label.name}", label.at_least
+    _one_of(where, "kind", label.kind, LABEL_KINDS)
+    if least is None:
+        return
+    if label.kind == "number":
+        raise FeatureError(f'{where}: at_least makes a click of a number, not a label of kind "number"; leave out one of them')
+    if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
+        raise FeatureError(f"{where}: at_least must be a finite number, not {least!r}; leave it out where labels are 0 and 1")
 
 
 def _check_text(text: TextFormat) -> None:
@@ -300,7 +343,7 @@ def _criteo_columns(
     if len(sizes) != len(CRITEO_CATEGORICAL):
         raise FeatureError(f"rows: one number, or one for each of the 26 tables, not {len(sizes)}")
     return FeatureSpec(
-        label="label",
+        labels=(Label("label", "label"),),
         dense=tuple(Dense(name, name, transform) for name in CRITEO_DENSE),
         features=tuple(Feature(name, k, name, encoding) for k, name in enumerate(CRITEO_CATEGORICAL)),
         tables=tuple(Table(name, size, dimension) for name, size in zip(CRITEO_CATEGORICAL, sizes, strict=True)),

@@ -15,22 +15,24 @@ import pyarrow as pa
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.errors import ScheduleError
 
-_FORMAT = "foreload piece 1"
+_FORMAT = "foreload piece 2"
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Consecutive samples in some order, encoded.
 
-    labels: float32 [n]. dense: float32 [n, dense width]. ids: int32, or int64, [lookups], in order sample, feature, value.
+    labels: float32 [n, labels]. dense: float32 [n, dense width]. ids: int32, or int64, [lookups], in order sample, feature, value.
     offsets: int64 [n * F + 1], CSR over (sample, feature) into ids, from 0; None where no feature is multi-valued (then there
-    are n * F lookups).
+    are n * F lookups). weights: float32 [n]; groups: int64 [n]; None where there is no column of them.
     """
 
     labels: np.ndarray
     dense: np.ndarray
     ids: np.ndarray
     offsets: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    groups: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -40,25 +42,29 @@ class Samples:
         if not 0 <= start <= end <= len(self):
             raise ValueError(f"slice: must lie within 0 .. {len(self)}, not {start} .. {end}")
         features = self._features()
-        labels, dense = self.labels[start:end], self.dense[start:end]
         if self.offsets is None:
-            return Samples(labels, dense, self.ids[start * features : end * features])
+            return self._chosen(slice(start, end), self.ids[start * features : end * features], None)
         offsets = self.offsets[start * features : end * features + 1]
-        return Samples(labels, dense, self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+        return self._chosen(slice(start, end), self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, places: np.ndarray) -> Samples:
         """The samples at places (int64 [m], each 0 .. len - 1, in any order, repeats allowed), copied."""
         features = self._features()
-        labels, dense = self.labels[places], self.dense[places]
         if self.offsets is None:
             ids = self.ids.reshape(len(self), features)[places].reshape(-1)
-            return Samples(labels, dense, ids)
+            return self._chosen(places, ids, None)
         places = np.ascontiguousarray(places, np.int64)
         offsets = np.zeros(len(places) * features + 1, np.int64)
         _take_offsets(self.offsets, places, features, offsets)
         ids = np.empty(offsets[-1], self.ids.dtype)
         _take_ids(self.offsets, self.ids, places, features, offsets, ids)
-        return Samples(labels, dense, ids, offsets)
+        return self._chosen(places, ids, offsets)
+
+    def _chosen(self, places: Any, ids: np.ndarray, offsets: np.ndarray | None) -> Samples:
+        """The samples at places, whose ids and offsets are given."""
+        weights = None if self.weights is None else self.weights[places]
+        groups = None if self.groups is None else self.groups[places]
+        return Samples(self.labels[places], self.dense[places], ids, offsets, weights, groups)
 
     @staticmethod
     def concat(parts: Sequence[Samples]) -> Samples:
@@ -70,20 +76,27 @@ class Samples:
         labels = np.concatenate([p.labels for p in parts])
         dense = np.concatenate([p.dense for p in parts])
         ids = np.concatenate([p.ids for p in parts])
+        weights, groups = _together([p.weights for p in parts]), _together([p.groups for p in parts])
         if parts[0].offsets is None:
-            return Samples(labels, dense, ids)
+            return Samples(labels, dense, ids, None, weights, groups)
         bounds = [np.zeros(1, np.int64)]
         lookups = 0
         for part in parts:
             assert part.offsets is not None
             bounds.append(part.offsets[1:] + lookups)
             lookups += len(part.ids)
-        return Samples(labels, dense, ids, np.concatenate(bounds))
+        return Samples(labels, dense, ids, np.concatenate(bounds), weights, groups)
 
     def _features(self) -> int:
         """F; 0 where there are no samples, when it cannot be told and is not needed."""
         lookups = len(self.ids) if self.offsets is None else len(self.offsets) - 1
         return lookups // len(self) if len(self) else 0
+
+
+def _together(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """One after the other what all parts have, or None what none has."""
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if known else None
 
 
 @nb.njit(nogil=True, cache=True)
@@ -115,16 +128,20 @@ def write_piece(path: str | Path, samples: Samples, keys: np.ndarray | pa.Array 
     rename), so that writing it twice, or at the same time, is harmless.
     """
     columns: dict[str, pa.Array] = {
-        "labels": _listed(samples.labels, np.float32),
+        "labels": _listed(samples.labels.reshape(-1), np.float32),
         "dense": _listed(samples.dense.reshape(-1), np.float32),
         "ids": _listed(samples.ids, samples.ids.dtype),
     }
     if samples.offsets is not None:
         columns["offsets"] = _listed(samples.offsets, np.int64)
+    if samples.weights is not None:
+        columns["weights"] = _listed(samples.weights, np.float32)
+    if samples.groups is not None:
+        columns["groups"] = _listed(samples.groups, np.int64)
     if keys is not None:
         values = keys if isinstance(keys, pa.Array) else pa.array(keys)
         columns["keys"] = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
-    header = {"dense_width": samples.dense.shape[1], "meta": dict(meta)}
+    header = {"labels": samples.labels.shape, "dense": samples.dense.shape, "meta": dict(meta)}
     batch = pa.record_batch(columns).replace_schema_metadata({"format": _FORMAT, "header": json.dumps(header, sort_keys=True)})
     path = Path(path)
     with replacing(path) as temporary, pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
@@ -144,12 +161,13 @@ def read_piece(path: str | Path) -> tuple[Samples, pa.Array | None, dict[str, An
     if metadata.get(b"format") != _FORMAT.encode():
         raise ScheduleError(f"{path}: not a piece of samples of this version; prepare the schedule again")
     header = json.loads(metadata[b"header"])
-    labels = _values(batch, "labels").to_numpy()
-    dense = _values(batch, "dense").to_numpy().reshape(len(labels), header["dense_width"])
+    labels, dense = (_values(batch, name).to_numpy().reshape(header[name]) for name in ("labels", "dense"))
     names = batch.schema.names
-    offsets = _values(batch, "offsets").to_numpy() if "offsets" in names else None
+    offsets, weights, groups = (
+        _values(batch, name).to_numpy() if name in names else None for name in ("offsets", "weights", "groups")
+    )
     keys = _values(batch, "keys") if "keys" in names else None
-    return Samples(labels, dense, _values(batch, "ids").to_numpy(), offsets), keys, header["meta"]
+    return Samples(labels, dense, _values(batch, "ids").to_numpy(), offsets, weights, groups), keys, header["meta"]
 
 
 def _listed(values: np.ndarray, dtype: np.dtype | type) -> pa.Array:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
+from foreload.pipelines.samples.convert import parses, required_numbers
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.records import Cause, parses
+from foreload.pipelines.samples.records import Cause
 
 MOST_CAUSES = 1000
 """Causes that are kept; of more, the most frequent."""
@@ -76,7 +77,8 @@ def remedy(causes: list[tuple[Cause, int]], spec: FeatureSpec) -> str | None:
 def _means_missing(cause: Cause, count: int, spec: FeatureSpec) -> bool:
     """Whether a value stands where one may be missing, and is a usual sign of it, or frequent and no number."""
     ids = {feature.column for feature in spec.features if feature.encoding == "id"}
-    if cause.field == spec.label or cause.field not in {entry.column for entry in spec.dense} | ids | {spec.order_by}:
+    required = {column for column, _ in required_numbers(spec)}
+    if cause.field in required or cause.field not in {entry.column for entry in spec.dense} | ids | {spec.order_by}:
         return False
     text = cause.value.strip()
     often = count >= _OFTEN and len(text) <= _SHOWN_CHARACTERS and text.isprintable() and not parses(text, pa.float64())

@@ -210,11 +210,11 @@ class Arrivals(RowColumns):
 class LaneEvent:
     """One lane's part of an event: views of the schedule, not to be written to.
 
-    Its slice: labels float32 [b], dense float32 [b, n], index int32 [lookups] (place among the lane's local rows), offsets int32 [b*F + 1]
+    Its slice: labels float32 [b, labels], dense float32 [b, n], index int32 [lookups] (place among the lane's local rows), offsets int32 [b*F + 1]
     (CSR into index) or None where no feature is multi-valued, numbers int64 [b]. Its partition, the rows of the lane that any lane uses, in the
     order of first lookup: slots int32 [U], users, unsigned, [U] (bit v: lane v uses it), early bool [U] (the row may be sent while the step
     before computes), next_users, as users, [U] (of the next training step); ends int32: slots whose residency ends at the boundary before the
-    step; arrivals.
+    step; arrivals. Of its slice also weights float32 [b] and, in an evaluation step, groups int64 [b]; None where there is no column of them.
     """
 
     labels: np.ndarray
@@ -228,6 +228,8 @@ class LaneEvent:
     next_users: np.ndarray
     ends: np.ndarray
     arrivals: Arrivals
+    weights: np.ndarray | None = None
+    groups: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,21 +306,24 @@ class Schedule:
         """One lane's part of an event."""
         samples, moves = self._open(event.segment, lane)
         row = event.row
-        labels, slots = samples.column("labels", row), moves.column("slots", row)
+        numbers, slots = samples.column("numbers", row), moves.column("slots", row)
+        features = self.header.features
         if event.kind == "evaluate" and self._unused(lane):
             slots = np.where(slots < self.header.slots[lane], slots, slots - np.int32(self._unused(lane)))
         return LaneEvent(
-            labels=labels,
-            dense=samples.column("dense", row).reshape(len(labels), len(self.header.features.dense)),
+            labels=samples.column("labels", row).reshape(len(numbers), len(features.labels)),
+            dense=samples.column("dense", row).reshape(len(numbers), len(features.dense)),
             index=samples.column("index", row),
             offsets=samples.column("offsets", row) if samples.has("offsets") else None,
-            numbers=samples.column("numbers", row),
+            numbers=numbers,
             slots=slots,
             users=samples.column("users", row),
             early=moves.column("early", row).view(bool),
             next_users=moves.column("next_users", row),
             ends=moves.column("ends", row),
             arrivals=self.arrivals(event, lane),
+            weights=samples.column("weights", row) if samples.has("weights") else None,
+            groups=samples.column("groups", row) if samples.has("groups") else None,
         )
 
     def columns(self, segment: int, lane: int) -> tuple[MappedLists, MappedLists]:

@@ -5,7 +5,7 @@ What is not plain is left to the general reader, which knows quotes and says wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numba as nb
 import numpy as np
@@ -21,6 +21,9 @@ _EVERY_BYTE, _LOW_BITS = np.uint64(0x0101010101010101), np.uint64(0x7F7F7F7F7F7F
 _GATHER = np.uint64(0x0102040810204080)  # a multiplication by it brings the lowest bits of 8 bytes together in the highest byte
 _ZEROS, _HIGH_HALVES, _SIX_EACH = np.uint64(0x30) * _EVERY_BYTE, np.uint64(0xF0) * _EVERY_BYTE, np.uint64(6) * _EVERY_BYTE
 _MOST_BYTES = (1 << 31) - 9  # places are int32
+
+Holds = Callable[[np.ndarray], np.ndarray]
+"""Whether each value of a column keeps a rule: float64 [n] -> bool [n]."""
 
 
 class Fields:
@@ -55,11 +58,11 @@ class Fields:
             return None
         return Fields(characters, starts, ends)
 
-    def columns(self, places: Iterable[int], numbers: Collection[int], binary: Collection[int]) -> dict[int, pa.Array]:
+    def columns(self, places: Iterable[int], numbers: Collection[int], rules: Sequence[tuple[int, Holds]]) -> dict[int, pa.Array]:
         """The columns at places: string [lines], null where empty, or float64 [lines], NaN where empty.
 
-        numbers: the places of columns that are numbers wherever all their values are plain decimals of up to 15 digits. binary: those
-        of them that are text unless all their values are 0 or 1.
+        numbers: the places of columns that are numbers wherever all their values are plain decimals of up to 15 digits, and keep all rules
+        that their column has.
         """
         wanted = np.array(sorted(set(places) & set(numbers)), np.int64)
         values = np.empty((len(wanted), len(self)), np.float64)
@@ -67,7 +70,7 @@ class Fields:
         _parse_numbers(self._data, self._starts, self._ends, wanted, values, plain)
         result = {}
         for place, column, good in zip(wanted.tolist(), values, plain.tolist(), strict=True):
-            if good and (place not in binary or bool(((column == 0) | (column == 1)).all())):
+            if good and all(bool(holds(column).all()) for at, holds in rules if at == place):
                 result[place] = pa.array(column)
         texts = np.array([place for place in places if place not in result], np.int64)
         sizes = np.zeros(len(texts), np.int64)

@@ -11,8 +11,8 @@ from typing import Literal
 import pyarrow as pa
 
 from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.convert import parses
 from foreload.pipelines.samples.features import FeatureSpec, TextFormat
-from foreload.pipelines.samples.records import parses
 from foreload.pipelines.sources.files import open_stream, printable
 
 _BOM = b"\xef\xbb\xbf"

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.records import Records, convert
+from foreload.pipelines.samples.records import Records
 from foreload.pipelines.sources.files import (
     File,
     kind_of,

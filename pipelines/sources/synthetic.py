@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from foreload.pipelines.base.hashing import key, mix
 from foreload.pipelines.errors import FeatureError, SourceError
+from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.features import (
     CRITEO_CATEGORICAL,
     CRITEO_COLUMNS,
@@ -25,7 +26,7 @@ from foreload.pipelines.samples.features import (
     KAGGLE_ROWS,
     FeatureSpec,
 )
-from foreload.pipelines.samples.records import Records, convert
+from foreload.pipelines.samples.records import Records
 from foreload.pipelines.sources.splits import PIECE_ROWS, Source, Split
 
 SPLIT_ROWS = 4 * PIECE_ROWS

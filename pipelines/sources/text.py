@@ -13,14 +13,13 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 
 from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.convert import Rule, convert, parses, required_numbers
 from foreload.pipelines.samples.features import FeatureSpec, TextFormat
 from foreload.pipelines.samples.records import (
     MOST_REJECTS,
     Cause,
     Records,
     RejectedRecord,
-    convert,
-    parses,
 )
 from foreload.pipelines.sources.fields import Fields
 from foreload.pipelines.sources.files import (
@@ -105,8 +104,14 @@ class _Layout:
         """Where the columns stand that are read as numbers and as nothing else, unless a number means a missing value."""
         if any(parses(text.strip(), pa.float64()) for text in self.text.missing):
             return set()
-        names = {*([self.spec.label] if self.spec.label else []), *(entry.column for entry in self.spec.dense)}
-        return {self.columns.index(name) for name in names - {f.column for f in self.spec.features} - {self.spec.order_by}}
+        names = {*(column for column, _ in required_numbers(self.spec)), *(entry.column for entry in self.spec.dense)}
+        texts = {*(feature.column for feature in self.spec.features), self.spec.group, self.spec.order_by}
+        return {self.columns.index(name) for name in names - texts}
+
+    @property
+    def rules(self) -> list[tuple[int, Rule]]:
+        """Where the columns stand whose numbers no record may lack, each with a rule for them; a column may have several."""
+        return [(self.columns.index(column), rule) for column, rule in required_numbers(self.spec)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +226,8 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
     valid = _is_utf8(data)
     fields = Fields.of(data, delimiter, len(layout.columns), text.quoting) if valid else None
     if fields is not None:
-        # Labels other than 0 and 1 stay text, so that an error shows them as they stand in the file.
-        binary = layout.spec.label and layout.spec.label_at_least is None
-        labels = {layout.columns.index(layout.spec.label)} if binary else set()
-        columns = fields.columns(places, layout.numbers, labels)
+        # Labels and weights of which one breaks a rule stay text, so that an error shows it as it stands in the file.
+        columns = fields.columns(places, layout.numbers, [(place, rule.holds) for place, rule in layout.rules])
         return _Block(columns, np.arange(len(fields)), [], lines_before)
     bounds = bounds or Bounds.of(data, delimiter, text.quoting, text.most_lines)
     characters = np.frombuffer(data, np.uint8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from belady import belady_arrivals, lru_arrivals
 from memory_source import MemorySource
-from reference_data import Feature, Log, Table, load
+from reference_data import Feature, Label, Log, Table, load
 
 from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
 from foreload.pipelines.samples import features as spec
@@ -23,7 +23,7 @@ BATCH_SIZE = 256
 def clicks(data: Path) -> tuple[np.ndarray, tuple[int, ...]]:
     """Ids of the 100,000 clicks by click_time, int64 [clicks, 5], and the tables' rows."""
     log = Log(
-        "is_attributed",
+        (Label("is_attributed", "is_attributed"),),
         (),
         tuple(Feature(name, table, COLUMN_OF.get(name, name), "vocabulary") for table, name in enumerate(NAMES)),
         tuple(Table(name, None) for name in NAMES),
@@ -37,15 +37,15 @@ def clicks(data: Path) -> tuple[np.ndarray, tuple[int, ...]]:
 def test_arrivals_are_beladys_minimum(clicks: tuple[np.ndarray, tuple[int, ...]], slots: int, tmp_path: Path) -> None:
     ids, rows = clicks
     features = spec.FeatureSpec(
-        label="is_attributed",
+        labels=(spec.Label("is_attributed", "is_attributed"),),
         dense=(),
         features=tuple(spec.Feature(name, table, name, "id") for table, name in enumerate(NAMES)),
         tables=tuple(spec.Table(name, count) for name, count in zip(NAMES, rows, strict=True)),
     )
     nothing = np.zeros((len(ids), 0), np.float32)
     source = MemorySource(
-        train=Samples(np.zeros(len(ids), np.float32), nothing, ids.reshape(-1)),
-        held_out=Samples(np.zeros(0, np.float32), nothing[:0], np.zeros(0, np.int64)),
+        train=Samples(np.zeros((len(ids), 1), np.float32), nothing, ids.reshape(-1)),
+        held_out=Samples(np.zeros((0, 1), np.float32), nothing[:0], np.zeros(0, np.int64)),
         chunk=8192,
         shuffle_seed=None,
     )

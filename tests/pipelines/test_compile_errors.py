@@ -16,11 +16,11 @@ from memory_source import MemorySource
 
 from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
 from foreload.pipelines.errors import DiskError
-from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.format import FAILED, MANIFEST
 
-FEATURES = FeatureSpec(label="y", dense=(), features=(Feature("f", 0, "f", "id"),), tables=(Table("f", 10),))
+FEATURES = FeatureSpec(labels=(Label("y", "y"),), dense=(), features=(Feature("f", 0, "f", "id"),), tables=(Table("f", 10),))
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BreakingSource(MemorySource):
 
 def compile_and_break(tmp_path: Path, error: BaseException) -> None:
     ids = np.arange(8) % 5
-    samples = Samples(np.zeros(8, np.float32), np.zeros((8, 0), np.float32), ids)
+    samples = Samples(np.zeros((8, 1), np.float32), np.zeros((8, 0), np.float32), ids)
     source = BreakingSource(samples, samples.slice(0, 0), 4, None, error)
     try:
         compile_schedule(source, CompileSettings(FEATURES, batch_size=2, lanes=1, slots=6), tmp_path, tmp_path / "work")
@@ -79,7 +79,7 @@ def test_what_the_disk_is_not_to_blame_for_is_raised_as_it_is(tmp_path: Path, er
 def test_where_planning_is_broken_off_every_lane_ends(tmp_path: Path, planned: int) -> None:
     """planned: of how many segments of any lane, before that."""
     ids = np.arange(64) % 10
-    samples = Samples(np.zeros(64, np.float32), np.zeros((64, 0), np.float32), ids)
+    samples = Samples(np.zeros((64, 1), np.float32), np.zeros((64, 0), np.float32), ids)
     source = MemorySource(samples, samples.slice(0, 0), 4, None)
     settings = CompileSettings(FEATURES, batch_size=2, lanes=4, slots=6, segment_bytes=1, threads=4)
     after: list[int] = []

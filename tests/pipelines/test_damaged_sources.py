@@ -18,6 +18,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
     TextFormat,
 )
@@ -34,7 +35,7 @@ COLUMNS = {
 }
 TEXT = "y,d,c,m,t\n" + "".join(f'{k % 2},{k}.5,"c{k % 7}",{k % 50}|3,{1000 - k}\n' for k in range(ROWS))
 SPEC = FeatureSpec(
-    "y",
+    (Label("y", "y"),),
     (Dense("d", "d", "none"),),
     (Feature("c", 0, "c", "hash"), Feature("m", 1, "m", "id", "sum")),
     (Table("c", 1000), Table("m", 50)),

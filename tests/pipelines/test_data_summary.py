@@ -18,6 +18,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
     TextFormat,
 )
@@ -188,7 +189,12 @@ def test_rejects_are_summed_up_with_the_line_that_would_help(tmp_path: Path, cap
 def test_only_what_may_be_missing_is_taken_for_missing() -> None:
     features = (Feature("ad", 0, "ad_id", "id"), Feature("word", 1, "word", "hash"))
     spec = FeatureSpec(
-        "y", (Dense("d", "d", "log"),), features, (Table("ad", 9), Table("word", 9)), "t", text=TextFormat(missing=("x",))
+        (Label("y", "y"),),
+        (Dense("d", "d", "log"),),
+        features,
+        (Table("ad", 9), Table("word", 9)),
+        "t",
+        text=TextFormat(missing=("x",)),
     )
 
     def line(field: str, value: str, count: int = 1) -> str | None:
@@ -232,7 +238,7 @@ def test_any_number_of_causes_and_columns_takes_a_few_lines() -> None:
         "rejected": 60_000,
         "malformed": [{"column": c.field, "value": c.value, "rule": c.reason, "records": n} for c, n in ordered],
     }
-    spec = FeatureSpec("y", (), (Feature("ad", 0, "ad_id", "id"),), (Table("ad", 9),))
+    spec = FeatureSpec((Label("y", "y"),), (), (Feature("ad", 0, "ad_id", "id"),), (Table("ad", 9),))
     lines = data_lines(summary, spec)
     assert len(lines) <= 8
     assert max(map(len, lines)) < 400

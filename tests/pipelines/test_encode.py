@@ -16,6 +16,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
 )
 from foreload.pipelines.samples.records import Records
@@ -35,7 +36,7 @@ def test_hashing_is_as_documented_for_any_text(values: list[str | None], rows: i
 
 
 SPEC = FeatureSpec(
-    "y",
+    (Label("y", "y"),),
     (Dense("d", "d", "standard"),),
     (Feature("h", 0, "h", "hash", "mean"), Feature("v", 1, "v", "vocabulary"), Feature("i", 2, "i", "id", "sum")),
     (Table("h", 9), Table("v", None), Table("i", 100)),
@@ -49,7 +50,7 @@ def test_lookups_are_in_the_order_sample_feature_value(rows: list[Row]) -> None:
     words = Vocabulary(pa.array(["b", "a"]))
     spec = SPEC.with_vocabulary({1: len(words)})
     records = Records(
-        np.zeros(len(rows), np.float32),
+        np.zeros((len(rows), 1), np.float32),
         np.full((len(rows), 1), 3.0),
         (
             pa.array([h for h, _, _ in rows], pa.large_list(pa.string())),

@@ -159,14 +159,14 @@ def test_slices_of_an_order_are_slices_of_its_samples(rows: list[int], first: in
 
 def test_a_source_of_pieces_counts_numbers_through_pieces(tmp_path: Path) -> None:
     for name, rows in (("a", 3), ("b", 4)):
-        labels = np.arange(rows, dtype=np.float32)
+        labels = np.arange(rows, dtype=np.float32).reshape(rows, 1)
         write_piece(tmp_path / name, Samples(labels, np.zeros((rows, 1), np.float32), np.arange(rows), None), None, {})
     order = piece_order.PieceOrder.whole([("a", 3), ("b", 4)])
     source = piece_order.PieceSource(tmp_path, order.slice(0, 5), order.slice(5, 7))
     chunks = list(source.training(0))
     assert np.concatenate([n for _, n in chunks]).tolist() == [0, 1, 2, 3, 4]
-    assert np.concatenate([s.labels for s, _ in chunks]).tolist() == [0, 1, 2, 0, 1]
-    assert [(s.labels.tolist(), n.tolist()) for s, n in source.evaluation()] == [([2, 3], [0, 1])]
+    assert np.concatenate([s.labels for s, _ in chunks]).tolist() == [[0], [1], [2], [0], [1]]
+    assert [(s.labels.tolist(), n.tolist()) for s, n in source.evaluation()] == [([[2], [3]], [0, 1])]
     assert (source.training_samples, source.evaluation_samples, source.shuffled) == (5, 2, False)
 
 

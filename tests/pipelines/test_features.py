@@ -14,6 +14,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
     TextFormat,
 )
@@ -70,7 +71,7 @@ def load(tmp_path: Path, text: str) -> FeatureSpec:
 def test_a_feature_file_becomes_a_spec_with_own_tables_behind_the_named_ones(tmp_path: Path) -> None:
     spec = load(tmp_path, FILE)
     assert spec == FeatureSpec(
-        label="click",
+        labels=(Label("click", "click"),),
         dense=(Dense("price", "price", "standard"), Dense("age", "Age", "log")),
         features=(
             Feature("item", 0, "item", "hash"),

@@ -55,7 +55,7 @@ def planned(tmp_path: Path, fraction: float) -> tuple[Plan, list[ReadTask]]:
 
 def samples_of(first: int, count: int) -> Samples:
     """Samples whose ids say which they are."""
-    return Samples(np.zeros(count, np.float32), np.zeros((count, 0), np.float32), np.arange(first, first + count))
+    return Samples(np.zeros((count, 1), np.float32), np.zeros((count, 0), np.float32), np.arange(first, first + count))
 
 
 def together(chunks: list[tuple[Samples, np.ndarray]]) -> tuple[list[int], list[int]]:

@@ -50,14 +50,14 @@ def labels(source: Path, out: Path, *further: str) -> list[float]:
         ]
     )
     schedule = Schedule(out)
-    return [float(label) for event in schedule.events() for label in schedule.lane(event, 0).labels]
+    return [float(label) for event in schedule.events() for label in schedule.lane(event, 0).labels[:, 0]]
 
 
 def test_labels_are_one_from_the_threshold_on(tmp_path: Path) -> None:
     source = written(tmp_path, RATINGS)
     assert labels(source, tmp_path / "out") == EXPECTED
     log = reference_data.read_features(tmp_path / "features.toml")
-    assert reference_data.load(log, (source,)).training.labels.tolist() == EXPECTED
+    assert reference_data.load(log, (source,)).training.labels[:, 0].tolist() == EXPECTED
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.string(), pa.decimal128(12, 8)], ids=str)
@@ -79,7 +79,7 @@ def test_what_is_no_finite_number_is_malformed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("least", ['"4"', "true", "nan", "inf"])
 def test_a_threshold_that_is_no_finite_number_is_refused(least: str, tmp_path: Path) -> None:
     (tmp_path / "features.toml").write_text(FEATURES.replace("= 4", f"= {least}"))
-    with pytest.raises(FeatureError, match="label_at_least: must be a finite number"):
+    with pytest.raises(FeatureError, match="label rating: at_least must be a finite number"):
         prepare.run(
             [
                 "none.csv",

@@ -19,7 +19,7 @@ from reference_data import Placement, Row, slice_bounds
 from foreload.pipelines.compiler import windowed
 from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
 from foreload.pipelines.errors import SlotsError
-from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import state_after
@@ -72,7 +72,7 @@ def random_samples(random: np.random.Generator, features: FeatureSpec, count: in
             values = 1 if feature.pooling == "single" else int(random.integers(1, 4))
             ids += [int(rows * random.random() ** skew) for _ in range(values)]
             offsets.append(len(ids))
-    labels = random.integers(0, 2, count).astype(np.float32)
+    labels = random.integers(0, 2, (count, 1)).astype(np.float32)
     dense = np.zeros((count, 0), np.float32)
     return Samples(labels, dense, np.array(ids, np.int64), np.array(offsets, np.int64) if features.multi_valued else None)
 
@@ -86,7 +86,7 @@ def cases(draw: st.DrawFn, parts: int = 1) -> Case:
     pooled = draw(st.booleans(), label="multi-valued")
     used = [*range(len(tables)), *draw(st.lists(st.integers(0, len(tables) - 1), max_size=2))]
     features = FeatureSpec(
-        label="y",
+        labels=(Label("y", "y"),),
         dense=(),
         features=tuple(
             Feature(f"f{n}", table, f"f{n}", "id", "sum" if pooled and n % 2 == 0 else "single") for n, table in enumerate(used)
@@ -249,7 +249,7 @@ def test_a_schedule_that_its_window_does_not_hold_at_once_keeps_every_invariant(
     rows: tuple[int, int], slots: int | str, lanes: int, window_accesses: int | None, tmp_path: Path
 ) -> None:
     features = FeatureSpec(
-        label="y",
+        labels=(Label("y", "y"),),
         dense=(),
         features=(Feature("a", 0, "a", "id"), Feature("b", 1, "b", "id")),
         tables=(Table("t0", rows[0]), Table("t1", rows[1])),

@@ -89,7 +89,7 @@ class Case:
         vocabulary = self.encoding == "vocabulary"
         words = [reference.Feature(n, 0, n, self.encoding, min_count=3 if vocabulary else 1) for n in ("left", "right")]
         return reference.Log(
-            label="clicked",
+            labels=(reference.Label("clicked", "clicked"),),
             dense=(reference.Dense("price", "price", self.transform),),
             features=(*words, reference.Feature("tags", 1, "tags", "hash", pooling="sum")),
             tables=(reference.Table("word", None if vocabulary else 30), reference.Table("tags", 50)),

@@ -19,22 +19,32 @@ Drawn = tuple[int, Samples]  # the number of features, and samples of so many
 
 @st.composite
 def samples(draw: st.DrawFn) -> Drawn:
-    """A number of features and samples of any shape, with labels that number them."""
-    n, f, w = draw(st.integers(0, 7)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    """A number of features and samples of any shape, with labels, and perhaps weights and groups, that number them."""
+    n, f, w, l = draw(st.integers(0, 7)), draw(st.integers(1, 3)), draw(st.integers(0, 2)), draw(st.integers(0, 2))
     counts = draw(st.lists(st.integers(1, 3) if draw(st.booleans()) else st.just(1), min_size=n * f, max_size=n * f))
     ids = np.array(draw(st.lists(st.integers(-5, 5), min_size=sum(counts), max_size=sum(counts))), np.int64)
     dense = np.arange(n * w, dtype=np.float32).reshape(n, w)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int64) if max(counts, default=1) > 1 else None
-    return f, Samples(np.arange(n, dtype=np.float32), dense, ids, offsets)
+    labels = np.arange(n * l, dtype=np.float32).reshape(n, l)
+    weights = np.arange(n, dtype=np.float32) if draw(st.booleans()) else None
+    groups = np.arange(n) << 40 if draw(st.booleans()) else None
+    return f, Samples(labels, dense, ids, offsets, weights, groups)
 
 
-def plain(f: int, s: Samples) -> list[tuple[float, list[float], list[list[int]]]]:
-    """Samples as a list of (label, dense, lists of ids)."""
+def plain(f: int, s: Samples) -> list[tuple[object, ...]]:
+    """Samples as a list of (labels, dense, weight, group, lists of ids)."""
     offsets = np.arange(len(s) * f + 1) if s.offsets is None else s.offsets
     assert offsets[0] == 0
     assert offsets[-1] == len(s.ids)
+    weights, groups = ([None] * len(s) if column is None else column.tolist() for column in (s.weights, s.groups))
     return [
-        (s.labels[i], s.dense[i].tolist(), [s.ids[offsets[i * f + k] : offsets[i * f + k + 1]].tolist() for k in range(f)])
+        (
+            s.labels[i].tolist(),
+            s.dense[i].tolist(),
+            weights[i],
+            groups[i],
+            [s.ids[offsets[i * f + k] : offsets[i * f + k + 1]].tolist() for k in range(f)],
+        )
         for i in range(len(s))
     ]
 
@@ -78,7 +88,7 @@ def test_a_piece_reads_back_as_written_and_is_a_function_of_its_contents(
 
 @pytest.mark.parametrize("keys", [None, np.arange(3), np.array([0.5, 1.5, 2.5])])
 def test_keys_may_be_numbers_or_left_out(tmp_path: Path, keys: np.ndarray | None) -> None:
-    write_piece(tmp_path / "p", Samples(np.zeros(3, np.float32), np.zeros((3, 1), np.float32), np.arange(3)), keys, {})
+    write_piece(tmp_path / "p", Samples(np.zeros((3, 1), np.float32), np.zeros((3, 1), np.float32), np.arange(3)), keys, {})
     read = read_piece(tmp_path / "p")[1]
     if keys is None:
         assert read is None
@@ -92,11 +102,11 @@ def test_what_is_no_piece_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="not a readable piece"):
         read_piece(tmp_path / "p")
     with pytest.raises(ValueError, match=r"must lie within 0 .. 1"):
-        Samples(np.zeros(1, np.float32), np.zeros((1, 0), np.float32), np.zeros(1, np.int64)).slice(0, 2)
+        Samples(np.zeros((1, 1), np.float32), np.zeros((1, 0), np.float32), np.zeros(1, np.int64)).slice(0, 2)
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    one = Samples(np.zeros(1, np.float32), np.zeros((1, 0), np.float32), np.zeros(1, np.int64))
+    one = Samples(np.zeros((1, 1), np.float32), np.zeros((1, 0), np.float32), np.zeros(1, np.int64))
     (tmp_path / "p").mkdir()
     with pytest.raises(OSError):
         write_piece(tmp_path / "p", one, None, {})

@@ -33,7 +33,7 @@ from foreload.pipelines.planning.sizing import (
     slots_of_size,
     stored_bytes,
 )
-from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
 from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.models import MODELS, load_model
 from foreload.trainer.run.job import TrainJob
@@ -117,7 +117,7 @@ def test_the_row_table_of_a_schedule_grows_with_the_rows_that_are_looked_up() ->
 def _spec(*tables: tuple[int | None, int | None], pooling: Literal["single", "sum"] = "single") -> FeatureSpec:
     """A feature for each table (rows, dimension)."""
     return FeatureSpec(
-        label="y",
+        labels=(Label("y", "y"),),
         dense=(),
         features=tuple(
             Feature(f"f{k}", k, f"f{k}", "hash" if rows else "vocabulary", pooling=pooling) for k, (rows, _) in enumerate(tables)

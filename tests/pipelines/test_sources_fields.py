@@ -12,6 +12,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
     TextFormat,
 )
@@ -57,7 +58,7 @@ def test_plain_lines_read_as_the_general_reader_reads_them(
     path = tmp_path_factory.getbasetemp() / "either.csv"
     path.write_bytes(data)
     features = (Feature("c", 0, "c", "hash"), Feature("m", 1, "m", "id"))
-    spec = FeatureSpec("y", (Dense("d", "d", "none"),), features, (Table("c", 1000), Table("m", 50)), text=text)
+    spec = FeatureSpec((Label("y", "y"),), (Dense("d", "d", "none"),), features, (Table("c", 1000), Table("m", 50)), text=text)
 
     def found() -> Found:
         pieces = [r for split in plan_text(match_files([str(path)]), spec, split_bytes) for r in read_text(split, spec)]

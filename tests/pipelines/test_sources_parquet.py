@@ -22,6 +22,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
 )
 from foreload.pipelines.samples.order_keys import order_keys
@@ -35,7 +36,7 @@ from foreload.pipelines.sources import (
 from foreload.pipelines.sources.splits import Format
 
 SPEC = FeatureSpec(
-    label="y",
+    labels=(Label("y", "y"),),
     dense=(Dense("d", "d", "log"),),
     features=(Feature("c", 0, "c", "hash"), Feature("i", 1, "i", "id"), Feature("m", 2, "m", "hash", "mean")),
     tables=(Table("c", 1000), Table("i", 50), Table("m", 100)),
@@ -164,7 +165,7 @@ def test_order_keys_keep_their_kind(tmp_path: Path, times: pa.Array, keys: list[
 def test_large_decimals_lose_nothing(tmp_path: Path, width: Callable[[int, int], pa.DataType], scale: int) -> None:
     rows = 2**53 + 30
     spec = FeatureSpec(
-        "y",
+        (Label("y", "y"),),
         (Dense("d", "d", "none"),),
         (Feature("c0", 0, "c", "hash"), Feature("c1", 1, "c", "id"), Feature("c2", 2, "c", "vocabulary")),
         (Table("c0", 2**40), Table("c1", rows), Table("c2", None)),
@@ -244,7 +245,7 @@ def test_faults_are_located_by_row(tmp_path: Path) -> None:
     samples, keys, rejects = read(write(tmp_path / "log.parquet", columns))
     assert rejects == [(1, "y", ""), (9, "d", "many"), (21, "i", "50"), (22, "d", "-inf")]
     assert len(samples) == len(keys) == ROWS - 4
-    spec = FeatureSpec("y", (), (Feature("m", 0, "m", "id", "sum"),), (Table("m", 20),))
+    spec = FeatureSpec((Label("y", "y"),), (), (Feature("m", 0, "m", "id", "sum"),), (Table("m", 20),))
     planned = plan_splits(Source("parquet", (str(write(tmp_path / "m.parquet", PLAIN)),)), spec)
     found = [(r.line, r.value) for s in planned for records in read_records(s, spec) for r in records.rejects]
     assert found == [(20, "20")] + [(row + 1, str(row)) for row in range(20, ROWS)]

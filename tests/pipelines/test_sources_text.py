@@ -26,6 +26,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
     TextFormat,
 )
@@ -43,7 +44,7 @@ from foreload.pipelines.sources.splits import Piece
 from foreload.pipelines.sources.text import _read_exactly, plan_text, read_text
 
 SPEC = FeatureSpec(
-    label="y",
+    labels=(Label("y", "y"),),
     dense=(Dense("d", "d", "none"),),
     features=(Feature("c", 0, "c", "hash"), Feature("m", 1, "m", "id", "sum"), Feature("c2", 0, "c", "hash")),
     tables=(Table("c", 1000), Table("m", 50)),
@@ -71,7 +72,9 @@ def everything(pieces: Iterable[Records]) -> Found:
     rows = [
         row
         for p in pieces
-        for row in zip(p.labels.tolist(), p.dense.tolist(), *(c.to_pylist() for c in p.categorical), keys_of(p), strict=True)
+        for row in zip(
+            p.labels[:, 0].tolist(), p.dense.tolist(), *(c.to_pylist() for c in p.categorical), keys_of(p), strict=True
+        )
     ]
     return rows, [(r.line, r.field, r.value) for p in pieces for r in p.rejects], sum(p.rejected for p in pieces)
 
@@ -164,7 +167,9 @@ def test_quoted_values_are_what_the_csv_module_wrote(
         writer.writerow(["a", "y", "b"])
         writer.writerows((a, "1", b) for a, b in rows)
     features = (Feature("a", 0, "a", "hash"), Feature("b", 1, "b", "hash"))
-    spec = FeatureSpec("y", (), features, (Table("a", 5), Table("b", 5)), text=TextFormat(newlines_in_values=newlines))
+    spec = FeatureSpec(
+        (Label("y", "y"),), (), features, (Table("a", 5), Table("b", 5)), text=TextFormat(newlines_in_values=newlines)
+    )
     planned = plan_text(match_files([str(path)]), spec, 25)
     records = [r for split in planned for r in read_text(split, spec, block_bytes)]
     for place in (0, 1):
@@ -333,7 +338,7 @@ def test_order_keys_have_the_type_asked_for(
 ) -> None:
     path = tmp_path / "log.csv"
     path.write_text("y,t,a\n" + "".join(f"1,{t},a\n" for t in ["9", "", "10", "-1", bad or "x"]))
-    spec = FeatureSpec("y", (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", order_type)
+    spec = FeatureSpec((Label("y", "y"),), (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", order_type)
     (records,) = (r for s in plan_splits(Source("csv", (str(path),)), spec) for r in read_records(s, spec))
     assert keys_of(records) == keys + ([] if bad else ["x"])
     assert [(r.line, r.field, r.value) for r in records.rejects] == ([(6, "t", bad)] if bad else [])
@@ -355,7 +360,7 @@ def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path:
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(("y,t,a\n" + "".join(f"1,{t},a\n" for t in first)).encode()))
     (tmp_path / "c.csv").write_text("t,y,a\n1.5,1,a\n")
     text = TextFormat(missing=("NULL",), newlines_in_values=True)
-    spec = FeatureSpec("y", (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", text=text)
+    spec = FeatureSpec((Label("y", "y"),), (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", text=text)
     planned = plan_splits(Source("csv", (str(tmp_path / "*"),)), spec)
     assert [s.order_type for s in planned] == [order_type] * 3
     records = [r for s in planned for r in read_records(s, spec)]
@@ -499,7 +504,7 @@ def test_criteo_is_read_as_the_reference_reads_it(data: Path, criteo: Criteo) ->
     spec, pieces = criteo
     samples = Samples.concat([p.samples for p in pieces])
     log = reference.Log(
-        "label",
+        (reference.Label("label", "label"),),
         tuple(reference.Dense(d.name, d.column, d.transform) for d in spec.dense),
         tuple(reference.Feature(f.name, f.table, f.column, f.encoding) for f in spec.features),
         tuple(reference.Table(t.name, t.rows) for t in spec.tables),
@@ -533,7 +538,9 @@ def test_talkingdata_is_read_as_the_csv_module_reads_it(data: Path) -> None:
         rows = list(csv.DictReader(file))
     names = ("..ip", "app", "device", "os", "channel")
     features = tuple(Feature(n.strip("."), k, n, "id") for k, n in enumerate(names))
-    spec = FeatureSpec("is_attributed", (), features, tuple(Table(f.name, 400_000) for f in features), "click_time")
+    spec = FeatureSpec(
+        (Label("is_attributed", "is_attributed"),), (), features, tuple(Table(f.name, 400_000) for f in features), "click_time"
+    )
     for size in (splits.PIECE_ROWS, 1 << 24):
         planned = plan_text(match_files([str(path)]), spec, size)
         records = [r for s in planned for r in read_text(s, spec)]

@@ -14,6 +14,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
 )
 from foreload.pipelines.samples.pieces import Samples
@@ -125,18 +126,27 @@ def test_splits_cut_the_rows_without_changing_them() -> None:
     assert [(s.start, s.end, s.split_index) for s in planned] == [(0, SPLIT_ROWS, 0), (SPLIT_ROWS, SPLIT_ROWS + 10, 1)]
     (last,) = read_split(planned[1], spec, Encoder(spec))
     labels, dense, ids = Generator(1, (50,) * 26).rows(SPLIT_ROWS, SPLIT_ROWS + 10)
-    assert np.array_equal(last.samples.labels, labels)
+    assert np.array_equal(last.samples.labels[:, 0], labels)
     assert np.array_equal(last.samples.dense, np.nan_to_num(dense.T).astype(np.float32))
     assert np.array_equal(last.samples.ids, ids.T.reshape(-1))
     assert last.rejected == 0
 
 
 def test_features_may_be_fewer_and_encoded_otherwise() -> None:
-    spec = FeatureSpec("label", (Dense("x", "I2", "none"),), (Feature("c", 0, "C3", "hash"),), (Table("c", 1000),), order_by="C1")
+    spec = FeatureSpec(
+        (Label("label", "label"),),
+        (Dense("x", "I2", "none"),),
+        (Feature("c", 0, "C3", "hash"),),
+        (Table("c", 1000),),
+        order_by="C1",
+    )
     (piece,) = read_split(plan_splits(Source("synthetic", rows=100), spec)[0], spec, Encoder(spec))
     assert isinstance(piece.samples, Samples)
     assert piece.samples.ids.min() >= 1
     assert piece.keys is not None
     assert len(piece.keys) == 100
     with pytest.raises(FeatureError, match=r"column C27: synthetic data has label, I1 .. I13 and C1 .. C26 only"):
-        plan_splits(Source("synthetic", rows=1), FeatureSpec("label", (), (Feature("c", 0, "C27", "hash"),), (Table("c", 9),)))
+        plan_splits(
+            Source("synthetic", rows=1),
+            FeatureSpec((Label("label", "label"),), (), (Feature("c", 0, "C27", "hash"),), (Table("c", 9),)),
+        )

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.pipelines.errors import FeatureError
-from foreload.pipelines.samples.features import Feature, FeatureSpec, Table
+from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
 from foreload.pipelines.samples.records import Records
 from foreload.pipelines.samples.vocabulary import Vocabulary, count_values, merge_counts
 
 SPEC = FeatureSpec(
-    "y",
+    (Label("y", "y"),),
     (),
     (
         Feature("a", 0, "a", "vocabulary"),
@@ -34,7 +34,7 @@ Row = tuple[str | None, list[str | None]]
 
 
 def records(rows: Sequence[Row]) -> Records:
-    labels = np.zeros(len(rows), np.float32)
+    labels = np.zeros((len(rows), 1), np.float32)
     columns = (
         pa.array([a for a, _ in rows], pa.string()),
         pa.array(["h"] * len(rows), pa.string()),

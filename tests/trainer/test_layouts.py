@@ -12,6 +12,7 @@ from foreload.pipelines.samples.features import (
     Dense,
     Feature,
     FeatureSpec,
+    Label,
     Table,
 )
 from foreload.trainer.compute.layouts import (
@@ -27,7 +28,7 @@ from foreload.trainer.models.dlrm import DLRM
 from foreload.trainer.models.wide_deep import WideDeep
 
 FEATURES = FeatureSpec(
-    label="label",
+    labels=(Label("label", "label"),),
     dense=(Dense("d", "d", "none"),),
     features=(
         Feature("a", 1, "a", "hash"),

@@ -19,6 +19,7 @@ from reference import Config, Lookups, Trainer, add_lanes, initial_weights, metr
 from reference_data import (
     Dense,
     Feature,
+    Label,
     Log,
     Table,
     criteo,
@@ -89,7 +90,7 @@ when,y,x,z,city,tags
 2,0,7,7,Bern,a
 """
 MIXED = Log(
-    "y",
+    (Label("y", "y"),),
     (Dense("x", "x", "log"), Dense("z", "z", "standard")),
     (Feature("city", 0, "city", "hash"), Feature("tags", 1, "tags", "vocabulary", "mean", 1)),
     (Table("city", 100), Table("tags", None)),
@@ -108,7 +109,7 @@ def log_file(tmp_path: Path) -> Path:
 def test_a_log_is_ordered_split_and_encoded_as_defined(log_file: Path) -> None:
     data = load(MIXED, [log_file], evaluation_fraction=0.2)
     assert (len(data.training), len(data.evaluation)) == (4, 1)
-    np.testing.assert_array_equal(data.training.labels, [0, 0, 1, 0])  # when: missing, 1, 2, 2
+    np.testing.assert_array_equal(data.training.labels[:, 0], [0, 0, 1, 0])  # when: missing, 1, 2, 2
     # Tags of the training samples: c, '' | '' | b | a; each once, so by text: a 2, b 3, c 4.
     assert [list(bags[1]) for bags in data.training.bags] == [[4, 0], [0], [3], [2]]
     assert [list(bags[1]) for bags in data.evaluation.bags] == [[2, 3]]
@@ -269,7 +270,7 @@ def log_of(tmp_path: Path, rows: int) -> tuple[Log, Path]:
         lines.append(f"{random.integers(0, 2)},{random.random():.3f},{random.integers(0, 9)},{tags}")
     path.write_text("\n".join(lines) + "\n")
     features = (Feature("a", 0, "a", "id"), Feature("b", 0, "b", "id", "mean"), Feature("c", 1, "b", "id", "sum"))
-    return Log("y", (Dense("x", "x", "none"),), features, (Table("t", 9, 4), Table("u", 9, 6))), path
+    return Log((Label("y", "y"),), (Dense("x", "x", "none"),), features, (Table("t", 9, 4), Table("u", 9, 6))), path
 
 
 def config_of(tmp_path: Path, **changed: Any) -> Config:
@@ -298,7 +299,7 @@ def test_training_is_that_of_torch_embeddings_up_to_rounding(tmp_path: Path) -> 
             for bags in samples.bags:
                 a, b, c = (torch.tensor(bag) for bag in bags)
                 logits.append(factor * (tables[0][a].sum() + tables[0][b].mean(0).sum() + tables[1][c].sum()))
-            expected = nn.functional.binary_cross_entropy_with_logits(torch.stack(logits), torch.tensor(samples.labels))
+            expected = nn.functional.binary_cross_entropy_with_logits(torch.stack(logits), torch.tensor(samples.labels[:, 0]))
             assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
             optimizer.zero_grad()
             expected.backward()

@@ -140,7 +140,7 @@ class Batch:
             offsets = np.cumsum([0, *(len(bag) for bag in own)])[:-1]
             bags[feature.column] = (torch.tensor(np.concatenate(own)), torch.tensor(offsets))
         dense = {described.name: torch.tensor(samples.dense[:, place]) for place, described in enumerate(log.dense)}
-        return cls(bags, dense, torch.tensor(samples.labels))
+        return cls(bags, dense, torch.tensor(samples.labels[:, 0]))
 
 
 def call_dlrm(module: nn.Module, batch: Batch) -> Tensor:

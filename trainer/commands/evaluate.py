@@ -72,7 +72,7 @@ def evaluated(model: SavedModel, schedule: Schedule) -> Iterator[Evaluated]:
         for lane, logits in _logits(dense_part, step, wanted, weights):
             if not logits.isfinite().all():
                 raise LossNotFinite(f"{model.name}, evaluation step {step.number}", lane, math.nan)
-            yield Evaluated(step.lanes[lane].numbers, step.lanes[lane].labels, logits.numpy())
+            yield Evaluated(step.lanes[lane].numbers, step.lanes[lane].labels[:, 0], logits.numpy())
 
 
 def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.base.progress import Display
 from foreload.pipelines.errors import RecordError, SettingError, SourceError
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import FeatureSpec, TextFormat
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits, read_records
@@ -204,13 +204,13 @@ def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
     kind = records.format or _format(schedule, records.sources)
     if kind not in FORMATS:
         raise SettingError(f"--format: must be one of {', '.join(FORMATS)}; got {kind!r}")
-    label, spec = spec.label, spec.unlabelled()
+    labelled, spec = spec, spec.unlabelled()
     if kind in ("csv", "tsv") and kind != schedule.made_with("format"):
         spec = replace(spec, text=replace(spec.text, delimiter="\t" if kind == "tsv" else None))
     if kind == "criteo":
         spec = replace(spec, text=replace(FeatureSpec.criteo().text, missing=spec.text.missing))
-    if kind != "parquet" and label in spec.text.columns and _lacks_label(records.sources, spec):
-        spec = replace(spec, text=replace(spec.text, columns=tuple(name for name in spec.text.columns if name != label)))
+    if kind != "parquet" and spec.text.columns:
+        spec = replace(spec, text=replace(spec.text, columns=_columns(records.sources, spec.text, labelled)))
     source_kind: Format = "parquet" if kind == "parquet" else "csv"  # criteo's are text files whose columns are known
     allowed, rejected = schedule.made_with("max_rejects") or 0, 0
     first: list[str] = []
@@ -228,12 +228,18 @@ def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
         sys.stderr.write(f"foreload: warning: {rejected:,} malformed records are left out: {'; '.join(first)}\n")
 
 
-def _lacks_label(sources: Sequence[str], spec: FeatureSpec) -> bool:
-    """Whether files without a header line have one column less than those that were prepared: that of the label."""
+def _columns(sources: Sequence[str], text: TextFormat, spec: FeatureSpec) -> tuple[str, ...]:
+    """The columns of files without a header line: those of text, or where they have so many fewer, all but the labels', or labels' and weights'."""
     files = match_files(sources)
     with open_stream(files[0].path) as stream:
         line = stream.readline().decode(errors="replace")
-    return line.count(spec.text.delimiter or delimiter_of(files[0].path)) == len(spec.text.columns) - 2
+    fields = line.count(text.delimiter or delimiter_of(files[0].path)) + 1
+    labels = {label.column for label in spec.labels}
+    for left_out in (labels, labels | {spec.weight}):
+        kept = tuple(name for name in text.columns if name not in left_out or name in spec.unlabelled().columns)
+        if len(kept) == fields:
+            return kept
+    return text.columns
 
 
 def _format(schedule: Schedule, sources: Sequence[str]) -> str:

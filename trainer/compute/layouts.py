@@ -13,6 +13,7 @@ from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.errors import ModelError
 from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
 
 # How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.
@@ -29,7 +30,12 @@ def dimensions(features: FeatureSpec, dim: int) -> list[int]:
 
 
 def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
-    """What the model is told about the data."""
+    """What the model is told about the data. Raises ModelError where its labels are not one of clicks, or samples have weights."""
+    if len(features.labels) != 1 or features.labels[0].kind != "click" or features.weight is not None:
+        raise ModelError(
+            f"label: must be one of clicks, without weights, to train on; the schedule has {len(features.labels)} label(s)"
+            f"{'' if features.weight is None else f', weighted by {features.weight}'}; prepare it with one label of 0 and 1"
+        )
     table_dimensions = dimensions(features, dim)
     return ModelSpec(
         len(features.dense),

@@ -151,7 +151,7 @@ class Trainer:
         if gathered is not None:
             self._metrics = self._metrics or BinaryMetrics()
             for lane, (moves, values) in enumerate(zip(plan.events, gathered, strict=True)):
-                self._metrics.add(values.cpu().numpy(), moves.labels)
+                self._metrics.add(values.cpu().numpy(), moves.labels[:, 0])
                 if self._not_finite is None and not values.isfinite().all():
                     self._not_finite = event.step, lane
         if last:

@@ -48,7 +48,7 @@ def _aligned(view: np.ndarray) -> Tensor:
 
 
 def forward(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(block [b, F, W], logits [b], labels [b]) of a lane's slice, which must not be empty, all float32. moves: the lane's part of the event."""
+    """(block [b, F, W], logits [b], labels [b, labels]) of a lane's slice, which must not be empty, all float32. moves: its part of the event."""
     block = torch.empty(
         (len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device, requires_grad=requires_grad
     )
@@ -73,7 +73,7 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
     if not all(part.training for part in parts.module.modules()):
         parts.module.train()
     block, logits, labels = forward(parts, moves, local, requires_grad=True)
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / event.samples
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[:, 0], reduction="sum") / event.samples
     of_block, *of_parameters = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)
     dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(of_parameters, parts.parameters, strict=True)]
     gradient = of_block if of_block is not None else torch.zeros_like(block)

@@ -13,7 +13,6 @@ from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.errors import ModelError
 from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
 
 # How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.
@@ -30,12 +29,7 @@ def dimensions(features: FeatureSpec, dim: int) -> list[int]:
 
 
 def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
-    """What the model is told about the data. Raises ModelError where its labels are not one of clicks, or samples have weights."""
-    if len(features.labels) != 1 or features.labels[0].kind != "click" or features.weight is not None:
-        raise ModelError(
-            f"label: must be one of clicks, without weights, to train on; the schedule has {len(features.labels)} label(s)"
-            f"{'' if features.weight is None else f', weighted by {features.weight}'}; prepare it with one label of 0 and 1"
-        )
+    """What the model is told about the data."""
     table_dimensions = dimensions(features, dim)
     return ModelSpec(
         len(features.dense),
@@ -44,7 +38,8 @@ def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
         ),
         tuple(dense.name for dense in features.dense),
         tuple(feature.pooling for feature in features.features),
-        (features.label,),
+        tuple(label.name for label in features.labels),
+        tuple(label.kind for label in features.labels),
     )
 
 

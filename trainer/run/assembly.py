@@ -51,6 +51,7 @@ from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.rates import Rates
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import Transport
+from foreload.trainer.errors import ModelError
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.job import TrainJob
 
@@ -80,6 +81,12 @@ class DenseModel:
     def build(cls, job: TrainJob, schedule: Schedule) -> DenseModel:
         """A new model and its optimizer, as the job says. Raises ModelError and SettingError."""
         features = schedule.header.features
+        if len(features.labels) != 1 or features.labels[0].kind != "click" or features.weight is not None:
+            weighted = "" if features.weight is None else f", weighted by {features.weight}"
+            raise ModelError(
+                f"label: must be one of clicks, without weights, to train on; the schedule has {', '.join(label.name for label in features.labels)}"
+                f"{weighted}; prepare it with one label of 0 and 1"
+            )
         model = load_model(job.model, job.model_folder)
         rows = layouts(features, model, job.dim, job.row_optimizers(features))
         module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)

@@ -23,7 +23,7 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class PrepareSummary(_Result):
-    """What `prepare` tells. slots, minimum_slots: per lane; bytes: of the files; data: of each set, counts of its labels, missing and unknown values.
+    """What `prepare` tells. slots, minimum_slots: per lane; bytes: of the files; data: of each set, its labels, weights, missing and unknown values.
 
     fewest_arrivals: that these slots can have; None where a window was given, and there is no memory to count them.
     tables: {"name", "rows"} of each, rows that are ever trained; malformed: {"column", "value", "rule", "records"} of each cause.

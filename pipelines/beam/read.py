@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import apache_beam as beam
@@ -260,6 +260,8 @@ class Encode(ReadStage):
     def piece(self, name: str, records: Records) -> None:
         assert self._encoder is not None
         samples = self._encoder.encode(records)
+        if name.startswith("training") and not self.plan.evaluation_fraction:
+            samples = replace(samples, groups=None)  # which only evaluation has
         self._columns += ColumnCounts.of(records, samples, self.plan.spec)
         keys = None
         if records.keys is not None:

@@ -20,9 +20,19 @@ from foreload.pipelines.planning import plan
 from foreload.pipelines.schedule.format import PROVENANCE
 
 FEATURES = """
-label = "clicked"
 order_by = "time"
 order_type = "integer"
+weight = "price"
+group = "right"
+[[label]]
+name = "clicked"
+[[label]]
+name = "late"
+column = "time"
+at_least = 30
+[[label]]
+name = "price"
+kind = "number"
 [[dense]]
 name = "price"
 transform = "standard"

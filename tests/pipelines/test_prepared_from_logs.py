@@ -16,8 +16,18 @@ from foreload.pipelines.schedule.reader import Schedule
 LANES, BATCH_SIZE, EPOCHS = 3, 7, 2
 
 FEATURES = """
-label = "click"
 {order}
+weight = "weight"
+group = "home"
+[[label]]
+name = "click"
+[[label]]
+name = "high"
+column = "rating"
+at_least = -0.5
+[[label]]
+name = "rating"
+kind = "number"
 [text]
 missing = ["NULL"]
 [table.place]
@@ -55,14 +65,20 @@ def write_log(path: Path, rows: int, seed: int) -> Path:
     """Random clicks with missing values, quotes, non-ASCII text and ties in `at`."""
     random = np.random.default_rng(seed)
     places = ["Rome", "Zürich", '"a, ""b"""', "NULL", "", "007", "7"]
-    lines = ["at,click,home,away,tags,number,x,z"]
+    lines = ["at,click,home,away,tags,number,x,z,rating,weight"]
     for _ in range(rows):
         tags = ";".join(random.choice(["a", "b", "c", "é", "", "NULL", f"rare{random.integers(99)}"], random.integers(1, 4)))
         x = "" if random.random() < 0.2 else f"{random.normal() * 10:.4f}"
         z = "NULL" if random.random() < 0.1 else f"{random.normal() * 1e3:.6g}"
         number = "" if random.random() < 0.1 else str(random.integers(12))
         at = "" if random.random() < 0.1 else str(random.integers(-5, 15))
-        lines.append(f"{at},{random.integers(2)},{random.choice(places)},{random.choice(places)},{tags},{number},{x},{z}")
+        home, away, rating, weight = (
+            random.choice(places),
+            random.choice(places),
+            random.normal(),
+            random.choice(["0", "1", "2.7"]),
+        )
+        lines.append(f"{at},{random.integers(2)},{home},{away},{tags},{number},{x},{z},{rating:.7g},{weight}")
     data = ("\n".join(lines) + "\n").encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
@@ -99,6 +115,11 @@ def check(schedule: Schedule, data: Data, log: Log, shuffle_seed: int | None, ki
     for event, batch, named in zip(events, samples, numbers, strict=True):
         parts = [schedule.lane(event, lane) for lane in range(LANES)]
         np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), batch.labels)
+        np.testing.assert_array_equal(np.concatenate([part.weights for part in parts if part.weights is not None]), batch.weights)
+        groups = [part.groups for part in parts if part.groups is not None]
+        np.testing.assert_array_equal(
+            np.concatenate([np.empty(0, np.int64), *groups]), batch.groups if event.kind == "evaluate" else []
+        )
         np.testing.assert_array_equal(np.concatenate([part.dense for part in parts]), batch.dense)
         np.testing.assert_array_equal(np.concatenate([part.numbers for part in parts]), named)
         counts = [len(bag) for bags in batch.bags for bag in bags]

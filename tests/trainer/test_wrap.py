@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import foreload
 from foreload.pipelines.samples.feature_file import load_features
+from foreload.pipelines.samples.features import Label
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models import build_model
@@ -145,6 +146,11 @@ def test_the_feature_file_is_that_of_the_module(name: str, tmp_path: Path) -> No
         wrapped.write_features(tmp_path / "features.toml", label="clicked")
     with pytest.raises(ModelError, match="encoding: must be one of hash, vocabulary, id; got 'ids'"):
         wrapped.write_features(tmp_path / "other.toml", label="clicked", encoding="ids")
+    wrapped.write_features(tmp_path / "several.toml", label=["clicked", "liked"])
+    several = load_features(tmp_path / "several.toml")
+    assert several == replace(features, labels=(Label("clicked", "clicked"), Label("liked", "liked")))
+    with pytest.raises(ModelError, match=r"label: must be the column of labels, .* each once; got \['y', 'y'\]"):
+        wrapped.write_features(tmp_path / "twice.toml", label=["y", "y"])
     wrapped.write_features(tmp_path / "counted.toml", label="clicked", encoding="vocabulary")
     assert {table.rows for table in load_features(tmp_path / "counted.toml").tables} == {None}
 

@@ -31,11 +31,13 @@ class FeatureFile:
     dense: Sequence[str]
     unused: Sequence[str]
 
-    def write(self, path: Path, label: str, encoding: str) -> None:
-        """Write it. label: the column of labels; encoding: of all features. Raises ModelError where it cannot be written, or there is a file."""
+    def write(self, path: Path, labels: Sequence[str], encoding: str) -> None:
+        """Write it. labels: their columns; encoding: of all features. Raises ModelError where it cannot be written, or there is a file."""
         if encoding not in ENCODINGS:
             raise ModelError(f"encoding: must be one of {', '.join(ENCODINGS)}; got {encoding!r}")
-        text = "\n".join(self._lines(label, encoding)) + "\n"
+        if not labels or len(set(labels)) < len(labels):
+            raise ModelError(f"label: must be the column of labels, or the columns of several, each once; got {list(labels)!r}")
+        text = "\n".join(self._lines(labels, encoding)) + "\n"
         try:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(text)
@@ -44,11 +46,14 @@ class FeatureFile:
                 f"{path}: cannot write the feature file ({error.strerror}); give another path, or remove what is there"
             ) from error
 
-    def _lines(self, label: str, encoding: str) -> Iterator[str]:
+    def _lines(self, labels: Sequence[str], encoding: str) -> Iterator[str]:
         yield f"# The features of {self.title}, as foreload.wrap found them; docs/features.md says what else can stand here."
         for path in self.unused:
             yield f"# {path}: not used in forward, so no feature has it"
-        yield f"label = {_quoted(label)}"
+        if len(labels) == 1:
+            yield f"label = {_quoted(labels[0])}"
+        else:
+            yield from (f"\n[[label]]\nname = {_quoted(label)}" for label in labels)
         shared = {
             feature.table.name: feature.table
             for feature in self.features

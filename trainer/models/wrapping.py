@@ -48,13 +48,14 @@ class Wrapped(nn.Module):
             self._rows.embeddings = None
         return logits.squeeze(1) if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == 1 else logits
 
-    def write_features(self, path: str | os.PathLike[str], *, label: str, encoding: str = "id") -> None:
+    def write_features(self, path: str | os.PathLike[str], *, label: str | Sequence[str], encoding: str = "id") -> None:
         """Write the feature file that goes with the module (docs/features.md), for `foreload prepare`. Raises ModelError where there is a file.
 
-        label: the column of labels; encoding: of all features; "id" where the values are the ids that the module was written for.
+        label: the column of labels, or the columns of several; encoding: of all features; "id" where the values are the ids that the module was
+        written for.
         """
         described = FeatureFile(type(self.module).__name__, self.features, self.dense_names, self.unused)
-        described.write(pathlib.Path(path), label, encoding)
+        described.write(pathlib.Path(path), (label,) if isinstance(label, str) else tuple(label), encoding)
 
 
 def wrap(

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,13 +40,19 @@ from foreload.trainer.models import load_model
 from foreload.trainer.models.layers import connect
 from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec
 
-EPSILON = np.float32(1e-8)
-"""Of the row optimizers, under the fraction line."""
+DEFAULTS: dict[str, dict[str, float]] = {
+    "sgd": {},
+    "adagrad": {"epsilon": 1e-8, "decay": 1.0},
+    "rowwise_adagrad": {"epsilon": 1e-8, "decay": 1.0},
+    "adam": {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8},
+    "ftrl": {"l1": 0.0, "l2": 0.0, "beta": 1.0},
+}
+"""Options of the row optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One training run. A table's row optimizer (name, lr) is its entry in by_table, or else (row_optimizer, lr)."""
+    """One training run. A table's row optimizer is its entry in by_table, (name, lr) or (name, lr, options), or else that of all tables."""
 
     log: Log
     sources: tuple[Path, ...]
@@ -62,7 +69,8 @@ class Config:
     model_options: Mapping[str, object] = field(default_factory=dict)
     row_optimizer: str = "sgd"
     lr: float = 0.01
-    by_table: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    row_options: Mapping[str, float] = field(default_factory=dict)
+    by_table: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     dense_optimizer: str = "SGD"
     dense_options: Mapping[str, object] = field(default_factory=lambda: {"lr": 0.01})
     lr_schedule: str | None = None
@@ -108,10 +116,15 @@ class Table:
     Rows outside `touched` are never read, and keep zeros, so that a large table costs memory only for its touched pages.
     """
 
-    def __init__(self, rows: int, parts: Sequence[int], optimizer: str, lr: float) -> None:
-        self.parts, self.optimizer, self.lr = list(parts), optimizer, np.float32(lr)
-        self.width = sum(parts)
-        state_width = {"sgd": 0, "adagrad": self.width, "rowwise_adagrad": len(self.parts)}[optimizer]
+    def __init__(
+        self, rows: int, parts: Sequence[int], optimizer: str, lr: float, options: Mapping[str, float] | None = None
+    ) -> None:
+        self.parts, self.optimizer, self.lr = list(parts), optimizer, lr
+        self.options = DEFAULTS[optimizer] | dict(options or {})
+        self.width = width = sum(parts)
+        state_width = {"sgd": 0, "adagrad": width, "rowwise_adagrad": len(self.parts), "adam": 2 * width, "ftrl": 2 * width}[
+            optimizer
+        ]
         self.rows = rows
         self.weights = np.zeros((rows, self.width), np.float32)
         self.state = np.zeros((rows, state_width), np.float32)
@@ -120,24 +133,48 @@ class Table:
     def initialise(self, seed: int, number: int, touched: np.ndarray) -> None:
         self.weights[touched, : self.parts[0]] = initial_weights(seed, number, touched, self.rows, self.parts[0])
 
-    def update(self, ids: np.ndarray, gradients: np.ndarray) -> None:
-        """One step of the row optimizer. ids: int64 [n], distinct; gradients: float32 [n, W]."""
+    def update(self, ids: np.ndarray, gradients: np.ndarray, number: int = 0) -> None:
+        """A step of the row optimizer, of this number. ids: int64 [n], distinct; gradients: float32 [n, W]."""
         self.used[ids] = True
+        lr, option = np.float32(self.lr), {name: np.float32(value) for name, value in self.options.items()}
         if self.optimizer == "sgd":
-            self.weights[ids] = self.weights[ids] - self.lr * gradients
+            self.weights[ids] = self.weights[ids] - lr * gradients
         elif self.optimizer == "adagrad":
-            state = self.state[ids] + gradients * gradients
+            state = option["decay"] * self.state[ids] + gradients * gradients
             self.state[ids] = state
-            self.weights[ids] = self.weights[ids] - (self.lr * gradients) / (np.sqrt(state) + EPSILON)
+            self.weights[ids] = self.weights[ids] - (lr * gradients) / (np.sqrt(state) + option["epsilon"])
+        elif self.optimizer == "adam":
+            self.adam(ids, gradients, number + 1, option)
+        elif self.optimizer == "ftrl":
+            if lr > 0:
+                self.ftrl(ids, gradients, lr, option)
         else:
             start = 0
             for number, columns in enumerate(self.parts):
                 g = gradients[:, start : start + columns]
-                sums = self.state[ids, number] + sum_of_squares(g) / np.float32(columns)
+                sums = option["decay"] * self.state[ids, number] + sum_of_squares(g) / np.float32(columns)
                 self.state[ids, number] = sums
-                step = (self.lr * g) / (np.sqrt(sums) + EPSILON)[:, None]
+                step = (lr * g) / (np.sqrt(sums) + option["epsilon"])[:, None]
                 self.weights[ids, start : start + columns] = self.weights[ids, start : start + columns] - step
                 start += columns
+
+    def adam(self, ids: np.ndarray, g: np.ndarray, t: int, option: Mapping[str, np.float32]) -> None:
+        m, v = np.split(self.state[ids], 2, axis=1)
+        first, second = self.options["beta1"], self.options["beta2"]
+        m = option["beta1"] * m + np.float32(1 - first) * g
+        v = option["beta2"] * v + np.float32(1 - second) * (g * g)
+        rate, root = np.float32(self.lr / (1 - power(first, t))), np.float32(1 / math.sqrt(1 - power(second, t)))
+        self.state[ids] = np.concatenate([m, v], axis=1)
+        self.weights[ids] = self.weights[ids] - (rate * m) / (np.sqrt(v) * root + option["epsilon"])
+
+    def ftrl(self, ids: np.ndarray, g: np.ndarray, lr: np.float32, option: Mapping[str, np.float32]) -> None:
+        z, n = np.split(self.state[ids], 2, axis=1)
+        total = n + g * g
+        sigma = (np.sqrt(total) - np.sqrt(n)) / lr
+        z = z + (g - sigma * self.weights[ids])
+        self.state[ids] = np.concatenate([z, total], axis=1)
+        changed = (np.where(z > 0, option["l1"], -option["l1"]) - z) / ((option["beta"] + np.sqrt(total)) / lr + option["l2"])
+        self.weights[ids] = np.where(abs(z) <= option["l1"], np.float32(0), changed)
 
 
 def sum_of_squares(g: np.ndarray) -> np.ndarray:
@@ -168,13 +205,18 @@ def rate_factor(schedule: str, step: int) -> float:
         return 1.0
     kind, end, x = words[0][0], int(words[0][1]), float(words[0][2])
     if kind == "step":
-        bits, square, product = (step - n) // end, x, 1.0
-        while bits:
-            product = product * square if bits % 2 else product
-            bits, square = bits // 2, square * square
-        return product
+        return power(x, (step - n) // end)
     t = min(step - n, end - n) / (end - n)
     return 1 + (x - 1) * t if kind == "linear" else x + (1 - x) * ((1 + cosine(t)) / 2)
+
+
+def power(base: float, exponent: int) -> float:
+    """By squaring from the lowest bit up."""
+    product = 1.0
+    while exponent:
+        product = product * base if exponent % 2 else product
+        exponent, base = exponent // 2, base * base
+    return product
 
 
 def cosine(t: float) -> float:
@@ -249,8 +291,8 @@ class Trainer:
         dimensions = [table.dimension or config.dim for table in log.tables]
         self.tables: list[Table] = []
         for described, rows, dimension in zip(log.tables, data.rows, dimensions, strict=True):
-            optimizer, lr = config.by_table.get(described.name, (config.row_optimizer, config.lr))
-            self.tables.append(Table(rows, [dimension, *further.values()], optimizer, lr))
+            optimizer = config.by_table.get(described.name, (config.row_optimizer, config.lr, config.row_options))
+            self.tables.append(Table(rows, [dimension, *further.values()], *optimizer))
         for number, table in enumerate(self.tables):
             features = [f for f, feature in enumerate(log.features) if feature.table == number]
             bags = [sample[f] for samples in (data.training, data.evaluation) for sample in samples.bags for f in features]
@@ -344,9 +386,9 @@ class Trainer:
         if config.later is not None and number >= config.later[0]:
             config = config.later[1]
         for number_of_table, table in enumerate(self.tables):
-            _, rate = config.by_table.get(config.log.tables[number_of_table].name, (config.row_optimizer, config.lr))
-            table.lr = np.float32(rate * (1.0 if config.lr_schedule is None else rate_factor(config.lr_schedule, number)))
-            table.update(*add_lanes([lane[number_of_table] for lane in lanes]))
+            _, rate, *_ = config.by_table.get(config.log.tables[number_of_table].name, (config.row_optimizer, config.lr))
+            table.lr = rate * (1.0 if config.lr_schedule is None else rate_factor(config.lr_schedule, number))
+            table.update(*add_lanes([lane[number_of_table] for lane in lanes]), number)
         for name, value in self.with_gradients.items():
             value.grad = dense_sum[name]
         if config.dense_clip is not None:

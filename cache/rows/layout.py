@@ -12,17 +12,20 @@ import numpy as np
 from foreload.cache.errors import CacheError
 from foreload.pipelines.planning.sizing import stored_bytes
 
-ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 
 
 def state_width(optimizer: str, parts: tuple[tuple[str, int], ...]) -> int:
-    """Columns of optimizer state of a row with these parts: sgd 0, adagrad one a weight, rowwise_adagrad one a part."""
+    """Columns of optimizer state of a row with these parts: sgd 0, adagrad one a weight, rowwise_adagrad one a part, adam and
+    ftrl two a weight, the first of all weights before the second."""
     if optimizer == "sgd":
         return 0
     if optimizer == "adagrad":
         return sum(columns for _, columns in parts)
     if optimizer == "rowwise_adagrad":
         return len(parts)
+    if optimizer in ("adam", "ftrl"):
+        return 2 * sum(columns for _, columns in parts)
     raise CacheError(f"row optimizer: must be one of {', '.join(ROW_OPTIMIZERS)}; got {optimizer!r}")
 
 

@@ -47,6 +47,7 @@ class TrainSettings(TypedDict, total=False):
     model_folder: Path
     dim: int
     row_optimizer: str
+    row_options: Mapping[str, float]
     lr: float
     dense_optimizer: str
     lr_schedule: str

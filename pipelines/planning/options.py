@@ -134,7 +134,7 @@ class PrepareOptions:
     row_bytes: int | None = setting(
         None, integer(16),
         "for --memory: a row at rest, 12 + 4 * columns of weights and optimizer state (default: as wide as any built-in model "
-        "with Adagrad, 12 + 8 * (largest dimension or 32, + 1))", _CACHE, metavar="N",
+        "with Adagrad, 12 + 8 * (largest dimension or 32, + 1); Adam and FTRL have 12 * where it has 8 *)", _CACHE, metavar="N",
     )  # fmt: skip
     window: int | None = setting(
         None, integer(1),

@@ -14,7 +14,9 @@ from foreload.cache.rows.layout import RowLayout, decode_rows, encode_rows
 PARTS = (("weights", 16), ("linear", 1))
 
 
-@pytest.mark.parametrize(("optimizer", "state"), [("sgd", 0), ("adagrad", 17), ("rowwise_adagrad", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "state"), [("sgd", 0), ("adagrad", 17), ("rowwise_adagrad", 2), ("adam", 34), ("ftrl", 34)]
+)
 def test_a_row_is_its_weights_its_state_and_twelve_bytes(optimizer: str, state: int) -> None:
     layout = RowLayout(0, "sites", 100, PARTS, optimizer)
     assert (layout.width, layout.state_width, layout.init_columns) == (17, state, 16)
@@ -27,7 +29,7 @@ def test_a_layout_refuses_what_cannot_be() -> None:
         (0, PARTS, "sgd", "table sites: rows must be at least 1; got 0"),
         (5, (), "sgd", "table sites: needs parts of at least one column each"),
         (5, (("weights", 0),), "sgd", "table sites: needs parts of at least one column each"),
-        (5, PARTS, "adam", "row optimizer: must be one of .*; got 'adam'"),
+        (5, PARTS, "lion", "row optimizer: must be one of .*; got 'lion'"),
     ]:
         with pytest.raises(CacheError, match=message):
             RowLayout(0, "sites", rows, parts, optimizer)

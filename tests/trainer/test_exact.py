@@ -413,8 +413,8 @@ def test_new_data_after_an_earlier_schedule_give_the_digest_of_the_whole(
         prepare.run([*given, f"--lanes={LANES}", f"--slots={slots}", f"--out={tmp_path}/{name}", *more])
         return Schedule(tmp_path / name)
 
-    whole = train(_job(), prepared("whole"), servers.urls[:3], 2)
-    job = _job()
+    whole = train(_job(row_optimizer="adam"), prepared("whole"), servers.urls[:3], 2)
+    job = _job(row_optimizer="adam")  # whose steps are counted on
     first = train(job, prepared("first"), servers.urls[:3], 4)
     second = train(job, prepared("second", f"--after={tmp_path}/first"), servers.urls[:3], 1, resume=first)
     assert second.digest == whole.digest

@@ -92,12 +92,18 @@ OWN_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "tags": {"row-optimizer": "rowwise_adagrad"},
     "number": {"lr": 0.2},
 }
+WITH_OPTIONS: dict[str, dict[str, Any]] = {
+    "place": {"row-optimizer": "ftrl", "lr": 0.3, "row-options": {"l1": 0.001, "l2": 0.01, "beta": 0.1}},
+    "tags": {"row-optimizer": "adam", "row-options": {"beta1": 0.5}},
+    "number": {"row-options": {"decay": 0.9, "epsilon": 1e-4}},
+}
 CASES = {
     "dlrm, shuffled": Case("dlrm", EQUAL, {"bottom": f"7-{DIM}", "top": "9-1"}, shuffle_seed=11),
     "deepfm with dropout": Case("deepfm", EQUAL, {"deep": "16-8", "dropout": 0.3}),
     "wide_deep of mixed dimensions, shuffled": Case("wide_deep", MIXED, {"deep": "16-8"}, shuffle_seed=-2),
     "dcn of mixed dimensions with dropout": Case("dcn", MIXED, {"deep": "16-8", "rank": 3, "dropout": 0.2}),
     "row optimizers by table": Case("wide_deep", MIXED, {"deep": "8"}, tables=OWN_OPTIMIZERS),
+    "row optimizers with options": Case("wide_deep", MIXED, {"deep": "8"}, tables=WITH_OPTIONS),
 }
 
 
@@ -128,7 +134,10 @@ def test_every_kind_of_feature_trains_as_in_memory(case: Case, clicks: Path, ser
             model_options=case.options,
             row_optimizer="adagrad",
             lr=0.05,
-            by_table={name: (own.get("row-optimizer", "adagrad"), own.get("lr", 0.05)) for name, own in case.tables.items()},
+            by_table={
+                name: (own.get("row-optimizer", "adagrad"), own.get("lr", 0.05), own.get("row-options", {}))
+                for name, own in case.tables.items()
+            },
             dense_optimizer="Adam",
             dense_options={"lr": 0.01},
         )

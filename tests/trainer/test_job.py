@@ -38,6 +38,18 @@ def test_a_job_file_holds_every_setting(tmp_path: Path) -> None:
     assert criteo == [RowOptimizer("sgd", 0.1), RowOptimizer("adagrad", 1.0), *[adagrad] * 24]
 
 
+def test_a_table_has_the_options_of_all_and_its_own_unless_its_optimizer_is_another() -> None:
+    tables = {"C1": {"row-options": {"beta2": "0.9"}}, "C2": {"row-optimizer": "ftrl"}, "C3": {"row-optimizer": "adam", "lr": 1}}
+    job = TrainJob.of(LEAST | {"row-optimizer": "adam", "row-options": ["beta1=0.5"], "tables": tables})
+    assert TrainJob.of(json.loads(json.dumps(job.to_dict()))) == job
+    assert job.row_optimizers(FeatureSpec.criteo())[:4] == [
+        RowOptimizer("adam", 0.05, {"beta1": 0.5, "beta2": 0.9}),
+        RowOptimizer("ftrl", 0.05),
+        RowOptimizer("adam", 1.0, {"beta1": 0.5}),
+        RowOptimizer("adam", 0.05, {"beta1": 0.5}),
+    ]
+
+
 def test_settings_of_a_table_that_is_not_there_are_refused() -> None:
     job = TrainJob.of(LEAST | {"tables": {"C27": {"lr": 0.1}}})
     with pytest.raises(SettingError, match=r"\[train.tables.C27\]: must be of a table of the schedule; there are C1, C2, "):
@@ -71,14 +83,22 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"dim": "8.5"}, "--dim: must be a whole number; got '8.5'"),
         ({"lr": float("nan")}, "--lr: must be a finite number"),
         ({"lr": -1}, "--lr: must be at least 0; got -1"),
-        ({"row_optimizer": "adam"}, "--row-optimizer: must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"),
+        ({"row_optimizer": "lion"}, "--row-optimizer: must be one of sgd, adagrad, rowwise_adagrad, adam, ftrl; got 'lion'"),
+        ({"row_optimizer": "ftrl", "lr": 0}, "--lr: must be above 0 with row-optimizer ftrl"),
+        ({"row_options": ["beta1=0.5"]}, "--row-options: adagrad has no option beta1; it has epsilon, decay"),
+        ({"row_options": ["decay=x"]}, "--row-options: decay: must be a finite number; got 'x'"),
+        ({"row_options": "decay=2"}, "--row-options: decay of adagrad must be above 0 and at most 1; got 2"),
+        (
+            {"tables": {"C1": {"row-optimizer": "ftrl", "row-options": {"l1": -1}}}},
+            r"\[train.tables.C1\] row-options: l1 of ftrl must be from 0",
+        ),
         ({"device": "tpu"}, "--device: must be one of cpu, cuda"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite"),
         ({"accept_numerics": True}, "--accept-numerics: is for a run that goes on; give it with --resume"),
         ({"memory": "2 foo"}, "--memory: must be a size"),
         ({"namespace": "a b"}, "--namespace"),
-        ({"tables": {"C1": {"momentum": 1}}}, r"\[train.tables.C1\]: knows row-optimizer and lr; got momentum"),
-        ({"tables": {"C1": {"row-optimizer": "adam"}}}, "row-optimizer: must be one of"),
+        ({"tables": {"C1": {"momentum": 1}}}, r"\[train.tables.C1\]: knows row-optimizer, lr and row-options; got momentum"),
+        ({"tables": {"C1": {"row-optimizer": "lion"}}}, "row-optimizer: must be one of"),
         ({"parity": "2"}, r"--parity: must be off, or K\+R such as 2\+1"),
         ({"parity": "2+0"}, "--parity: must be off"),
         ({"parity": "200+100"}, "at most 256 together; got '200\\+100'"),

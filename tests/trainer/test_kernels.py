@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.compiled_kernels import CompiledKernels
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import MEAN, SINGLE, BlockLayout, Lookups, UpdateRules
+from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.compute.torch_kernels import TorchKernels
 
 VARIANTS: list[Kernels] = [CompiledKernels(), TorchKernels("cpu")]
@@ -168,45 +172,65 @@ def sum_of_squares(g: np.ndarray) -> np.float32:
     return p[0]
 
 
-def expected_update(row: RowLayout, rate: float, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
+OPTIONS: dict[str, dict[str, float]] = {
+    "adagrad": {"decay": 0.75, "epsilon": 1e-3},
+    "rowwise_adagrad": {"decay": 0.9},
+    "adam": {"beta1": 0.5, "beta2": 0.97, "epsilon": 1e-4},
+    "ftrl": {"l1": 0.2, "l2": 0.1, "beta": 0.5},
+}
+
+
+def expected_update(row: RowLayout, of: RowOptimizer, step: int, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
     """A step of a row's optimizer in place: w, its weights; s, its state; g, its gradient."""
-    lr, epsilon = f32(rate), f32(1e-8)
+    lr, option, width = f32(of.lr), {name: f32(of.option(name)) for name in reference.DEFAULTS[of.name]}, row.width
     start = 0
     for own, (_, columns) in enumerate(row.parts):
-        if row.optimizer == "rowwise_adagrad":
-            s[own] = s[own] + sum_of_squares(g[start : start + columns]) / f32(columns)
+        if of.name == "rowwise_adagrad":
+            s[own] = option["decay"] * s[own] + sum_of_squares(g[start : start + columns]) / f32(columns)
         for j in range(start, start + columns):
-            if row.optimizer == "sgd":
+            if of.name == "sgd":
                 w[j] = w[j] - lr * g[j]
-                continue
-            if row.optimizer == "adagrad":
-                s[j] = s[j] + g[j] * g[j]
-            w[j] = w[j] - (lr * g[j]) / (np.sqrt(s[own if row.optimizer == "rowwise_adagrad" else j]) + epsilon)
+            elif of.name == "adam":
+                s[j] = option["beta1"] * s[j] + f32(1 - of.option("beta1")) * g[j]
+                s[width + j] = option["beta2"] * s[width + j] + f32(1 - of.option("beta2")) * (g[j] * g[j])
+                rate = f32(of.lr / (1 - reference.power(of.option("beta1"), step + 1)))
+                root = f32(1 / math.sqrt(1 - reference.power(of.option("beta2"), step + 1)))
+                w[j] = w[j] - (rate * s[j]) / (np.sqrt(s[width + j]) * root + option["epsilon"])
+            elif of.name == "ftrl" and lr > 0:
+                n = s[width + j] + g[j] * g[j]
+                s[j] = s[j] + (g[j] - ((np.sqrt(n) - np.sqrt(s[width + j])) / lr) * w[j])
+                s[width + j] = n
+                less = np.copysign(option["l1"], s[j]) - s[j]
+                w[j] = f32(0) if abs(s[j]) <= option["l1"] else less / ((option["beta"] + np.sqrt(n)) / lr + option["l2"])
+            elif of.name in ("adagrad", "rowwise_adagrad"):
+                if of.name == "adagrad":
+                    s[j] = option["decay"] * s[j] + g[j] * g[j]
+                w[j] = w[j] - (lr * g[j]) / (np.sqrt(s[own if of.name == "rowwise_adagrad" else j]) + option["epsilon"])
         start += columns
 
 
-@settings(max_examples=40)
-@given(st.integers(0, 2**32), st.sampled_from([0, 16, 32, 24]))
-def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> None:
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.sampled_from([0, 16, 32, 24]), st.integers(0, 5000))
+def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int, step: int) -> None:
     """alike: all tables have rows of one part of this width, under row-wise Adagrad; 0: they differ."""
     rng = np.random.default_rng(seed)
-    names = ["sgd", "adagrad", "rowwise_adagrad"]
-    tables = (
-        [RowLayout(k, f"t{k}", 9, (("weights", alike),), "rowwise_adagrad") for k in range(4)]
+    tables = [
+        RowLayout(k, f"t{k}", 9, (("weights", alike),), "rowwise_adagrad")
         if alike
-        else [
-            RowLayout(
-                k,
-                f"t{k}",
-                9,
-                (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2],
-                names[int(rng.integers(3))],
-            )
-            for k in range(4)
-        ]
-    )
-    rates = [0.1 * k for k in range(4)]
-    rules = UpdateRules.of(tables, rates)
+        else RowLayout(
+            k,
+            f"t{k}",
+            9,
+            (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2],
+            ROW_OPTIMIZERS[int(rng.integers(5))],
+        )
+        for k in range(4)
+    ]
+    optimizers = [
+        RowOptimizer(row.optimizer, 0.1 * k + 0.01 * (row.optimizer == "ftrl"), OPTIONS.get(row.optimizer, {}) if k % 3 else {})
+        for k, row in enumerate(tables)
+    ]
+    rules = UpdateRules.of(tables, optimizers).at(optimizers, step, 1.0)
     assert rules.rowwise or not alike
     count = 30
     weights = rng.standard_normal((50, rules.width)).astype(f32)
@@ -216,7 +240,7 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> No
     w, s = weights.copy(), state.copy()
     with np.errstate(all="ignore"):
         for slot, k, g in zip(slots, numbers, gradient, strict=True):
-            expected_update(tables[k], rates[k], w[slot], s[slot], g)
+            expected_update(tables[k], optimizers[k], step, w[slot], s[slot], g)
     for kernels in VARIANTS:
         before = torch.empty(count, rules.width), torch.empty(count, rules.state_width)
         for kept in (None, before):
@@ -224,6 +248,39 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int) -> No
             kernels.apply(updated, new_state, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules, kept)
             assert (bits(updated), bits(new_state)) == (bits(w), bits(s)), type(kernels).__name__
         assert (bits(before[0]), bits(before[1])) == (bits(weights[slots]), bits(state[slots])), type(kernels).__name__
+
+
+@pytest.mark.parametrize("kernels", VARIANTS, ids=lambda kernels: type(kernels).__name__)
+def test_ftrl_leaves_rows_as_they_are_where_its_rate_is_zero(kernels: Kernels) -> None:
+    """A schedule may come down to it; the settings of a table may not."""
+    rows, optimizers = [RowLayout(0, "t", 9, (("weights", 3),), "ftrl")], [RowOptimizer("ftrl", 0.1)]
+    weights, state = torch.randn(4, 3), torch.rand(4, 6)
+    updated, now = weights.clone(), state.clone()
+    rules = UpdateRules.of(rows, optimizers).at(optimizers, 7, 0.0)
+    kernels.apply(updated, now, np.arange(4, dtype=np.int32), np.zeros(4, np.int16), torch.randn(4, 3), rules)
+    assert torch.equal(updated, weights)
+    assert torch.equal(now, state)
+
+
+def test_adam_and_adagrad_are_torchs_but_for_rounding() -> None:
+    """A row that every step uses goes as a parameter of torch.optim's; so the options mean what they mean there."""
+    generator = torch.Generator().manual_seed(5)
+    for name, options, theirs in (
+        ("adam", {"beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}, (torch.optim.Adam, {"betas": (0.8, 0.95), "eps": 1e-6})),
+        ("adagrad", {"epsilon": 1e-6}, (torch.optim.Adagrad, {"eps": 1e-6})),
+    ):
+        weights = torch.randn(3, 8, generator=generator)
+        row = RowLayout(0, "t", 9, (("weights", 8),), name)
+        parameter, state = torch.nn.Parameter(weights.clone()), torch.zeros(3, row.state_width)
+        torchs = theirs[0]([parameter], lr=0.05, **theirs[1])
+        optimizers = [RowOptimizer(name, 0.05, options)]
+        for step in range(50):
+            gradient = torch.randn(3, 8, generator=generator)
+            parameter.grad = gradient.clone()
+            torchs.step()
+            rules = UpdateRules.of([row], optimizers).at(optimizers, step, 1.0)
+            CompiledKernels().apply(weights, state, np.arange(3, dtype=np.int32), np.zeros(3, np.int16), gradient, rules)
+        torch.testing.assert_close(weights, parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", VARIANTS, ids=lambda kernels: type(kernels).__name__)

@@ -50,7 +50,7 @@ def test_rows_have_the_tables_dimension_and_the_models_columns() -> None:
     # A weight and its state for each of 4 and 6 columns, and id and tag.
     with_state = layouts(FEATURES, DLRM, 4, [RowOptimizer("adagrad", 0.1)] * 2)
     assert [row.row_bytes for row in with_state] == [2 * 4 * 4 + TRAILER_BYTES, 2 * 4 * 6 + TRAILER_BYTES]
-    rules = UpdateRules.of(rows, [0.5, 0.1])
+    rules = UpdateRules.of(rows, [SGD, RowOptimizer("rowwise_adagrad", 0.1)])
     assert rules.kinds.tolist() == [0, 2]
     assert rules.parts.tolist() == [4, 1, 6, 1]
     assert rules.part_offsets.tolist() == [0, 2, 4]
@@ -98,7 +98,9 @@ def test_gradients_of_views_come_together_in_the_block() -> None:
 @pytest.mark.parametrize(
     ("name", "lr", "message"),
     [
-        ("adam", 0.1, "must be one of sgd, adagrad, rowwise_adagrad; got 'adam'"),
+        ("lion", 0.1, "must be one of sgd, adagrad, rowwise_adagrad, adam, ftrl; got 'lion'"),
+        ("ftrl", 0, "lr: must be above 0 with row-optimizer ftrl"),
+        ("ftrl", 1e-50, "lr: must be above 0 with row-optimizer ftrl"),
         ("sgd", -1, "not negative"),
         ("sgd", float("nan"), "finite"),
     ],
@@ -106,6 +108,26 @@ def test_gradients_of_views_come_together_in_the_block() -> None:
 def test_settings_of_row_optimizers_are_checked(name: str, lr: float, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         RowOptimizer(name, lr)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sgd", {"epsilon": 1e-8}, "row-options: sgd has no option epsilon; it has none"),
+        ("adagrad", {"beta1": 0.5}, "row-options: adagrad has no option beta1; it has epsilon, decay"),
+        ("rowwise_adagrad", {"decay": 1.5}, "row-options: decay of rowwise_adagrad must be above 0 and at most 1; got 1.5"),
+        ("adagrad", {"decay": 1e-60}, "must be above 0 and at most 1"),
+        ("adagrad", {"epsilon": 0.0}, "row-options: epsilon of adagrad must be from 1e-30 to 1; got 0"),
+        ("adam", {"beta2": 1.0}, "row-options: beta2 of adam must be at least 0 and, as a float32, below 1; got 1"),
+        ("adam", {"beta1": 0.99999999}, "beta1 of adam must be at least 0 and, as a float32, below 1"),
+        ("adam", {"beta1": -0.1}, "beta1 of adam must be at least 0"),
+        ("ftrl", {"l2": -1.0}, "row-options: l2 of ftrl must be from 0 to 1e\\+30; got -1"),
+        ("ftrl", {"beta": 0.0}, "row-options: beta of ftrl must be from 1e-30 to 1e\\+30; got 0"),
+    ],
+)
+def test_options_of_row_optimizers_are_checked(name: str, options: dict[str, float], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        RowOptimizer(name, 0.1, options)
 
 
 def test_what_does_not_fit_the_features_is_refused() -> None:

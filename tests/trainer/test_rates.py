@@ -138,10 +138,17 @@ def test_a_job_keeps_its_schedules() -> None:
 GIVEN: dict[str, dict[str, Any]] = {
     "both": {"lr_schedule": "warmup:4,cosine:17:0.1", "dense_lr_schedule": "0:0.2,6:1,15:0.3"},
     "rows": {"lr_schedule": "step:3:0.5"},
+    "adam": {"lr_schedule": "warmup:3", "row_optimizer": "adam", "row_options": {"beta1": 0.8}},
     "dense, clipped": {"dense_lr_schedule": "warmup:2,linear:18:0", "dense_clip": 0.05},
 }
 GRID = list(itertools.product(GIVEN, (1, 2, 4), (1, 3), ("min", "all")))
-ALWAYS = {("both", 2, 3, "min"), ("rows", 1, 1, "all"), ("dense, clipped", 4, 3, "min"), ("dense, clipped", 1, 1, "min")}
+ALWAYS = {
+    ("both", 2, 3, "min"),
+    ("adam", 2, 1, "min"),
+    ("rows", 1, 1, "all"),
+    ("dense, clipped", 4, 3, "min"),
+    ("dense, clipped", 1, 1, "min"),
+}
 
 
 @pytest.mark.parametrize(
@@ -159,10 +166,11 @@ def test_it_trains_to_the_bits_of_the_plain_trainer(
 
 
 def test_a_training_that_stops_and_goes_on_is_at_the_same_rates(log: Log, servers: LocalStores) -> None:
-    job, schedule = log.job(**GIVEN["both"], dense_clip=0.1), log.schedules["min"]
+    given = GIVEN["adam"] | GIVEN["both"] | {"dense_clip": 0.1}
+    job, schedule = log.job(**given), log.schedules["min"]
     stopped = train(job, schedule, servers.urls[:2], 2, stop_after=lambda step: step == 6)
     outcome = train(job, schedule, servers.urls[:2], 3, resume=stopped)
-    assert outcome.digest == reference.train(log.config(**GIVEN["both"], dense_clip=0.1)).digest
+    assert outcome.digest == reference.train(log.config(**given)).digest
 
 
 def test_a_training_may_go_on_with_other_rates(log: Log, servers: LocalStores) -> None:

@@ -21,6 +21,7 @@ _OF_THE_JOB = (
         "model_options",
         "seed",
         "row_optimizer",
+        "row_options",
         "lr",
         "dense_optimizer",
         "dense_lr",

@@ -135,7 +135,7 @@ def _dense_files(model: SavedModel) -> dict[str, bytes]:
 
 def _told(model: SavedModel) -> dict[str, Any]:
     """What a manifest says of the model, whatever of it is exported."""
-    job = model.manifest.job
+    job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
     beside = {*FREE_SETTINGS, *NUMERICS_SETTINGS, *_IN_THE_MODEL, "seed"}
     return {
         "step": model.step,

@@ -12,16 +12,10 @@ from torch import Tensor
 
 from foreload.cache.rows.staging import put_rows, take_rows
 from foreload.pipelines.base.prefetch import prefetch
-from foreload.pipelines.base.simd import (
-    COLUMNS,
-    add,
-    copy,
-    descend,
-    eight_sums_of_squares,
-)
+from foreload.pipelines.base.simd import COLUMNS, add, copy
+from foreload.trainer.compute.compiled_updates import update_rows, update_rows_rowwise
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
-from foreload.trainer.compute.row_optimizers import ADAGRAD, EPSILON, SGD
 
 _ONE = np.uint64(1)
 _AHEAD = 16  # lookups, or rows, that prefetching is ahead of their use
@@ -174,125 +168,6 @@ def _add_part(total: np.ndarray, users: np.ndarray, lane: np.uint64, part: np.nd
             place += 1
 
 
-@_compile
-def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) -> np.float32:
-    """Q of docs/definitions.md over g[i, start:end]: eight sums, the c-th of these columns in sum c % 8, then added in pairs.
-
-    Before: p is float32 [8] of scratch, holding anything. After: p may have changed, g has not. Where the columns are whole eights, the sums are the
-    lanes of one vector: the same additions in the same order.
-    """
-    blocks = (end - start) // 8
-    place = np.int64(i) * g.shape[1] + start
-    if (end - start) % 8 == 0:
-        return eight_sums_of_squares(g, place, blocks)
-    p[:] = np.float32(0)
-    for c in range(end - start):
-        p[c % 8] = p[c % 8] + g[i, start + c] * g[i, start + c]
-    return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]))
-
-
-@_compile
-def _keep(rows: np.ndarray, place: np.int64, kept: np.ndarray, at: int) -> None:
-    """kept[at] = rows[place], where kept has as many rows; one without any keeps nothing."""
-    if at < kept.shape[0]:
-        for j in range(rows.shape[1]):
-            kept[at, j] = rows[place, j]
-
-
-@_compile
-def _apply(
-    weights: np.ndarray,
-    state: np.ndarray,
-    slots: np.ndarray,
-    tables: np.ndarray,
-    gradient: np.ndarray,
-    rules: UpdateRules,
-    before: tuple[np.ndarray, np.ndarray],
-) -> None:
-    """One update of each row weights[slots[i]], state[slots[i]] by gradient[i], by the rule of tables[i].
-
-    Before: slots are distinct, so the order of the rows does not matter, and each row sees its own gradient alone. After: SGD and Adagrad went
-    through the row's columns one by one; row-wise Adagrad added the mean of the part's squares to the part's one state number first, and then divided
-    all of its columns by that one root. Columns beyond the table's width were neither read nor written. before: as `_keep` has it.
-    """
-    kinds, rates, widths, parts, part_offsets = rules.kinds, rules.rates, rules.widths, rules.parts, rules.part_offsets
-    columns, state_columns, last = weights.shape[1], state.shape[1], slots.size - 1
-    scratch = np.empty(8, np.float32)
-    for i in range(slots.size):
-        ahead = np.int64(slots[min(i + _AHEAD, last)])
-        for j in range(0, columns, _LINE):
-            prefetch(weights, ahead * columns + j)
-        for j in range(0, state_columns, _LINE):
-            prefetch(state, ahead * state_columns + j)
-        r, k = np.int64(slots[i]), tables[i]
-        _keep(weights, r, before[0], i)
-        _keep(state, r, before[1], i)
-        kind, lr, width = kinds[k], rates[k], np.int64(widths[k])
-        if kind == SGD:
-            for j in range(width):
-                weights[r, j] = weights[r, j] - lr * gradient[i, j]
-        elif kind == ADAGRAD:
-            for j in range(width):
-                g = gradient[i, j]
-                s = state[r, j] + g * g
-                state[r, j] = s
-                weights[r, j] = weights[r, j] - (lr * g) / (np.sqrt(s) + EPSILON)
-        elif part_offsets[k + 1] == part_offsets[k] + 1:
-            s = state[r, 0] + _sum_of_squares(gradient, i, 0, width, scratch) / np.float32(width)
-            state[r, 0] = s
-            root = np.sqrt(s) + EPSILON
-            vectors = width // COLUMNS * COLUMNS
-            for j in range(0, vectors, COLUMNS):
-                descend(gradient, i * columns + j, lr, root, weights, r * columns + j)
-            for j in range(vectors, width):
-                c = np.uint64(j)
-                weights[r, c] = weights[r, c] - (lr * gradient[i, c]) / root
-        else:
-            start = 0
-            for p in range(part_offsets[k], part_offsets[k + 1]):
-                end = start + parts[p]
-                own = p - part_offsets[k]
-                s = state[r, own] + _sum_of_squares(gradient, i, start, end, scratch) / np.float32(parts[p])
-                state[r, own] = s
-                root = np.sqrt(s) + EPSILON
-                for j in range(start, end):
-                    weights[r, j] = weights[r, j] - (lr * gradient[i, j]) / root
-                start = end
-
-
-@_compile
-def _apply_rowwise(
-    weights: np.ndarray,
-    state: np.ndarray,
-    slots: np.ndarray,
-    tables: np.ndarray,
-    gradient: np.ndarray,
-    rates: np.ndarray,
-    before: tuple[np.ndarray, np.ndarray],
-) -> None:
-    """`_apply` where every table has rows of one part, as wide as the partition and a multiple of COLUMNS, under row-wise Adagrad.
-
-    Before and after are the same. Without the other cases in its way it takes less than half the time.
-    """
-    columns, last = weights.shape[1], slots.size - 1
-    keeps, (weights_before, state_before) = before[0].shape[0] == slots.size, before
-    for i in range(slots.size):
-        ahead = np.int64(slots[min(i + _AHEAD, last)])
-        for j in range(0, columns, _LINE):
-            prefetch(weights, ahead * columns + j)
-        prefetch(state, ahead)
-        r = np.int64(slots[i])
-        if keeps:
-            for j in range(0, columns, COLUMNS):
-                copy(weights, r * columns + j, weights_before, i * columns + j)
-            state_before[i, 0] = state[r, 0]
-        s = state[r, 0] + eight_sums_of_squares(gradient, i * columns, columns // 8) / np.float32(columns)
-        state[r, 0] = s
-        root = np.sqrt(s) + EPSILON
-        for j in range(0, columns, COLUMNS):
-            descend(gradient, i * columns + j, rates[tables[i]], root, weights, r * columns + j)
-
-
 class CompiledKernels(Kernels):
     """`Kernels` for rows in CPU memory."""
 
@@ -343,6 +218,6 @@ class CompiledKernels(Kernels):
         kept = kept_weights.numpy(), kept_state.numpy()
         rows = weights.numpy(), state.numpy(), slots, tables, gradient.numpy()
         if rules.rowwise and rules.width % COLUMNS == 0:
-            _apply_rowwise(*rows, rules.rates, kept)
+            update_rows_rowwise(*rows, rules, kept)
         else:
-            _apply(*rows, rules, kept)
+            update_rows(*rows, rules, kept, True if rules.two_a_weight else None)

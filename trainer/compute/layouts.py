@@ -12,7 +12,7 @@ from torch import Tensor
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.compute.row_optimizers import RowOptimizer, rule_arrays
 from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
 
 # How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.
@@ -111,28 +111,32 @@ class Lookups:
 class UpdateRules(NamedTuple):
     """The row optimizers of all tables as arrays, for the kernels: a named tuple, which compiled loops take as it is.
 
-    kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables], learning rates; widths: int32 [tables]; parts: int32, columns of the
-    parts of table k at part_offsets[k] .. part_offsets[k+1]; width, state_width: the largest of all tables, the columns of a partition; rowwise:
-    whether all tables have rows of one part, of one width, under row-wise Adagrad.
+    kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables], learning rates; constants: float32 [tables, CONSTANTS], what else their
+    updates take (row_optimizers); widths: int32 [tables]; parts: int32, columns of the parts of table k at part_offsets[k] .. part_offsets[k+1];
+    width, state_width: the largest of all tables, the columns of a partition; rowwise: whether all tables have rows of one part, of one width, under
+    row-wise Adagrad; two_a_weight: whether any table is under Adam or FTRL-Proximal; by_step: whether constants depend on the step.
     """
 
     kinds: np.ndarray
     rates: np.ndarray
+    constants: np.ndarray
     widths: np.ndarray
     parts: np.ndarray
     part_offsets: np.ndarray
     width: int
     state_width: int
     rowwise: bool
+    two_a_weight: bool
+    by_step: bool
 
     @classmethod
-    def of(cls, rows: Sequence[RowLayout], rates: Sequence[float]) -> UpdateRules:
-        """The rules of these tables. rates: their learning rates."""
-        if len(rates) != len(rows):
-            raise ValueError(f"rates: must be one a table, {len(rows)}; got {len(rates)}")
+    def of(cls, rows: Sequence[RowLayout], optimizers: Sequence[RowOptimizer]) -> UpdateRules:
+        """The rules of these tables at step 0. optimizers: one a table, whose states the rows have."""
+        if [row.optimizer for row in rows] != [optimizer.name for optimizer in optimizers]:
+            raise ValueError(f"optimizers: must be those of the rows, one a table; got {optimizers}")
         return cls(
             np.array([ROW_OPTIMIZERS.index(row.optimizer) for row in rows], np.int8),
-            np.array(rates, np.float32),
+            *rule_arrays(optimizers, 0),
             np.array([row.width for row in rows], np.int32),
             np.array([columns for row in rows for _, columns in row.parts], np.int32),
             np.cumsum([0, *(len(row.parts) for row in rows)]).astype(np.int32),
@@ -141,4 +145,11 @@ class UpdateRules(NamedTuple):
             bool(rows)
             and len(rows[0].parts) == 1
             and all((row.optimizer, row.parts) == ("rowwise_adagrad", rows[0].parts) for row in rows),
+            any(row.optimizer in ("adam", "ftrl") for row in rows),
+            any(optimizer.by_step for optimizer in optimizers),
         )
+
+    def at(self, optimizers: Sequence[RowOptimizer], step: int, factor: float) -> UpdateRules:
+        """The rules at a training step, learning rates multiplied by a factor. optimizers: as `of` was given them."""
+        rates, constants = rule_arrays(optimizers, step, factor)
+        return self._replace(rates=rates, constants=constants)

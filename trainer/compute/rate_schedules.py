@@ -111,7 +111,7 @@ def _cosine(begin: int, end: int, least: float) -> Callable[[int], float]:
 
 
 def _step(begin: int, every: int, least: float) -> Callable[[int], float]:
-    return lambda step: _power(least, (step - begin) // every)
+    return lambda step: power(least, (step - begin) // every)
 
 
 _AFTER = {"linear": _linear, "cosine": _cosine, "step": _step}
@@ -127,7 +127,7 @@ def _cosine_of_half_turns(x: float) -> float:
     return total
 
 
-def _power(base: float, exponent: int) -> float:
+def power(base: float, exponent: int) -> float:
     """By squaring, from the lowest bit up: products alone."""
     result, square = 1.0, base
     while exponent:

@@ -13,26 +13,26 @@ from torch import Tensor
 
 from foreload.trainer.compute.layouts import UpdateRules
 from foreload.trainer.compute.rate_schedules import RateSchedule
+from foreload.trainer.compute.row_optimizers import RowOptimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """rules: of the rows, with the learning rates that schedules are multiplied with; rows: those rates, float64, by table; dense: that of the dense
-    part. row_schedule, dense_schedule: None: the same at every step.
+    """rules: of the rows, at step 0 and before schedules; rows: their optimizers, by table; dense: the learning rate of the dense part.
+    row_schedule, dense_schedule: of learning rates; None: the same at every step.
     """
 
     rules: UpdateRules
-    rows: tuple[float, ...]
+    rows: tuple[RowOptimizer, ...]
     row_schedule: RateSchedule | None
     dense: float
     dense_schedule: RateSchedule | None
 
     def rules_at(self, step: int) -> UpdateRules:
         """The rows' rules at a training step."""
-        if self.row_schedule is None:
+        if self.row_schedule is None and not self.rules.by_step:
             return self.rules
-        factor = self.row_schedule.factor(step)
-        return self.rules._replace(rates=np.array([rate * factor for rate in self.rows], np.float32))
+        return self.rules.at(self.rows, step, 1.0 if self.row_schedule is None else self.row_schedule.factor(step))
 
     def set_dense(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Have the dense optimizer use the learning rate of a training step."""

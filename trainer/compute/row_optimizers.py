@@ -3,30 +3,125 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.errors import SettingError
+from foreload.trainer.compute.rate_schedules import power
 
 # UpdateRules.kinds, on which the kernels switch: places in ROW_OPTIMIZERS.
-SGD, ADAGRAD, ROWWISE_ADAGRAD = (ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad"))
-EPSILON = np.float32(1e-8)  # added to the root that adagrad and rowwise_adagrad divide by
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, FTRL = (
+    ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
+)
+# Columns of UpdateRules.constants: of both Adagrads, Adam and FTRL-Proximal. FIRST, SECOND: Adam's beta1 and beta2, each before 1 less it; ROOT: what
+# the root of its second moment is multiplied by at the step.
+CONSTANTS = 6
+EPSILON, DECAY = 0, 1
+FIRST, SECOND, ROOT = 1, 3, 5
+L1, L2, BETA = 0, 1, 2
+
+_LEAST = 1e-30  # what is added under a fraction line may be no less: with 0 there, a gradient of 0 would give NaN
+_MOST = 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A number that a row optimizer takes: its default, and what it may be, in words and as a test of its float64 and its float32 value."""
+
+    default: float
+    rule: str
+    low: float
+    high: float = _MOST
+    low_included: bool = True
+    high_included: bool = True
+
+    def allows(self, value: float) -> bool:
+        rounded = float(np.float32(value)) if abs(value) <= self.high else value
+        above = value >= self.low if self.low_included else rounded > self.low
+        return above and (value <= self.high if self.high_included else rounded < self.high)
+
+
+_SMALL = _Option(1e-8, f"from {_LEAST:g} to 1", _LEAST, 1)
+_OF_ADAGRAD = {"epsilon": _SMALL, "decay": _Option(1.0, "above 0 and at most 1", 0, 1, low_included=False)}
+_PENALTY = _Option(0.0, f"from 0 to {_MOST:g}", 0)
+_OPTIONS: dict[str, dict[str, _Option]] = {
+    "sgd": {},
+    "adagrad": _OF_ADAGRAD,
+    "rowwise_adagrad": _OF_ADAGRAD,
+    "adam": {
+        "beta1": _Option(0.9, "at least 0 and, as a float32, below 1", 0, 1, high_included=False),
+        "beta2": _Option(0.999, "at least 0 and, as a float32, below 1", 0, 1, high_included=False),
+        "epsilon": _SMALL,
+    },
+    "ftrl": {"l1": _PENALTY, "l2": _PENALTY, "beta": _Option(1.0, f"from {_LEAST:g} to {_MOST:g}", _LEAST)},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
-    """How rows are updated: `name` is one of ROW_OPTIMIZERS, `lr` the learning rate, finite and not negative.
+    """How rows are updated: `name` is one of ROW_OPTIMIZERS, `lr` the learning rate, finite and not negative; options: of those that the optimizer
+    has, by name, the ones that are not the defaults.
 
-    lr = 0 leaves the weights of every row at their initial values, as a baseline. Raises SettingError.
+    lr = 0 leaves the weights of every row at their initial values, as a baseline; `ftrl`, which divides by it, takes none. Raises SettingError.
     """
 
     name: str
     lr: float
+    options: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.name not in ROW_OPTIMIZERS:
             raise SettingError(f"row-optimizer: must be one of {', '.join(ROW_OPTIMIZERS)}; got {self.name!r}")
         if isinstance(self.lr, bool) or not isinstance(self.lr, int | float) or not (math.isfinite(self.lr) and self.lr >= 0):
             raise SettingError(f"lr: must be a finite number, not negative; got {self.lr!r}")
+        if self.name == "ftrl" and not np.float32(self.lr) > 0:
+            raise SettingError(f"lr: must be above 0 with row-optimizer ftrl, which divides by it; got {self.lr!r}")
+        check_options("row-options", self.name, self.options)
+
+    @property
+    def by_step(self) -> bool:
+        """Whether its constants are others at each step."""
+        return self.name == "adam"
+
+    def option(self, name: str) -> float:
+        """An option's value, as given or by default."""
+        return float(self.options.get(name, _OPTIONS[self.name][name].default))
+
+    def rule(self, step: int, factor: float) -> tuple[float, dict[int, float]]:
+        """What the kernels are told for a training step: the learning rate, multiplied by a factor, and constants by their columns; all float64."""
+        rate = self.lr * factor
+        if self.name in ("adagrad", "rowwise_adagrad"):
+            return rate, {EPSILON: self.option("epsilon"), DECAY: self.option("decay")}
+        if self.name == "ftrl":
+            return rate, {L1: self.option("l1"), L2: self.option("l2"), BETA: self.option("beta")}
+        if self.name == "adam":
+            first, second = self.option("beta1"), self.option("beta2")
+            constants = {EPSILON: self.option("epsilon"), ROOT: 1.0 / math.sqrt(1.0 - power(second, step + 1))}
+            constants |= {FIRST: first, FIRST + 1: 1.0 - first, SECOND: second, SECOND + 1: 1.0 - second}
+            return rate / (1.0 - power(first, step + 1)), constants
+        return rate, {}
+
+
+def rule_arrays(optimizers: Sequence[RowOptimizer], step: int, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """`RowOptimizer.rule` of every table: rates float32 [tables], constants float32 [tables, CONSTANTS]."""
+    rates, constants = np.zeros(len(optimizers), np.float32), np.zeros((len(optimizers), CONSTANTS), np.float32)
+    for table, optimizer in enumerate(optimizers):
+        rates[table], own = optimizer.rule(step, factor)
+        for column, value in own.items():
+            constants[table, column] = value
+    return rates, constants
+
+
+def check_options(where: str, name: str, options: Mapping[str, Any]) -> None:
+    """Raise SettingError unless a row optimizer takes these options. where: what they are called in messages."""
+    known = _OPTIONS[name]
+    for key, value in options.items():
+        if key not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise SettingError(f"{where}: {name} has no option {key}; {has}")
+        if not known[key].allows(value):
+            raise SettingError(f"{where}: {key} of {name} must be {known[key].rule}; got {value:g}")

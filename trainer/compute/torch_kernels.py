@@ -12,7 +12,21 @@ from torch import Tensor
 
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
-from foreload.trainer.compute.row_optimizers import ADAGRAD, EPSILON, ROWWISE_ADAGRAD, SGD
+from foreload.trainer.compute.row_optimizers import (
+    ADAGRAD,
+    ADAM,
+    BETA,
+    DECAY,
+    EPSILON,
+    FIRST,
+    FTRL,
+    L1,
+    L2,
+    ROOT,
+    ROWWISE_ADAGRAD,
+    SECOND,
+    SGD,
+)
 
 _ONE = np.uint64(1)
 
@@ -94,23 +108,47 @@ class TorchKernels(Kernels):
     def _update(self, w: Tensor, s: Tensor, g: Tensor, k: int, rules: UpdateRules) -> None:
         """Update, in place, copies of rows of table k: weights w [n, W] and state s [n, S] by gradient g [n, width of the table].
 
-        Python scalars would be float64, so constants are float32 tensors.
+        Python scalars would be float64, so rates and constants are float32 tensors.
         """
-        lr = torch.tensor(rules.rates[k], device=self.device)
-        epsilon = torch.tensor(EPSILON, device=self.device)
-        width = g.shape[1]
-        if rules.kinds[k] == SGD:
+        lr, c = (torch.from_numpy(values[k : k + 1].copy()).to(self.device) for values in (rules.rates, rules.constants))
+        lr, c = lr[0], c[0]
+        kind, width = rules.kinds[k], g.shape[1]
+        if kind == SGD:
             w[:, :width] -= lr * g
-        elif rules.kinds[k] == ADAGRAD:
-            s[:, :width] += g * g
-            w[:, :width] -= (lr * g) / (_root(s[:, :width]) + epsilon)
-        elif rules.kinds[k] == ROWWISE_ADAGRAD:
+        elif kind == ADAGRAD:
+            s[:, :width] = c[DECAY] * s[:, :width] + g * g
+            w[:, :width] -= (lr * g) / (_root(s[:, :width]) + c[EPSILON])
+        elif kind == ADAM:
+            _adam(w[:, :width], s[:, :width], s[:, width : 2 * width], g, lr, c)
+        elif kind == FTRL:
+            if rules.rates[k] > 0:
+                _ftrl(w[:, :width], s[:, :width], s[:, width : 2 * width], g, lr, c)
+        elif kind == ROWWISE_ADAGRAD:
             start = 0
             for own, columns in enumerate(rules.parts[rules.part_offsets[k] : rules.part_offsets[k + 1]].tolist()):
                 part = g[:, start : start + columns]
-                s[:, own] += _sums_of_squares(part) / torch.tensor(np.float32(columns), device=self.device)
-                w[:, start : start + columns] -= (lr * part) / (_root(s[:, own]) + epsilon)[:, None]
+                mean = _sums_of_squares(part) / torch.tensor(np.float32(columns), device=self.device)
+                s[:, own] = c[DECAY] * s[:, own] + mean
+                w[:, start : start + columns] -= (lr * part) / (_root(s[:, own]) + c[EPSILON])[:, None]
                 start += columns
+
+
+def _adam(w: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> None:
+    """Adam in place: weights w, first and second moments m and v, gradient g, all [n, width]; lr: corrected for the step; c: constants."""
+    m.copy_(c[FIRST] * m + c[FIRST + 1] * g)
+    v.copy_(c[SECOND] * v + c[SECOND + 1] * (g * g))
+    w -= (lr * m) / (_root(v) * c[ROOT] + c[EPSILON])
+
+
+def _ftrl(w: Tensor, z: Tensor, n: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> None:
+    """FTRL-Proximal in place: weights w, state z and n, gradient g, all [n, width]; lr: above 0; c: constants."""
+    now = n + g * g
+    root = _root(now)
+    sigma = (root - _root(n)) / lr
+    z.copy_(z + (g - sigma * w))
+    n.copy_(now)
+    changed = (torch.copysign(c[L1], z) - z) / ((c[BETA] + root) / lr + c[L2])
+    w.copy_(torch.where(z.abs() <= c[L1], 0.0, changed))
 
 
 def _root(s: Tensor) -> Tensor:

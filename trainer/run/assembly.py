@@ -95,8 +95,8 @@ class DenseModel:
 
     def parts(self, job: TrainJob, schedule: Schedule) -> TrainerParts:
         """What a trainer of this model has as long as it lives."""
-        rates = [table.lr for table in job.row_optimizers(schedule.header.features)]
-        rules = UpdateRules.of(self.layouts, rates)
+        optimizers = tuple(job.row_optimizers(schedule.header.features))
+        rules = UpdateRules.of(self.layouts, optimizers)
         return TrainerParts(
             schedule=schedule,
             module=self.module,
@@ -105,7 +105,7 @@ class DenseModel:
             layouts=self.layouts,
             block=BlockLayout.of(schedule.header.features, self.layouts),
             rules=rules,
-            rates=Rates(rules, tuple(rates), job.lr_schedule, float(job.dense_lr), job.dense_lr_schedule),
+            rates=Rates(rules, optimizers, job.lr_schedule, float(job.dense_lr), job.dense_lr_schedule),
             clip_dense=job.dense_clip,
             kernels=kernels_for(job.device),
             seed=job.seed,

@@ -35,6 +35,7 @@ from foreload.trainer.run.job_values import (
     Servers,
     Size,
     TableSettings,
+    row_options,
     storage_place,
     tables,
     weight_bits,
@@ -74,8 +75,11 @@ class TrainJob:
     lr_schedule: RateSchedule | None = setting(
         None, RateSchedule.parse, "what --lr is multiplied by, such as warmup:1000,cosine:20000:0.1", _HOW, metavar="FACTORS"
     )
+    row_options: dict[str, float] = setting(
+        {}, row_options, "options of the row optimizer, such as beta1=0.8 of adam", _HOW, form="several", metavar="K=V"
+    )
     tables: dict[str, TableSettings] = setting(
-        {}, tables, "job file only: row-optimizer and lr of single tables, in [train.tables.NAME]", _HOW, form="file"
+        {}, tables, "job file only: row-optimizer, lr and row-options of single tables, in [train.tables.NAME]", _HOW, form="file"
     )
     dense_optimizer: str = setting("Adagrad", text, "optimizer of the dense part, as torch.optim names it", _HOW, metavar="NAME")
     dense_lr: float = setting(0.01, number(0), "learning rate of the dense part", _HOW, metavar="X")
@@ -247,6 +251,9 @@ class TrainJob:
             raise SettingError(
                 f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}"
             )
+        self._row_optimizer()
+        for name, of_table in self.tables.items():
+            self._row_optimizer(of_table, f"[train.tables.{name}] ")
         self._check_hosts()
         self._check_checkpoints()
         if self.store.local and self.spare:
@@ -321,10 +328,19 @@ class TrainJob:
         names = [table.name for table in features.tables]
         if unknown := sorted(set(self.tables) - set(names)):
             raise SettingError(f"[train.tables.{unknown[0]}]: must be of a table of the schedule; there are {', '.join(names)}")
-        own = [self.tables.get(name, TableSettings()) for name in names]
-        return [
-            RowOptimizer(table.row_optimizer or self.row_optimizer, self.lr if table.lr is None else table.lr) for table in own
-        ]
+        return [self._row_optimizer(self.tables.get(name)) for name in names]
+
+    def _row_optimizer(self, own: TableSettings | None = None, place: str = "--") -> RowOptimizer:
+        """That of a table with these settings of its own. place: where they stand, for messages. Raises SettingError."""
+        if own is None:
+            own = TableSettings()
+        name = own.row_optimizer or self.row_optimizer
+        # Those of another optimizer say nothing about this one.
+        of_all = self.row_options if name == self.row_optimizer else {}
+        try:
+            return RowOptimizer(name, self.lr if own.lr is None else own.lr, of_all | (own.row_options or {}))
+        except SettingError as error:
+            raise SettingError(f"{place}{error}") from None
 
     @property
     def store_silence(self) -> timedelta:

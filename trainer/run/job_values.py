@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from foreload.cache.parity.erasure import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.pipelines.base.settings import choice, number, size_bytes, spelled, text
+from foreload.pipelines.base.settings import choice, key_values, number, size_bytes, spelled, text
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run import storage
@@ -145,6 +146,7 @@ class TableSettings:
 
     row_optimizer: str | None = None
     lr: float | None = None
+    row_options: dict[str, float] | None = None
 
     @classmethod
     def parse(cls, table: str, value: Any) -> TableSettings:
@@ -155,10 +157,10 @@ class TableSettings:
         if not isinstance(value, Mapping):
             raise SettingError(f"{place}: must be a table; got {value!r}")
         given = {key.replace("-", "_"): own for key, own in value.items()}
-        parsers = {"row_optimizer": choice(*ROW_OPTIMIZERS), "lr": number(0)}
+        parsers = {"row_optimizer": choice(*ROW_OPTIMIZERS), "lr": number(0), "row_options": row_options}
         unknown = sorted(set(given) - set(parsers))
         if unknown:
-            raise SettingError(f"{place}: knows row-optimizer and lr; got {unknown[0]}")
+            raise SettingError(f"{place}: knows row-optimizer, lr and row-options; got {unknown[0]}")
         return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,6 +173,11 @@ def weight_bits(flag: str, value: Any) -> int | Literal["auto"]:
     if str(value) not in ("auto", "32", "8", "4", "3", "2"):
         raise SettingError(f"{flag}: must be auto, 32, 8, 4, 3 or 2; got {value!r}")
     return "auto" if value == "auto" else int(value)
+
+
+def row_options(flag: str, value: Any) -> dict[str, float]:
+    """Options of a row optimizer, by name; which it has, RowOptimizer knows. Raises SettingError."""
+    return {name: number(-math.inf)(f"{flag}: {name}", own) for name, own in key_values(flag, value).items()}
 
 
 def tables(flag: str, value: Any) -> dict[str, TableSettings]:

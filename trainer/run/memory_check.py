@@ -5,7 +5,7 @@ from __future__ import annotations
 from foreload.cache.rows.layout import slot_columns
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size
+from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size, stored_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.models import load_model
@@ -52,7 +52,7 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
         source = "--memory" if job.memory is not None else "the schedule's --memory"
         fitting = slots_of_size(limit, columns, with_base=protected)
         needed = max(schedule.manifest["minimum_slots"]) if schedule.complete else 1
-        fewer = f", or prepare with --slots {fitting}" if fitting >= needed else ""
+        fewer = f", or prepare with --slots {fitting} or --row-bytes {stored_bytes(columns)}" if fitting >= needed else ""
         raise SettingError(
             f"{source}: {slots:,} slots of this model take {readable(taken)} a lane, the limit is {readable(limit)}; "
             f"give --memory {taken} if there is that much, or a smaller --dim{fewer}"

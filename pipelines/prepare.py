@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
@@ -29,11 +29,13 @@ from foreload.pipelines.planning.plan import (
     PROGRESS,
     RESERVE,
     RESERVE_BYTES,
+    Plan,
     make_plan,
 )
 from foreload.pipelines.planning.sizing import Shape, schedule_bytes
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.piece_order import held_out
 from foreload.pipelines.schedule.format import (
     FAILED,
     HEADER,
@@ -75,7 +77,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
         try:
             splits = {which: [task.split for task in tasks if task.which == which] for which in ("training", "evaluation")}
             rows = {which: estimate_rows(of_set) for which, of_set in splits.items()}
-            shape = Shape(sum(rows.values()), options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None)
+            shape = _shape(options, plan, rows)
             needed_bytes = schedule_bytes(shape, plan.spec)
             check_disk(options.out, needed_bytes)
             for folder in FOLDERS:
@@ -124,6 +126,17 @@ def main() -> int:
         print("foreload: stopped", file=sys.stderr)
         return 128 + interrupts.received[0]
     return 0
+
+
+def _shape(options: PrepareOptions, plan: Plan, rows: Mapping[str, int]) -> Shape:
+    """What the schedule's size depends on; rows: of "training" and "evaluation" sources, about."""
+    held = held_out(rows["training"], options.eval_fraction)
+    steps = -(-(rows["training"] - held) // options.batch_size)
+    amid = 0 if options.eval_every is None else options.epochs * (max(steps - 1, 0) // options.eval_every)
+    evaluated_amid = amid * (rows["evaluation"] + held)
+    return Shape(
+        sum(rows.values()), options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None, evaluated_amid
+    )
 
 
 def _absolute(patterns: Sequence[str]) -> tuple[str, ...]:

@@ -306,7 +306,7 @@ class _OneTrainer:
             return shared.stopped_at == step
 
         def on_evaluation(report: EvaluationReport) -> None:
-            shared.evaluations[report.epoch] = report
+            shared.evaluations[report.step] = report
 
         if shared.stopped_at is not None and shared.stopped_at == before:
             stopped = before

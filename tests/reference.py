@@ -66,6 +66,8 @@ class Config:
     shuffle_seed: int | None = None
     evaluation_sources: tuple[Path, ...] = ()
     evaluation_fraction: float = 0.0
+    eval_every: int | None = None  # steps of an epoch between evaluations amid it
+    stop_after: int | None = None  # the last step; no evaluation comes behind it
     model_options: Mapping[str, object] = field(default_factory=dict)
     row_optimizer: str = "sgd"
     lr: float = 0.01
@@ -90,12 +92,13 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """digest: hex; log_losses: per training step; evaluations: per epoch; logits: float32, of the last evaluation, by sample number."""
+    """digest: hex; log_losses: per training step; evaluations, evaluated: in order, and after which step each; logits: float32, of the last one."""
 
     digest: str
     log_losses: list[float]
     evaluations: list[Evaluation]
     logits: np.ndarray
+    evaluated: list[int] = field(default_factory=list)
 
 
 def initial_weights(seed: int, table: int, ids: np.ndarray, rows: int, dimension: int) -> np.ndarray:
@@ -475,6 +478,7 @@ def train(config: Config) -> ReferenceResult:
     count = len(data.training)
     placement = Placement(config.lanes, config.placement)
     slices: dict[int, list[list[int]]] = {}  # of the steps of an epoch, by their first samples
+    evaluated: list[int] = []
     for epoch in range(config.epochs):
         order = np.arange(count) if config.shuffle_seed is None else shuffled(config.shuffle_seed, epoch, count)
         for first in range(0, count, config.batch_size):
@@ -482,10 +486,15 @@ def train(config: Config) -> ReferenceResult:
             if epoch == 0 or config.shuffle_seed is not None:
                 slices[first] = placement.slices(rows_of(config.log, batch))
             log_losses.append(trainer.step(len(log_losses), batch, slices[first]))
-        if len(data.evaluation):
-            logits = trainer.evaluate(data.evaluation)
-            evaluations.append(metrics(logits, data.evaluation.labels[:, 0]))
-    return ReferenceResult(trainer.digest(), log_losses, evaluations, logits)
+            if config.stop_after == len(log_losses) - 1:
+                return ReferenceResult(trainer.digest(), log_losses, evaluations, logits, evaluated)
+            place = first // config.batch_size + 1
+            at_end = first + config.batch_size >= count
+            if len(data.evaluation) and (at_end or (config.eval_every is not None and place % config.eval_every == 0)):
+                logits = trainer.evaluate(data.evaluation)
+                evaluations.append(metrics(logits, data.evaluation.labels[:, 0]))
+                evaluated.append(len(log_losses) - 1)
+    return ReferenceResult(trainer.digest(), log_losses, evaluations, logits, evaluated)
 
 
 def config_of(arguments: Sequence[str] | None) -> tuple[Config, int]:

@@ -22,6 +22,7 @@ class PrepareSettings(TypedDict, total=False):
     max_rejects: int
     eval_source: Path | Sequence[Path]
     eval_fraction: float
+    eval_every: int
     batch_size: int
     lanes: int
     epochs: int

@@ -40,7 +40,8 @@ class CompileSettings:
     files. window_accesses: bound on the distinct rows per step, summed over the lookahead; None: all of the future is known. parent: the schedule to
     continue. placement: of a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly
     (RowTable); None: by how many samples there are. threads: that plan lanes at once. settings: kept in the header as they are.
-    slots_at_most: the number of slots is what there is room for; not more are given than there can be rows.
+    slots_at_most: the number of slots is what there is room for; not more are given than there can be rows. eval_every: steps of an epoch between
+    evaluation passes amid it; None: there are none.
     """
 
     features: FeatureSpec
@@ -57,6 +58,7 @@ class CompileSettings:
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     slots_at_most: bool = False
+    eval_every: int | None = None
 
     @property
     def slots_wanted(self) -> SlotsWanted:
@@ -94,6 +96,7 @@ def _header(settings: CompileSettings, parent: Schedule | None) -> Header:
         parent=None if parent is None else parent.checksum,
         settings=settings.settings,
         placement=settings.placement,
+        eval_every=settings.eval_every,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class _Reader:
                 self._numbered.append([lane.rows for lane in self._lanes])
                 progress()
             self._samples.end_epoch(epoch)
-            if epoch == 0:  # the evaluation is the same after each epoch
+            if epoch == 0:  # each evaluation pass is the same
                 for samples, numbers in batches(self._source.evaluation(), self._header.batch_size):
                     step = self._serial.look_up(samples)
                     self._samples.evaluate(samples, numbers, self._serial, step)
@@ -177,21 +177,29 @@ class _Reader:
 
     def _segments(self, header: Header) -> Iterator[PlannedSegment]:
         share, read = EntryShare(mask_dtype(header.lanes).itemsize), len(self._used) - 1
-        for epoch in range(header.epochs):
-            for samples in self._samples.of_epoch(epoch):
-                first = samples.first - header.first_step
-                # A row that has come takes a slot, until there is none that was never taken.
-                numbered = self._numbered[min(first, read)]
-                entry = share.begin(sum(map(min, numbered, header.slots)))
-                place = first % read
-                share.end(samples, self._used[place + len(samples.samples)] - self._used[place])
-                yield PlannedSegment(samples, entry)
-            last = self._numbered[min((epoch + 1) * header.steps_per_epoch, read)]
-            for samples in self._samples.evaluation(epoch):
-                entry = share.begin(sum(map(min, last, header.slots)))
+        passes = count()
+
+        def occupied(steps: int) -> int:
+            # A row that has come takes a slot, until there is none that was never taken.
+            return sum(map(min, self._numbered[min(steps, read)], header.slots))
+
+        def evaluation(epoch: int, steps: int) -> Iterator[PlannedSegment]:
+            for samples in self._samples.evaluation(epoch, next(passes)):
+                entry = share.begin(occupied(steps))
                 place = samples.first % (len(self._evaluated) - 1)
                 share.end(samples, self._evaluated[place + len(samples.samples)] - self._evaluated[place])
                 yield PlannedSegment(samples, entry)
+
+        for epoch in range(header.epochs):
+            for samples in self._samples.of_epoch(epoch):
+                first = samples.first - header.first_step
+                entry = share.begin(occupied(first))
+                place = first % read
+                share.end(samples, self._used[place + len(samples.samples)] - self._used[place])
+                yield PlannedSegment(samples, entry)
+                if header.evaluates_amid(samples.end - 1):
+                    yield from evaluation(epoch, samples.end - header.first_step)
+            yield from evaluation(epoch, (epoch + 1) * header.steps_per_epoch)
 
 
 def plan_lane(
@@ -207,7 +215,7 @@ def plan_lane(
     with closing(LaneAccesses(folder, lane, mask_dtype(header.lanes), same, scratch)) as accesses:
         accesses.find_next_uses(progress)
         oracle = LaneOracle(header, lane, np.array(program.ordinals[lane], np.int64), accesses.rows)
-        evaluated, of_epoch = accesses.evaluated(), 0
+        evaluated = accesses.evaluated()
         for segment in program.segments:
             if segment.entry:
                 writer.begin(oracle)
@@ -216,9 +224,8 @@ def plan_lane(
                 _train(program, oracle, accesses, samples)
                 parts.append(writer.write(oracle.buffer.take()))
                 progress(len(samples.samples))
+                evaluated = accesses.evaluated()  # of the pass to come
                 continue
-            if samples.epoch > of_epoch:
-                evaluated, of_epoch = accesses.evaluated(), samples.epoch
             oracle.plan_evaluation(islice(evaluated, len(samples.samples)), accesses.unknown)
             parts.append(writer.write(*oracle.take_evaluation()))
     return LanePlan(tuple(parts), oracle.occupied)

@@ -374,8 +374,10 @@ def plan_evaluation(
         moves.slot[arrivals] = slot
         moves.table[arrivals] = what.table
         moves.id[arrivals] = what.id
-        moves.ordinal[arrivals] = what.ordinal
-        moves.tag[arrivals] = lane.rows[number, LAST] if number >= 0 else 0
+        tag = lane.rows[number, LAST] if number >= 0 else 0
+        # Amid the first epoch, a row that is trained only later has no ordinal yet.
+        moves.ordinal[arrivals] = what.ordinal if tag != 0 else -1
+        moves.tag[arrivals] = tag
         moves.after[arrivals] = -lane.rows[number, SLOT] - 2 if number >= 0 else -1
         counts[INITIAL] += moves.tag[arrivals] == 0
         arrivals += 1

@@ -48,7 +48,8 @@ def counted(header: Header, source: OrderedSource) -> Header:
 
 
 class SampleOutput:
-    """The sample files of a schedule. Epochs in the same order refer to the first one's, and every evaluation to the first one's.
+    """The sample files of a schedule. Epochs in the same order refer to the first one's, and every evaluation pass to the files of the pass before,
+    unless it is looked up anew.
 
     header: neither its slots nor its samples' numbers are looked at; thread: writes them.
     """
@@ -58,6 +59,7 @@ class SampleOutput:
         self._training = SampleWriter(out, header.features, header.lanes, "train", segment_bytes, thread)
         self._held_out = SampleWriter(out, header.features, header.lanes, "evaluate", segment_bytes, thread)
         self._end = header.first_step  # of the training steps added so far
+        self._begun = header.first_step  # the first training step of the epoch at hand
         self._epoch_steps = 0  # training steps of an epoch, once the first one has ended
         self._files: list[SampleFiles] = []
         self._ends: dict[int, SampleFiles] = {}  # by the step after them
@@ -70,11 +72,14 @@ class SampleOutput:
             first = self._ends.get(self._end - epoch * self._epoch_steps)
             return None if first is None else self._again(first, epoch)
         self._training.add(samples, numbers + self._header.first_number, serial, step)
-        return self._close(epoch) if self._training.bytes >= self._segment_bytes else None
+        every = self._header.eval_every
+        whole = self._training.bytes >= self._segment_bytes or (every is not None and (self._end - self._begun) % every == 0)
+        return self._close(epoch) if whole else None
 
     def end_epoch(self, epoch: int) -> SampleFiles | None:
         """The training steps of an epoch have been added; the files that end with it, unless `train` has told of them."""
         self._epoch_steps = self._epoch_steps or self._end - self._header.first_step
+        self._begun = self._end
         return self._close(epoch) if self._training.events else None
 
     def _close(self, epoch: int) -> SampleFiles:
@@ -95,18 +100,22 @@ class SampleOutput:
         return replace(files, epoch=epoch, first=files.first + epoch * self._epoch_steps)
 
     def evaluate(self, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step) -> None:
-        """Add an evaluation step of the first pass, which the serial pass has just gone through."""
+        """Add an evaluation step of a pass that is looked up, which the serial pass has just gone through."""
         self._held_out.add(samples, numbers, serial, step)
         if self._held_out.bytes >= self._segment_bytes:
             self._end_evaluation()
 
-    def evaluation(self, epoch: int) -> Iterator[SampleFiles]:
-        """The files of the evaluation after an epoch, once the first pass is whole."""
+    def look_up_again(self) -> None:
+        """The next evaluation steps are those of a pass that is looked up anew."""
+        self._evaluation = []
+
+    def evaluation(self, epoch: int, number: int) -> Iterator[SampleFiles]:
+        """The files of evaluation pass `number`, from 0, which is in an epoch or at its end, once all of its steps have been added."""
         if self._held_out.events:
             self._end_evaluation()
         steps = sum(len(files.samples) for files in self._evaluation)
         for files in self._evaluation:
-            yield replace(files, epoch=epoch, first=files.first + epoch * steps)
+            yield replace(files, epoch=epoch, first=files.first + number * steps)
 
     def _end_evaluation(self) -> None:
         end = sum(len(files.samples) for files in self._evaluation) + self._held_out.events

@@ -5,11 +5,12 @@ What a trainer follows (`train --follow`) is compiled so. Next uses beyond the w
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ class WindowedCompiler:
         with self._thread, ThreadPoolExecutor(threads) as pool, self._slices or nullcontext(), ExitStack() as files:
             output = ScheduleOutput(self._out, self.header)
             looked_up: list[LaneAccesses] = []
+            passes = count()
             for epoch in range(self.header.epochs):
                 epoch_end = (epoch + 1) * self.header.steps_per_epoch
                 while self.planned < epoch_end:
@@ -148,9 +150,14 @@ class WindowedCompiler:
                         steps = min(steps, self._closed[0].end - self.header.first_step - self.planned)
                     self._plan(pool, output, steps)
                     progress(self.planned, self.steps)
+                    if self.header.evaluates_amid(self.header.first_step + self.planned - 1):
+                        if epoch == 0:
+                            self._evaluate_first_rows(pool, output, next(passes))
+                        else:
+                            self._evaluate(pool, output, epoch, next(passes), looked_up)
                 if epoch == 0:
-                    looked_up = [files.enter_context(closing(accesses)) for accesses in self._read_evaluation()]
-                self._evaluate(pool, output, epoch, looked_up)
+                    looked_up = [files.enter_context(closing(accesses)) for accesses in self._read_evaluation(self._work)]
+                self._evaluate(pool, output, epoch, next(passes), looked_up)
             occupied, ratio = [lane.oracle.occupied for lane in self.lanes], min(lane.lookahead_ratio for lane in self.lanes)
             rows = write_row_table(self._out, self.serial.table)
             return output.finish(occupied, self.serial.most.tolist(), ratio, rows)
@@ -232,10 +239,11 @@ class WindowedCompiler:
         if self._closed and self.header.first_step + self.planned == self._closed[0].end:
             self._publish(pool, output, self._closed.popleft(), [(lane.buffer.take(), 0) for lane in lanes])
 
-    def _read_evaluation(self) -> Iterator[LaneAccesses]:
-        """Write the samples of the evaluation, which is the same after each epoch; what each lane looks up in its steps."""
+    def _read_evaluation(self, work: Path) -> Iterator[LaneAccesses]:
+        """Write the samples of an evaluation pass; what each lane looks up in its steps, for which files are in `work`."""
         mask = mask_dtype(self.header.lanes)
-        writers = [AccessWriter(self._work, lane, mask) for lane in range(self.header.lanes)]
+        writers = [AccessWriter(work, lane, mask) for lane in range(self.header.lanes)]
+        self._samples.look_up_again()
         with ExitStack() as files:
             for writer in writers:
                 files.callback(writer.close)
@@ -246,12 +254,24 @@ class WindowedCompiler:
                     lane.add_rows(of_lane.newcomers)  # of a parent's, which get their numbers by it
                     writer.add_evaluation(of_lane)
         for number in range(self.header.lanes):
-            yield LaneAccesses(self._work, number, mask, False, self._work)
+            yield LaneAccesses(work, number, mask, False, work)
 
-    def _evaluate(self, pool: ThreadPoolExecutor, output: ScheduleOutput, epoch: int, looked_up: Sequence[LaneAccesses]) -> None:
-        """Plan the evaluation steps after an epoch; looked_up: by each lane."""
+    def _evaluate_first_rows(self, pool: ThreadPoolExecutor, output: ScheduleOutput, number: int) -> None:
+        """Plan an evaluation pass amid the first epoch. Of rows that no step has used so far it is not known yet whose they will be: so the pass is
+        looked up for itself.
+        """
+        work = self._work / "amid"
+        with ExitStack() as files:
+            looked_up = [files.enter_context(closing(accesses)) for accesses in self._read_evaluation(work)]
+            self._evaluate(pool, output, 0, number, looked_up)
+        shutil.rmtree(work)
+
+    def _evaluate(
+        self, pool: ThreadPoolExecutor, output: ScheduleOutput, epoch: int, number: int, looked_up: Sequence[LaneAccesses]
+    ) -> None:
+        """Plan the steps of evaluation pass `number`, in an epoch or at its end; looked_up: by each lane."""
         steps = [accesses.evaluated() for accesses in looked_up]
-        for files in self._samples.evaluation(epoch):
+        for files in self._samples.evaluation(epoch, number):
             self._begin(pool)
             for lane, of_lane, accesses in zip(self.lanes, steps, looked_up, strict=True):
                 lane.oracle.plan_evaluation(islice(of_lane, len(files.samples)), accesses.unknown)

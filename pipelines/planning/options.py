@@ -106,6 +106,13 @@ class PrepareOptions:
     eval_fraction: float = setting(
         0.0, _fraction, "or hold out the last part of the data's order: 0.1 is a tenth (default none)", _DATA, metavar="X"
     )
+    eval_every: int | None = setting(
+        None,
+        integer(1),
+        "evaluate after so many training steps of each epoch, too (default: after each epoch alone)",
+        _DATA,
+        metavar="STEPS",
+    )
     batch_size: int = setting(
         0, integer(1, 2**31 - 1), "samples of a training step, over all lanes", _TRAINING, metavar="B", required=True
     )
@@ -221,7 +228,7 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
     if synthetic and options.rows is None:
         raise SettingError("--rows: --format synthetic needs a number of rows; add --rows N")
     if options.evaluation_only:
-        for name in ("epochs", "shuffle_seed", "eval_fraction"):
+        for name in ("epochs", "shuffle_seed", "eval_fraction", "eval_every"):
             if name in given:
                 raise SettingError(f"{'--' + spelled(name)}: is for training samples, and there is no SOURCE; leave it out")
     elif not synthetic and not options.sources:
@@ -237,6 +244,8 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
         raise SettingError("--eval-source: --format synthetic reads no files; use --eval-fraction, or name the files' --format")
     if options.eval_sources and options.eval_fraction:
         raise SettingError("--eval-fraction: cannot be given with --eval-source; choose one of them")
+    if options.eval_every is not None and not (options.eval_sources or options.eval_fraction):
+        raise SettingError("--eval-every: needs something to evaluate on; give --eval-source or --eval-fraction, or leave it out")
     if options.format in ("csv", "tsv", "parquet") and options.features is None and options.after is None:
         raise SettingError(f"--features: --format {options.format} needs a feature file that says what its columns are")
     if options.slots is not None and "memory" in given:

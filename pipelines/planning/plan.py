@@ -182,6 +182,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
         slots=size.slots or _slots_of_memory(size.memory_bytes, row_bytes),
         slots_at_most=size.slots is None,
         epochs=options.epochs,
+        eval_every=options.eval_every,
         shuffle_seed=options.shuffle_seed,
         placement=options.placement or ("locality" if parent is None else parent.header.placement),
         segment_bytes=options.segment_bytes,

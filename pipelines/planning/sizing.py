@@ -75,13 +75,15 @@ def default_columns(features: FeatureSpec) -> int:
 class Shape:
     """What the size of a schedule depends on, besides its features.
 
-    samples: training and evaluation; epochs: of the training samples; shuffled: every epoch anew; ordered: by a column.
+    samples: training and evaluation; epochs: of the training samples; shuffled: every epoch anew; ordered: by a column; evaluated_amid: evaluation
+    samples of all passes amid epochs.
     """
 
     samples: int
     epochs: int
     shuffled: bool
     ordered: bool
+    evaluated_amid: int = 0
 
 
 def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
@@ -98,6 +100,7 @@ def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
     schedule = (
         written * (8 + labels + dense + (4 + _ACCESS_BYTES) * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
     )
+    schedule += shape.evaluated_amid * lookups * _MOVES_BYTES
     return shape.samples * sample * copies + schedule + _row_table_bytes(shape.samples, values, spec)
 
 

@@ -72,7 +72,7 @@ class Header:
     slots: per lane; training_samples: of one epoch; evaluation_samples: of one pass; first_step: number of its first training step; first_number:
     number of its first training sample; parent: SHA-256 of the parent's schedule.json, or None; settings: what was asked for (slots, memory_bytes,
     row_bytes, ..), and as "encoding" the identity of the encoding state; placement: of a training step's samples in its slices, in order where a
-    header does not say.
+    header does not say; eval_every: steps of an epoch between evaluations amid it; None, which a header does not say: there are none.
     """
 
     version: int
@@ -89,13 +89,17 @@ class Header:
     parent: str | None
     settings: dict[str, Any]
     placement: SampleAssignment = "order"
+    eval_every: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {name: getattr(self, name) for name in self.__slots__} | {
+        told = {name: getattr(self, name) for name in self.__slots__} | {
             "features": self.features.to_dict(),
             "slots": list(self.slots),
         }
+        if self.eval_every is None:
+            del told["eval_every"]
+        return told
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Header:
@@ -125,6 +129,24 @@ class Header:
     def end_step(self) -> int:
         """Number of the training step after the last one."""
         return self.first_step + self.steps_per_epoch * self.epochs
+
+    def is_amid(self, step: int) -> bool:
+        """Whether an evaluation after training step `step` is amid its epoch, and not at its end."""
+        return (step + 1 - self.first_step) % max(self.steps_per_epoch, 1) != 0
+
+    def evaluates_amid(self, step: int) -> bool:
+        """Whether there is one, after that step, amid its epoch."""
+        place = (step + 1 - self.first_step) % max(self.steps_per_epoch, 1)
+        return self.eval_every is not None and place != 0 and place % self.eval_every == 0
+
+    def next_evaluated(self, step: int) -> int | None:
+        """The first training step after `step` that an evaluation follows; None where there is none."""
+        if not self.evaluation_samples or step >= self.end_step - 1:
+            return None
+        of_epoch, place = divmod(max(step + 1 - self.first_step, 0), self.steps_per_epoch)
+        every = self.eval_every or self.steps_per_epoch
+        last = min((place // every + 1) * every, self.steps_per_epoch)
+        return self.first_step + of_epoch * self.steps_per_epoch + last - 1
 
 
 @dataclass(frozen=True, slots=True)

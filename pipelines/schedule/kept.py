@@ -50,7 +50,7 @@ def note_position(schedule: Schedule, folder: Path, step: int) -> None:
     """
     end = schedule.header.end_step - 1
     occupants = []
-    if any(_last_evaluation(schedule)) and not (folder / POSITION).exists():
+    if last_evaluation(schedule) and not (folder / POSITION).exists():
         for lane, state in enumerate(state_after(schedule, end).lanes):
             values = {"table": state.occupants.table, "id": state.occupants.id}
             columns = {name: (np.array([0, len(array)], np.int32), array) for name, array in values.items()}
@@ -93,9 +93,15 @@ def _position(folder: Path) -> dict[str, Any]:
         raise ScheduleError(f"{folder / POSITION}: cannot be read ({error}); put the whole schedule back") from None
 
 
-def _last_evaluation(schedule: Schedule) -> Iterator[Segment]:
-    last = schedule.header.epochs - 1
-    return (segment for segment in schedule.segments() if segment.kind == "evaluate" and segment.epoch == last)
+def last_evaluation(schedule: Schedule) -> list[Segment]:
+    """The segments of the evaluation at a schedule's end; none where it has no evaluation."""
+    segments: list[Segment] = []
+    for segment in schedule.segments():
+        if segment.kind == "train":
+            segments.clear()
+        else:
+            segments.append(segment)
+    return segments
 
 
 def _files(schedule: Schedule) -> Iterator[str]:
@@ -103,7 +109,7 @@ def _files(schedule: Schedule) -> Iterator[str]:
     yield from (HEADER, MANIFEST, ROW_TABLE)
     yield from (segment_name(segment.index) for segment in schedule.segments())
     yield from (
-        lane[part]["name"] for segment in _last_evaluation(schedule) for lane in segment.files for part in ("samples", "moves")
+        lane[part]["name"] for segment in last_evaluation(schedule) for lane in segment.files for part in ("samples", "moves")
     )
     if (schedule.path / PROVENANCE).exists():
         yield PROVENANCE

@@ -63,11 +63,13 @@ def state_after(schedule: Schedule, step: int) -> Position:
         occupied[:count] = True
         tracked.append((sitting, occupied, np.array(first.ordinals[lane], np.int64)))
     following = None
+    trained = header.first_step - 1  # behind a segment that begins later, `step` is yet to come
     for event in schedule.events(begin):
         if event.kind == "train":
             if event.step > step:
                 following = event
                 break
+            trained = event.step
             for lane, (sitting, occupied, ordinals) in enumerate(tracked):
                 moves = schedule.lane(event, lane)
                 arrivals = moves.arrivals
@@ -78,7 +80,7 @@ def state_after(schedule: Schedule, step: int) -> Position:
                 sitting.table[slot], sitting.ordinal[slot], sitting.id[slot], sitting.stored_tag[slot] = arrivals.columns()
                 sitting.tag[moves.slots] = event.step + 1
                 ordinals += np.bincount(arrivals.table[arrivals.tag == 0], minlength=ordinals.size)
-        elif _follows(schedule, event, step):
+        elif trained == step:
             following = event
             break
     lanes = []
@@ -86,9 +88,3 @@ def state_after(schedule: Schedule, step: int) -> Position:
         slots = np.flatnonzero(occupied).astype(np.int32)
         lanes.append(LaneState(slots, Occupants(*sitting.columns(slots), sitting.stored_tag[slots]), ordinals))
     return Position(tuple(lanes), begin if following is None else following.segment, following)
-
-
-def _follows(schedule: Schedule, event: Event, step: int) -> bool:
-    """Whether `step` is the last training step before an evaluation event."""
-    header = schedule.header
-    return header.first_step + (event.epoch + 1) * header.steps_per_epoch - 1 == step

@@ -43,6 +43,7 @@ class Case:
     direct_rows: int
     threads: int
     placement: Literal["order", "locality"]
+    eval_every: int | None = None
 
     def settings(self, **changed: Any) -> CompileSettings:
         values = {
@@ -57,6 +58,7 @@ class Case:
             "direct_rows": self.direct_rows,
             "threads": self.threads,
             "placement": self.placement,
+            "eval_every": self.eval_every,
         }
         return CompileSettings(**{**values, **changed})
 
@@ -120,6 +122,7 @@ def cases(draw: st.DrawFn, parts: int = 1) -> Case:
         direct_rows=draw(st.sampled_from((0, 10, 1 << 20)), label="direct rows"),
         threads=draw(st.integers(1, 2), label="threads"),
         placement=draw(st.sampled_from(("locality", "order")), label="placement"),
+        eval_every=draw(st.sampled_from((None, 1, 2, 5)), label="eval every"),
     )
 
 
@@ -134,7 +137,9 @@ def rows_of(case: Case, samples: Samples) -> list[list[Row]]:
 
 
 def program_of(case: Case, source: MemorySource, parent: dict[Row, Trained] | None = None) -> list[Step]:
-    """All steps of a schedule: after each epoch, one pass over the evaluation samples. parent: the rows that were trained before."""
+    """All steps of a schedule: after each epoch, and where the case says amid it, a pass over the evaluation samples. parent: the rows that were
+    trained before.
+    """
     placement = Placement(case.lanes, case.placement, {row: trained.lane for row, trained in (parent or {}).items()})
     program: list[Step] = []
     epochs: list[list[Step]] = []
@@ -143,8 +148,10 @@ def program_of(case: Case, source: MemorySource, parent: dict[Row, Trained] | No
             epochs.append(epochs[0])
         else:
             epochs.append(steps_of("train", rows_of(case, source.train.take(source.order(epoch))), case.batch_size, placement))
-        program += epochs[-1]
-        program += steps_of("evaluate", rows_of(case, source.held_out), case.batch_size, placement)
+        evaluation = steps_of("evaluate", rows_of(case, source.held_out), case.batch_size, placement)
+        every = case.eval_every or len(epochs[-1])
+        for first in range(0, len(epochs[-1]), every):
+            program += [*epochs[-1][first : first + every], *evaluation]
     return program
 
 

@@ -25,8 +25,8 @@ name = "what"
 LANES, STEPS = 4, 24
 
 
-def schedule(folder: Path) -> Schedule:
-    """Two epochs of 12 steps, each with its evaluation, in segments of a few steps, with as few slots as can be."""
+def schedule(folder: Path, *further: str) -> Schedule:
+    """Two epochs of 12 steps, each with its evaluation, in segments of a few steps, with as few slots as can be. further: options of `prepare`."""
     generator = torch.Generator().manual_seed(5)
     lines = ["label,who,what"]
     for _ in range(12 * 32 + 40):
@@ -42,7 +42,7 @@ def schedule(folder: Path) -> Schedule:
         f"--eval-fraction={40 / (12 * 32 + 40)}",
         "--segment-bytes=4000",
     ]
-    prepare.run(given)
+    prepare.run([*given, *further])
     prepared = Schedule(folder / "schedule")
     assert prepared.header.end_step == STEPS
     assert len(list(prepared.segments())) > 4

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import Header
 from foreload.trainer.cluster.control import AskCheckpoint, CheckpointProgress
 from foreload.trainer.cluster.wanted_checkpoints import WantedCheckpoints
@@ -18,10 +18,15 @@ EPOCHS, EPOCH = 3, 40  # of how many steps; notice is a quarter of an epoch
 
 
 def wanted(**settings: Any) -> WantedCheckpoints:
-    header = SimpleNamespace(first_step=0, steps_per_epoch=EPOCH, end_step=EPOCHS * EPOCH)
-    return WantedCheckpoints(
-        TrainJob.of({"schedule": "clicks", "run": "run", "store": "local:1", **settings}), FOLDER, cast(Header, header)
-    )
+    return wanted_of(None, **settings)
+
+
+def wanted_of(eval_every: int | None, **settings: Any) -> WantedCheckpoints:
+    header = Header(
+        version=1, features=FeatureSpec.criteo(), batch_size=1, lanes=1, slots=(1,), epochs=EPOCHS, shuffle_seed=None, training_samples=EPOCH,
+        evaluation_samples=1, first_step=0, first_number=0, parent=None, settings={}, eval_every=eval_every,
+    )  # fmt: skip
+    return WantedCheckpoints(TrainJob.of({"schedule": "clicks", "run": "run", "store": "local:1", **settings}), FOLDER, header)
 
 
 def test_nothing_is_wanted_unless_asked_for() -> None:
@@ -42,6 +47,20 @@ def test_the_next_multiple_is_wanted_and_with_it_the_steps_of_evaluations() -> N
     due = wanted(checkpoint_every=7, keep_best="auc").next(-1)
     assert due is not None
     assert (due.folder, due.asked, due.every, due.steps) == (FOLDER, None, 7, (39, 79, 119))
+
+
+def test_evaluations_amid_an_epoch_are_waited_for_too() -> None:
+    checkpoints = wanted_of(16, keep_best="auc", checkpoint_every=7)
+    due = checkpoints.next(-1)
+    assert due is not None
+    assert due.steps == (15, 31, 39, 55, 71, 79, 95, 111, 119)
+    near = checkpoints.next(51)  # notice is a quarter of the steps between two
+    assert near is not None
+    assert (near.every, near.steps) == (None, (55, 71, 79, 95, 111, 119))
+    asked = checkpoints.next(47)
+    assert asked is not None
+    assert asked.every == 7
+    assert not checkpoints.gives_way(near, 55, 67)
 
 
 @pytest.mark.parametrize("last", range(29, 39))

@@ -160,10 +160,9 @@ class TrainerGroup:
         )
         publish_dense(board, self._run, spec)
         board.publish(spec)
-        steps = self._schedule.header.end_step - self.manifest.stages[0].first_step
-        report = RunReport(
-            self._run.path, replace(spec.totals), self._start.step + 1, steps, self._first.members, self.manifest.job
-        )
+        header, first = self._schedule.header, self._start.step + 1
+        given = header.end_step - self.manifest.stages[0].first_step, self._first.members, self.manifest.job
+        report = RunReport(self._run.path, replace(spec.totals), first, *given, is_amid=header.is_amid)
         self._checkpointing = Checkpointing(
             self._job, self._run.path, self._schedule, self._layouts, lambda: self.manifest, board, report,
             lambda command: self._tell_all(board, command), self._observer.at_checkpoint, self._events,

@@ -14,9 +14,8 @@ from foreload.trainer.run.storage import AnyFolder, place
 _AFTER_FAILURE_SECONDS = 10.0  # before another one is begun
 _BUSY_PAUSE_SECONDS = 1.0  # before it is tried again in a folder where another process is saving one
 _BUSY_SECONDS = 60.0  # after which that is a failure
-_NOTICE_STEPS = (
-    32  # before the step of an evaluation, and at most a quarter of an epoch, nothing but the checkpoint of that is begun
-)
+_NOTICE_STEPS = 32  # before the step of an evaluation, and at most a quarter of the steps between two, nothing but the checkpoint of that is begun
+_EVALUATIONS_AHEAD = 100
 
 
 @dataclass(slots=True)
@@ -44,10 +43,8 @@ class WantedCheckpoints:
     def __init__(self, job: TrainJob, folder: AnyFolder, header: Header) -> None:
         """folder: where they are to be, unless who asks for one says otherwise."""
         self._every, self._folder = job.checkpoint_every, folder
-        # An evaluation comes after each epoch.
-        ends = range(header.first_step + header.steps_per_epoch - 1, header.end_step, header.steps_per_epoch)
-        self._evaluated_steps = ends if job.keep_best is not None else range(0)
-        self._notice = min(_NOTICE_STEPS, header.steps_per_epoch // 4)
+        self._next_evaluated = header.next_evaluated if job.keep_best is not None else lambda step: None
+        self._notice = min(_NOTICE_STEPS, min(header.eval_every or header.steps_per_epoch, header.steps_per_epoch) // 4)
         self._took_steps = 0  # how many steps were trained while a checkpoint was being saved, at most
         interval = None if self._every is None else self._every.seconds
         self._due_at = time.monotonic() + (interval or 0.0)  # the next one is not begun before
@@ -111,7 +108,12 @@ class WantedCheckpoints:
         return True
 
     def _evaluations_after(self, step: int) -> tuple[int, ...]:
-        return tuple(one for one in self._evaluated_steps if one > step)
+        """The steps of the next evaluations: so many that training does not pass all of them before a checkpoint is of one."""
+        steps: list[int] = []
+        while len(steps) < _EVALUATIONS_AHEAD and (following := self._next_evaluated(step)) is not None:
+            steps.append(following)
+            step = following
+        return tuple(steps)
 
     def _is_near(self, steps: tuple[int, ...], last: int) -> bool:
         return bool(steps) and steps[0] - last <= self._notice
@@ -126,7 +128,7 @@ class WantedCheckpoints:
 
     def gives_way(self, wanted: Wanted, step: int, last: int) -> bool:
         """Whether one of a step, which is being written, is to make room for that of an evaluation which is near. last: the last step trained."""
-        if step in self._evaluated_steps or (wanted.asked is not None and wanted.asked.gave_way):
+        if self._next_evaluated(step - 1) == step or (wanted.asked is not None and wanted.asked.gave_way):
             return False
         if not self._is_near(self._evaluations_after(last), last):
             return False

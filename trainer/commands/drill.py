@@ -19,7 +19,7 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import Fault, RunObserver
-from foreload.trainer.cluster.messages import FaultInjected, ShardsTold, StepEnded, TrainerEvent
+from foreload.trainer.cluster.messages import EvaluationEnded, FaultInjected, ShardsTold, StepEnded, TrainerEvent
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
@@ -75,6 +75,8 @@ class LostShard(RunObserver):
         match event:
             case StepEnded(report, at):
                 self._steps.note(report, at)
+            case EvaluationEnded(report):
+                self._steps.note_evaluation(report.step)
             case FaultInjected(at=at):
                 self._injected_at = at
                 self._return.start()

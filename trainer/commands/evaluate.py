@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foreload.pipelines.schedule.format import Event, LaneEvent
-from foreload.pipelines.schedule.kept import last_occupants
+from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
@@ -77,20 +77,15 @@ def evaluated(model: SavedModel, schedule: Schedule) -> Iterator[Evaluated]:
 
 def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
     """The evaluation steps after the last epoch."""
-    header = schedule.header
-    first = next(
-        (segment.index for segment in schedule.segments() if segment.kind == "evaluate" and segment.epoch == header.epochs - 1),
-        None,
-    )
-    if first is None:
+    segments = last_evaluation(schedule)
+    if not segments:
         raise RunError(f"schedule {schedule.path}: has no evaluation steps; prepare one with --eval-source or --eval-fraction")
     total = schedule.slots, schedule.manifest["evaluation_slots"]
     held = [np.zeros(slots + further, _KEY) for slots, further in zip(*total, strict=True)]
     for rows, (table, row_id) in zip(held, last_occupants(schedule), strict=True):
         rows["table"][: len(table)], rows["id"][: len(table)] = table, row_id
-    for event in schedule.events(first):
-        if event.kind == "evaluate":
-            yield _step(schedule, event, held)
+    for event in schedule.events(segments[0].index):
+        yield _step(schedule, event, held)
 
 
 def _step(schedule: Schedule, event: Event, held: list[np.ndarray]) -> EvaluationStep:

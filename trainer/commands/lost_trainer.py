@@ -16,7 +16,15 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import slot_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import RunObserver, TrainerFault
-from foreload.trainer.cluster.messages import CopiesTold, Ready, StepEnded, TermLeft, TrainerEvent, TrainerFaultInjected
+from foreload.trainer.cluster.messages import (
+    CopiesTold,
+    EvaluationEnded,
+    Ready,
+    StepEnded,
+    TermLeft,
+    TrainerEvent,
+    TrainerFaultInjected,
+)
 from foreload.trainer.commands.drill import check_whole, choose_step, conclude, make_schedule, milliseconds, plot
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
@@ -77,6 +85,8 @@ class LostTrainer(RunObserver):
         match event:
             case StepEnded(report, at):
                 self._steps.note(report, at)
+            case EvaluationEnded(report):
+                self._steps.note_evaluation(report.step)
             case TrainerFaultInjected(at=at):
                 self._injected = at
                 self._lost_in = max(self._ready)

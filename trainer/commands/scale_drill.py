@@ -16,7 +16,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import AskScale, AskScaled, Refused, ask
 from foreload.trainer.cluster.faults import RunObserver
-from foreload.trainer.cluster.messages import StepEnded, TrainerEvent
+from foreload.trainer.cluster.messages import EvaluationEnded, StepEnded, TrainerEvent
 from foreload.trainer.commands.drill import check_whole, conclude, make_schedule, milliseconds, plot
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
@@ -68,7 +68,9 @@ class Scaler(RunObserver):
         self._thread.start()
 
     def see(self, trainer: int, event: TrainerEvent) -> None:
-        """Note a step."""
+        """Note a step, or an evaluation."""
+        if isinstance(event, EvaluationEnded):
+            self.steps.note_evaluation(event.report.step)
         if isinstance(event, StepEnded):
             self.steps.note(event.report, event.at)
             with self._stepped:

@@ -35,7 +35,16 @@ def _of_run(run: RunFigures) -> dict[str, str]:
         told[which] = f"{stage.path}, steps {stage.first_step:,} to {stage.end_step - 1:,}"
     if run.schedule is not None:
         header = run.schedule.header
-        for name in ("batch_size", "lanes", "epochs", "shuffle_seed", "placement", "training_samples", "evaluation_samples"):
+        for name in (
+            "batch_size",
+            "lanes",
+            "epochs",
+            "eval_every",
+            "shuffle_seed",
+            "placement",
+            "training_samples",
+            "evaluation_samples",
+        ):
             told[f"schedule: {name.replace('_', ' ')}"] = _value(getattr(header, name))
         told["schedule: slots a lane"] = _value(sorted({*header.slots}))
     for name, value in (run.manifest.fingerprint or {}).items():

@@ -148,6 +148,8 @@ def _settings(told: ScheduleFigures) -> Html:
         [name.replace("_", " "), str(getattr(header, name))]
         for name in ("batch_size", "lanes", "epochs", "placement", "shuffle_seed")
     ]
+    if header.eval_every is not None:
+        rows.append(["evaluations amid epochs", f"every {header.eval_every:,} steps"])
     rows += [
         ["slots, by lane", ", ".join(map(count, manifest["occupied"]))],
         ["needed by the largest step", ", ".join(map(count, manifest["minimum_slots"]))],

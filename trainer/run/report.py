@@ -146,7 +146,7 @@ class RunReport:
     """Takes the trainers' reports and tells the user; one thread of the coordinator uses it.
 
     steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which tells of every step; settings: what
-    TensorBoard shows of the job; clock: seconds.
+    TensorBoard shows of the job; clock: seconds; is_amid: whether an evaluation after a step is amid its epoch.
     """
 
     def __init__(
@@ -158,6 +158,7 @@ class RunReport:
         members: Iterable[int],
         settings: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        is_amid: Callable[[int], bool] = lambda step: False,
     ) -> None:
         # Slow to import, and only the coordinator needs it.
         from torch.utils.tensorboard import SummaryWriter
@@ -176,7 +177,7 @@ class RunReport:
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._flushed_at = 0.0
         self._interval = _Sums()  # for TensorBoard
-        self._steps, self._clock = steps, clock
+        self._steps, self._clock, self._is_amid = steps, clock, is_amid
         self._recent, self._recent_since = _Sums(), clock()  # for the display
         self._display = Display(self._line, LINE_SECONDS, clock=clock)
         self._first_step = first_step
@@ -258,8 +259,9 @@ class RunReport:
             self._write(line)
             for name in ("log_loss", "auc", "normalized_entropy"):
                 self._board.add_scalar(f"evaluation/{name}", line[name], report.step)
+        place = f", step {report.step}" if self._is_amid(report.step) else ""
         self._display.write(
-            f"epoch {report.epoch + 1}: log loss {report.log_loss:.5f}, AUC {report.auc:.4f}, "
+            f"epoch {report.epoch + 1}{place}: log loss {report.log_loss:.5f}, AUC {report.auc:.4f}, "
             f"normalised entropy {report.normalized_entropy:.4f} on {report.samples:,} samples"
         )
 

@@ -83,19 +83,26 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[float, float, int, int]] = {}  # step -> when it ended, the seconds it took, epoch, samples
+        self._evaluated: set[int] = set()
 
     def note(self, report: StepReport, at: float) -> None:
         """One trainer's report of a step, and when that ended for it, in seconds; the step has ended when the last trainer has ended it."""
         ended, own, *_ = self._steps.get(report.step, (0.0, 0.0))
         self._steps[report.step] = max(ended, at), max(own, report.seconds), report.epoch, report.samples
 
+    def note_evaluation(self, step: int) -> None:
+        """An evaluation comes after that step."""
+        self._evaluated.add(step)
+
     @property
     def timeline(self) -> Timeline:
         """The steps so far, of which there is one at least."""
-        ended, own, epoch, samples = map(np.array, zip(*(self._steps[step] for step in sorted(self._steps)), strict=True))
+        steps = sorted(self._steps)
+        ended, own, epoch, samples = map(np.array, zip(*(self._steps[step] for step in steps), strict=True))
         since = np.diff(ended, prepend=-np.inf)
-        # Evaluation comes between epochs: there, a step took what it says itself.
-        took = np.where(np.diff(epoch, prepend=epoch[0] - 1) == 0, since, np.minimum(since, own))
+        # Between epochs, and where else an evaluation comes before it, a step took what it says itself.
+        alone = (np.diff(epoch, prepend=epoch[0] - 1) != 0) | np.isin(np.array(steps) - 1, list(self._evaluated))
+        took = np.where(alone, np.minimum(since, own), since)
         return Timeline(ended, took, samples)
 
 

@@ -60,6 +60,8 @@ OPTIONS = {
     "wide_deep": {"deep": "16-8"},
     "dcn": {"deep": "16-8", "layers": 2},
     "deepfm": {"deep": "16-8"},
+    "shared_bottom": {"bottom": "16", "tower": "8"},
+    "mmoe": {"experts": 3, "expert": "16-8", "tower": "4"},
 }
 
 
@@ -237,6 +239,7 @@ ALWAYS = {
     ("wide_deep", "rowwise_adagrad"),
     ("dcn", "sgd"),
     ("deepfm", "adagrad"),
+    ("mmoe", "adagrad"),
 }
 
 
@@ -244,7 +247,7 @@ ALWAYS = {
     ("model", "row_optimizer"),
     [
         pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.full)
-        for pair in itertools.product(("dlrm", "wide_deep", "dcn", "deepfm"), ROW_OPTIMIZERS)
+        for pair in itertools.product(OPTIONS, ROW_OPTIMIZERS)
     ],
 )
 def test_every_model_and_row_optimizer_trains_as_in_memory(

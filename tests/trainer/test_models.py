@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,10 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("dcn", {"layers": "3", "rank": "2"}),
     ("dcn", {"deep": ""}),
     ("deepfm", {"deep": [7, 3]}),
+    ("shared_bottom", {}),
+    ("shared_bottom", {"bottom": "", "tower": "", "dropout": "0.2"}),
+    ("mmoe", {"experts": "3", "expert": "6", "tower": "5-2"}),
+    ("mmoe", {"experts": 1, "tower": "", "dropout": 0.3}),
 ]
 
 
@@ -185,12 +190,53 @@ def test_deepfm_sums_the_dot_products_of_all_pairs() -> None:
     assert torch.allclose(module(dense, embeddings), expected, atol=1e-5)
 
 
+THREE = ("clicked", "liked", "seconds")
+
+
+def three_labels(name: str, **options: object) -> tuple[ModelSpec, nn.Module]:
+    """A spec of three labels, and a model of it."""
+    spec = replace(spec_of(), labels=THREE, label_kinds=("click", "click", "number"))
+    return spec, build_model(load_model(name), spec, options, 2)
+
+
+@pytest.mark.parametrize("name", ["shared_bottom", "mmoe"])
+def test_models_of_several_labels_have_an_output_and_a_tower_for_each(name: str) -> None:
+    spec, module = three_labels(name)
+    dense, embeddings = inputs(module, spec, 11)
+    by_block, plain = (results(module, dense, given, embeddings.block) for given in (embeddings, dict(embeddings)))
+    assert all(torch.equal(a, b) for a, b in zip(by_block, plain, strict=True))
+    assert by_block[0].shape == (11, 3)
+    towers = module.get_submodule("towers.of_label")
+    for label in range(3):
+        output = module(dense, embeddings)[:, label].sum()
+        for parameter, gradient in zip(
+            dict(towers.named_parameters()), torch.autograd.grad(output, list(towers.parameters())), strict=True
+        ):
+            assert bool(gradient.any()) == parameter.startswith(f"{label}."), parameter
+
+
+def test_mmoe_mixes_the_experts_by_each_labels_gate() -> None:
+    spec, module = three_labels("mmoe", experts=5, expert="7", tower="")
+    dense, embeddings = inputs(module, spec, 9)
+    x = torch.cat([dense, *(embeddings[name] for name in spec.names)], 1)
+    weights = dict(module.named_parameters())
+    for label in range(3):
+        gate = torch.softmax(x @ weights[f"gates.{label}.weight"].T, 1)
+        mixed = torch.zeros(9, 7)
+        for k in range(5):
+            expert = torch.relu(x @ weights[f"experts.{k}.0.weight"].T + weights[f"experts.{k}.0.bias"])
+            mixed = mixed + gate[:, k, None] * expert
+        tower = f"towers.of_label.{label}.0"
+        expected = mixed @ weights[f"{tower}.weight"].T + weights[f"{tower}.bias"]
+        assert torch.allclose(module(dense, embeddings)[:, label], expected.squeeze(1), atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["dlrm", "deepfm"])
 def test_products_of_embeddings_need_one_dimension(name: str) -> None:
     spec = ModelSpec(2, (("a", 4, "a"), ("b", 8, "b")))
     with pytest.raises(ModelError, match="a 4, b 8"):
         build_model(load_model(name), spec, {}, 0)
-    for other in ("wide_deep", "dcn"):
+    for other in ("wide_deep", "dcn", "shared_bottom", "mmoe"):
         module = build_model(load_model(other), spec, {}, 0)
         dense, embeddings = inputs(module, spec, 2)
         assert torch.equal(module(dense, embeddings), module(dense, dict(embeddings)))
@@ -210,6 +256,11 @@ def test_products_of_embeddings_need_one_dimension(name: str) -> None:
         ("dcn", {"rank": "99"}, "rank must be 0"),
         ("deepfm", {"dropout": "1"}, "dropout: must be at least 0 and below 1"),
         ("deepfm", {"dropout": "much"}, "must be a number; got 'much'"),
+        ("shared_bottom", {"bottom": "8-x"}, "shared_bottom: bottom: must be layer sizes"),
+        ("shared_bottom", {"dropout": "1"}, "shared_bottom: dropout: must be at least 0 and below 1"),
+        ("mmoe", {"experts": "0"}, "mmoe: experts must be at least 1; got 0"),
+        ("mmoe", {"expert": ""}, "mmoe: expert must have at least one layer, such as 64-32; got ''"),
+        ("mmoe", {"tower": "0"}, "mmoe: tower: must be layer sizes"),
         ("model_cases:Sum", {"flag": "maybe"}, "must be true or false"),
         ("model_cases:Demanding", {}, "needs size"),
     ],
@@ -273,7 +324,7 @@ def test_modules_that_cannot_be_trained_exactly_are_refused(case: str, message: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dlrn", "must be one of dlrm, wide_deep, dcn, deepfm, package.module:Class or file.py:Class"),
+        ("dlrn", "must be one of dlrm, wide_deep, dcn, deepfm, shared_bottom, mmoe, package.module:Class or file.py:Class"),
         ("no_such_module:Model", "cannot import no_such_module:Model: ModuleNotFoundError"),
         ("model_cases:Nothing", "cannot import model_cases:Nothing: AttributeError"),
         ("model_cases:POISON_ABOVE", "must be a subclass of torch.nn.Module, or a function that builds one from a ModelSpec$"),

@@ -26,6 +26,8 @@ MODELS = {
     "wide_deep": "foreload.trainer.models.wide_deep:WideDeep",
     "dcn": "foreload.trainer.models.dcn:DCN",
     "deepfm": "foreload.trainer.models.deepfm:DeepFM",
+    "shared_bottom": "foreload.trainer.models.shared_bottom:SharedBottom",
+    "mmoe": "foreload.trainer.models.mmoe:MMoE",
 }
 
 _MANY = 64  # made-up samples: with so many, an input that is used shows in the gradient of at least one

@@ -58,7 +58,11 @@ class TrainJob:
         "", text, "folder for everything this training leaves: model, metrics, summary", _WHAT, metavar="DIR", required=True
     )
     model: str = setting(
-        "dlrm", text, "dlrm, wide_deep, dcn, deepfm, package.module:Class, or file.py:Class", _WHAT, metavar="MODEL"
+        "dlrm",
+        text,
+        "dlrm, wide_deep, dcn, deepfm, shared_bottom, mmoe, package.module:Class, or file.py:Class",
+        _WHAT,
+        metavar="MODEL",
     )
     model_folder: str = setting(
         "", text, "folder of a --model of one's own, remembered by the run; by default the one where this is called", _WHAT, metavar="DIR"

@@ -78,6 +78,7 @@ class Config:
     lr_schedule: str | None = None
     dense_lr_schedule: str | None = None
     dense_clip: float | None = None
+    dense_ema: float | None = None
     later: tuple[int, Config] | None = None  # the step from which on another one holds, in what concerns learning rates
 
 
@@ -323,6 +324,11 @@ class Trainer:
         optimizers = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
         self.optimizer = optimizers[config.dense_optimizer.lower()](self.with_gradients.values(), **config.dense_options)
 
+        # Of the parameters that are stepped, from the initial ones on.
+        self.averages = {name: value.detach().numpy().copy() for name, value in self.with_gradients.items()}
+        if config.dense_ema is None:
+            self.averages = {}
+
     def block(self, lookups: Lookups, samples: int) -> torch.Tensor:
         """The embedding block of a slice, float32 [samples, F, Wmax]."""
         block = torch.zeros((samples, len(self.table_of), self.width))
@@ -400,11 +406,18 @@ class Trainer:
             rate = float(str(config.dense_options["lr"]))
             group["lr"] = rate * (1.0 if config.dense_lr_schedule is None else rate_factor(config.dense_lr_schedule, number))
         self.optimizer.step()
+        if config.dense_ema is not None:
+            keep, take = np.float32(config.dense_ema), np.float32(1 - config.dense_ema)
+            for name, value in self.with_gradients.items():
+                self.averages[name] = keep * self.averages[name] + take * value.detach().numpy()
         return total_loss
 
     def evaluate(self, samples: Samples) -> np.ndarray:
         """Logits of the evaluation samples, float32 [n]."""
         result = [np.zeros(0, np.float32)]
+        own = {name: self.parameters[name].data for name in self.averages}
+        for name, average in self.averages.items():
+            self.parameters[name].data = torch.tensor(average)
         self.module.eval()
         with torch.no_grad():
             for first in range(0, len(samples), self.config.batch_size):
@@ -414,6 +427,8 @@ class Trainer:
                         part = samples.take(np.arange(first + low, first + high))
                         result.append(self.logits(self.block(Lookups.of(part), len(part)), part.dense).numpy().copy())
         self.module.train()
+        for name, value in own.items():
+            self.parameters[name].data = value
         return np.concatenate(result)
 
     def digest(self) -> str:
@@ -427,7 +442,9 @@ class Trainer:
         for name in sorted(self.parameters):
             add(name, self.parameters[name])
         for name in sorted(self.parameters):
-            state = self.optimizer.state.get(self.parameters[name], {})
+            state = dict(self.optimizer.state.get(self.parameters[name], {}))
+            if name in self.averages:
+                state["ema"] = self.averages[name]
             for entry in sorted(state):
                 if state[entry] is not None:
                     add(f"{name}/{entry}", state[entry])

@@ -55,6 +55,7 @@ class TrainSettings(TypedDict, total=False):
     dense_lr: float
     dense_lr_schedule: str
     dense_clip: float
+    dense_ema: float
     seed: int
     model_options: Mapping[str, Any]
     dense_options: Mapping[str, Any]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import reference
+import reference_data
 import torch
 from training import Trained, job_in_memory
 
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
 
 FEATURES = """
@@ -23,6 +28,7 @@ name = "who"
 name = "what"
 """
 LANES, STEPS = 4, 24
+HELD_OUT = 40 / (12 * 32 + 40)
 
 
 def schedule(folder: Path, *further: str) -> Schedule:
@@ -39,7 +45,7 @@ def schedule(folder: Path, *further: str) -> Schedule:
         "--batch-size=32",
         f"--lanes={LANES}",
         "--epochs=2",
-        f"--eval-fraction={40 / (12 * 32 + 40)}",
+        f"--eval-fraction={HELD_OUT}",
         "--segment-bytes=4000",
     ]
     prepare.run([*given, *further])
@@ -49,12 +55,26 @@ def schedule(folder: Path, *further: str) -> Schedule:
     return prepared
 
 
-def job() -> TrainJob:
-    """A training of its own, in a namespace of its own."""
-    return job_in_memory(
-        model="dlrm", dim=8, model_options={"bottom": "8", "top": "8-1"}, seed=3, row_optimizer="rowwise_adagrad", lr=0.05,
-        dense_optimizer="Adam", dense_lr=0.01,
+OPTIONS = {"bottom": "8", "top": "8-1"}
+
+
+def job(**changed: Any) -> TrainJob:
+    """A training of its own, in a namespace of its own, with a table under Adam and a moving average of the dense part."""
+    given: dict[str, Any] = {
+        "model": "dlrm", "dim": 8, "model_options": OPTIONS, "seed": 3, "row_optimizer": "rowwise_adagrad", "lr": 0.05,
+        "tables": {"what": {"row-optimizer": "adam", "lr": 0.02}}, "dense_optimizer": "Adam", "dense_lr": 0.01, "dense_ema": 0.9,
+    }  # fmt: skip
+    return job_in_memory(**given | changed)
+
+
+def plainly(folder: Path, **changed: Any) -> reference.ReferenceResult:
+    """What the plain trainer makes of `schedule` in the same folder and of `job`."""
+    config = reference.Config(
+        log=reference_data.read_features(folder / "features.toml"), sources=(folder / "log.csv",), model=load_model("dlrm"), dim=8, batch_size=32,
+        lanes=LANES, epochs=2, seed=3, evaluation_fraction=HELD_OUT, model_options=OPTIONS, row_optimizer="rowwise_adagrad", lr=0.05,
+        by_table={"what": ("adam", 0.02)}, dense_optimizer="Adam", dense_options={"lr": 0.01}, dense_ema=0.9,
     )  # fmt: skip
+    return reference.train(replace(config, **changed))
 
 
 def assert_same(outcome: Trained, undisturbed: Trained) -> None:

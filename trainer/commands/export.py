@@ -19,6 +19,7 @@ from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.checkpoints.best import best_checkpoint, best_in
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
+from foreload.trainer.compute.dense_average import beside_served, to_serve
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
@@ -129,8 +130,8 @@ def _check_since(model: SavedModel, before: Predecessor, told: dict[str, Any]) -
 
 
 def _dense_files(model: SavedModel) -> dict[str, bytes]:
-    parameters, state = model.dense()
-    return {MODEL: save(parameters), DENSE_STATE: save(state)}
+    dense = model.dense()
+    return {MODEL: save(to_serve(*dense)), DENSE_STATE: save(beside_served(*dense))}
 
 
 def _told(model: SavedModel) -> dict[str, Any]:

@@ -21,8 +21,9 @@ class TrainerParts:
     """The schedule, the dense part of the model, and the settings of a step; nothing in it is shared with another trainer.
 
     parameters: those of the module that are trained, in its order; layouts: of the rows, by table; block: of the embedding block; rules: the row
-    optimizers; rates: learning rates by step; clip_dense: the most that the norm of the dense gradients may be, or None; seed: of the run;
-    allow_nan: whether training goes on after a loss that is not finite.
+    optimizers; rates: learning rates by step; clip_dense: the most that the norm of the dense gradients may be, or None; dense_ema: how much of the
+    parameters' moving average stays at each step, or None for none; seed: of the run; allow_nan: whether training goes on after a loss that is not
+    finite.
     """
 
     schedule: Schedule
@@ -34,6 +35,7 @@ class TrainerParts:
     rules: UpdateRules
     rates: Rates
     clip_dense: float | None
+    dense_ema: float | None
     kernels: Kernels
     seed: int
     device: torch.device

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from foreload.pipelines.schedule.format import Event
-from foreload.trainer.compute import slices
+from foreload.trainer.compute import dense_average, slices
 from foreload.trainer.compute.clock import Clock
 from foreload.trainer.compute.commits import Commits
 from foreload.trainer.compute.exchange import ExchangePlan
@@ -140,7 +140,7 @@ class Trainer:
         self.on_point("evaluating", self._last_step)
         parts.module.eval()
         logits = {}
-        with torch.no_grad():
+        with torch.no_grad(), dense_average.averaged(parts.optimizer, parts.parameters):
             for lane in self.session.hosted:
                 if len(plan.events[lane].labels):
                     local = LocalRows(*exchange.local_rows(plan, lane, weights))

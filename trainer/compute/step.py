@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from foreload.pipelines.schedule.format import Event, LaneEvent
-from foreload.trainer.compute import dense_optimizers, slices
+from foreload.trainer.compute import dense_average, dense_optimizers, slices
 from foreload.trainer.compute.clock import Clock
 from foreload.trainer.compute.commits import Commits
 from foreload.trainer.compute.exchange import DenseSum, ExchangePlan
@@ -154,7 +154,10 @@ class TrainingStep:
         for parameter, gradient in zip(parts.parameters, dense, strict=True):
             parameter.grad = gradient
         parts.rates.set_dense(parts.optimizer, self.event.step)
-        dense_optimizers.step(parts.optimizer)
+        if parts.dense_ema is None:
+            dense_optimizers.step(parts.optimizer)
+        else:
+            dense_average.step(parts.optimizer, parts.parameters, parts.dense_ema)
         self._clock.lap("compute")
         self._point("dense part applied")
 

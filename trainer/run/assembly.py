@@ -107,6 +107,7 @@ class DenseModel:
             rules=rules,
             rates=Rates(rules, optimizers, job.lr_schedule, float(job.dense_lr), job.dense_lr_schedule),
             clip_dense=job.dense_clip,
+            dense_ema=job.dense_ema,
             kernels=kernels_for(job.device),
             seed=job.seed,
             device=torch.device(job.device),

@@ -35,6 +35,7 @@ from foreload.trainer.run.job_values import (
     Servers,
     Size,
     TableSettings,
+    decay,
     row_options,
     storage_place,
     tables,
@@ -91,6 +92,10 @@ class TrainJob:
     dense_clip: float | None = setting(
         None, positive, "the most that the norm of the dense gradients may be; they are scaled down to it", _HOW, metavar="X"
     )
+    dense_ema: float | None = setting(
+        None, decay, "evaluate, export and serve a moving average of the dense parameters, of which each step keeps this much, such as 0.999",
+        _HOW, metavar="D",
+    )  # fmt: skip
     dense_options: dict[str, Any] = setting(
         {}, key_values, "options of the dense optimizer, such as momentum=0.9", _HOW, form="several", metavar="K=V"
     )

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from foreload.cache.parity.erasure import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.base.settings import choice, key_values, number, size_bytes, spelled, text
@@ -173,6 +175,14 @@ def weight_bits(flag: str, value: Any) -> int | Literal["auto"]:
     if str(value) not in ("auto", "32", "8", "4", "3", "2"):
         raise SettingError(f"{flag}: must be auto, 32, 8, 4, 3 or 2; got {value!r}")
     return "auto" if value == "auto" else int(value)
+
+
+def decay(flag: str, value: Any) -> float:
+    """How much of a moving average stays at each step: above 0, and below 1, also as a float32. Raises SettingError."""
+    result = number(-math.inf)(flag, value)
+    if not (result > 0 and np.float32(result) < 1):
+        raise SettingError(f"{flag}: must be above 0 and, as a float32, below 1; got {value!r}")
+    return result
 
 
 def row_options(flag: str, value: Any) -> dict[str, float]:

@@ -12,6 +12,7 @@ from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.row_index import RowIndex
 from foreload.trainer.compute.choose_kernels import kernels_for
+from foreload.trainer.compute.dense_average import to_serve
 from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.dense_file import load_parameters
@@ -59,7 +60,7 @@ class DenseForward:
         self._layout = BlockLayout.of(features, model.layouts)
         self._kernels = kernels_for("cpu")
         module = build_model(load_model(job.model, job.model_folder), model_spec(features, job.dim), job.model_options, job.seed)
-        load_parameters(module, model.dense()[0])
+        load_parameters(module, to_serve(*model.dense()))
         self._module = module.eval()
 
     def logits(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:

@@ -20,7 +20,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources.synthetic import Generator
 from foreload.trainer.checkpoints.quantisation import decode, encode
 from foreload.trainer.compute import dense_optimizers, slices
-from foreload.trainer.compute.metrics import BinaryMetrics, Metrics
+from foreload.trainer.compute.metrics import EvaluationSamples
 from foreload.trainer.compute.slices import LocalRows
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.digest import Digest
@@ -108,18 +108,19 @@ class MemoryTraining:
             parameter.grad = gradient
         dense_optimizers.step(parts.optimizer)
 
-    def evaluate(self, samples: Iterator[Batch]) -> Metrics:
-        """Metrics of samples; changes nothing."""
-        metrics = BinaryMetrics()
+    def evaluate(self, samples: Iterator[Batch]) -> tuple[float, float]:
+        """Log loss and AUC of samples; changes nothing."""
+        evaluated = EvaluationSamples(("click",))
         self._parts.module.eval()
         with torch.no_grad():
             for batch in samples:
                 rows, index = self._local(batch.rows)
-                _, logits, _ = slices.forward(
-                    self._parts, _moves(batch, index), LocalRows(self._weights, rows), requires_grad=False
-                )
-                metrics.add(logits.numpy(), batch.labels[:, 0])
-        return metrics.result()
+                _, logits = slices.forward(self._parts, _moves(batch, index), LocalRows(self._weights, rows), requires_grad=False)
+                evaluated.add(logits.numpy(), batch.labels)
+        metrics = evaluated.metrics()[0]
+        assert metrics.log_loss is not None
+        assert metrics.auc is not None
+        return metrics.log_loss, metrics.auc
 
     def restore(self, bits: int) -> None:
         """Go on as from a checkpoint with weights of so many bits: those of all rows ever trained are rounded."""

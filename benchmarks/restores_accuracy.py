@@ -175,9 +175,9 @@ class Seed:
 
     def _evaluated(self, bits: int, restores: Restores, begun: float) -> Trained:
         samples = batches(self._generator, self._training.bases, 0, EVALUATION_SAMPLES, BATCH)
-        metrics = self._training.evaluate(samples)
+        log_loss, auc = self._training.evaluate(samples)
         return Trained(
-            self._seed, bits, restores.count, self._steps, BATCH, self._row_optimizer, metrics.log_loss, metrics.auc,
+            self._seed, bits, restores.count, self._steps, BATCH, self._row_optimizer, log_loss, auc,
             self._training.digest(), time.monotonic() - begun, restores.last,
         )  # fmt: skip
 

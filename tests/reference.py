@@ -11,7 +11,7 @@ import argparse
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,21 +79,30 @@ class Config:
     dense_lr_schedule: str | None = None
     dense_clip: float | None = None
     dense_ema: float | None = None
+    label_weights: Mapping[str, float] = field(default_factory=dict)
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # in the place of that of the labels' kinds
     later: tuple[int, Config] | None = None  # the step from which on another one holds, in what concerns learning rates
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of one pass over the evaluation samples."""
+    """Metrics of one pass over the evaluation samples: of the first label, with NaN for those that it has not; and all of each label, by name.
+
+    loss: the mean of what is trained.
+    """
 
     log_loss: float
     auc: float
     normalized_entropy: float
+    labels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    loss: float = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """digest: hex; log_losses: per training step; evaluations, evaluated: in order, and after which step each; logits: float32, of the last one."""
+    """digest: hex; log_losses: per training step; evaluations, evaluated: in order, and after which step each; logits: float32 [n] or, of several
+    labels, [n, labels], of the last one, by sample number.
+    """
 
     digest: str
     log_losses: list[float]
@@ -313,7 +322,12 @@ class Trainer:
                 self.views.append((feature.name + ("." + name if name else ""), f, slice(start, start + columns)))
                 start += columns
 
-        spec = ModelSpec(len(log.dense), tuple((f.name, dimensions[f.table], log.tables[f.table].name) for f in log.features))
+        spec = ModelSpec(
+            len(log.dense),
+            tuple((f.name, dimensions[f.table], log.tables[f.table].name) for f in log.features),
+            labels=tuple(label.name for label in log.labels),
+            label_kinds=tuple(label.kind for label in log.labels),
+        )
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(config.seed)
@@ -351,6 +365,31 @@ class Trainer:
         result: torch.Tensor = self.module(torch.tensor(dense), embeddings)
         return result
 
+    def loss(self, outputs: torch.Tensor, samples: Samples) -> torch.Tensor:
+        """The sum of a slice's losses."""
+        labels, log = torch.tensor(samples.labels), self.config.log
+        of_kind: dict[str, Callable[..., torch.Tensor]] = {
+            "click": nn.functional.binary_cross_entropy_with_logits,
+            "number": nn.functional.mse_loss,
+        }
+        if self.config.loss is not None:
+            losses = self.config.loss(outputs, labels.reshape(outputs.shape))
+        elif len(log.labels) == 1 and log.labels[0].kind == "click" and log.weight is None:
+            return nn.functional.binary_cross_entropy_with_logits(outputs, labels[:, 0], reduction="sum")
+        elif len(log.labels) == 1:
+            losses = of_kind[log.labels[0].kind](outputs, labels[:, 0].clone(), reduction="none")
+        else:
+            terms = []
+            for place, label in enumerate(log.labels):
+                of_label = of_kind[label.kind](outputs[:, place].clone(), labels[:, place].clone(), reduction="none")
+                terms.append(of_label * self.config.label_weights.get(label.name, 1.0))
+            losses = terms[0]
+            for term in terms[1:]:
+                losses = losses + term
+        if log.weight is not None:
+            losses = losses * torch.tensor(samples.weights)
+        return losses.sum()
+
     def row_gradients(self, lookups: Lookups, gradient: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per table the rows of a slice and their gradients in it: distinct ids ascending, float32 [ids, W]."""
         result = []
@@ -379,9 +418,7 @@ class Trainer:
                 self.module.zero_grad(set_to_none=True)
                 torch.manual_seed(key(self.config.seed, number, lane) >> 1)
                 logits = self.logits(block, part.dense)
-                loss = nn.functional.binary_cross_entropy_with_logits(
-                    logits, torch.tensor(part.labels[:, 0]), reduction="sum"
-                ) / len(samples)
+                loss = self.loss(logits, part) / len(samples)
                 loss.backward()
                 total_loss += float(loss.detach())
                 gradients.update(
@@ -413,8 +450,8 @@ class Trainer:
         return total_loss
 
     def evaluate(self, samples: Samples) -> np.ndarray:
-        """Logits of the evaluation samples, float32 [n]."""
-        result = [np.zeros(0, np.float32)]
+        """Outputs for the evaluation samples, float32 [n] or [n, labels]."""
+        result = []
         own = {name: self.parameters[name].data for name in self.averages}
         for name, average in self.averages.items():
             self.parameters[name].data = torch.tensor(average)
@@ -469,6 +506,52 @@ def add_lanes(lanes: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarra
     return ids, total
 
 
+def number_metrics(predicted: np.ndarray, numbers: np.ndarray) -> dict[str, float]:
+    """Of a label of numbers, in float64."""
+    x, y = predicted.astype(np.float64), numbers.astype(np.float64)
+    errors = x - y
+    return {
+        "rmse": float(np.sqrt(np.mean(errors**2))),
+        "mae": float(np.mean(np.abs(errors))),
+        "predicted_over_observed": float(x.sum() / y.sum()),
+    }
+
+
+def click_metrics(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray | None) -> dict[str, float]:
+    """Of a label of clicks, in float64."""
+    whole = metrics(logits, labels)
+    predicted = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    told = {name: getattr(whole, name) for name in ("log_loss", "auc", "normalized_entropy")}
+    told["predicted_over_observed"] = float(predicted.sum() / labels.sum()) if labels.any() else float("nan")
+    if groups is not None:
+        terms = [
+            (int((groups == one).sum()), metrics(logits[groups == one], labels[groups == one]).auc) for one in np.unique(groups)
+        ]
+        terms = [(count, value) for count, value in terms if not np.isnan(value)]
+        told["grouped_auc"] = sum(count * value for count, value in terms) / sum(count for count, _ in terms)
+    return told
+
+
+def evaluation_of(config: Config, outputs: np.ndarray, samples: Samples) -> Evaluation:
+    """The metrics of all labels, and the mean of what is trained."""
+    log, told, columns = config.log, {}, outputs.reshape(samples.labels.shape)
+    losses = np.zeros(len(samples))
+    for place, label in enumerate(log.labels):
+        column, of_label = columns[:, place], samples.labels[:, place]
+        x, y = column.astype(np.float64), of_label.astype(np.float64)
+        if label.kind == "number":
+            told[label.name], term = number_metrics(column, of_label), (x - y) ** 2
+        else:
+            told[label.name] = click_metrics(column, of_label, samples.groups if log.group else None)
+            term = np.maximum(x, 0) - x * y + np.log1p(np.exp(-np.abs(x)))
+        losses += config.label_weights.get(label.name, 1.0) * term
+    if config.loss is not None:
+        losses = config.loss(torch.tensor(outputs), torch.tensor(samples.labels).reshape(outputs.shape)).double().numpy()
+    first = next(iter(told.values()))
+    log_loss, auc, entropy = (first.get(name, float("nan")) for name in ("log_loss", "auc", "normalized_entropy"))
+    return Evaluation(log_loss, auc, entropy, told, float(np.mean(losses * samples.weights)))
+
+
 def metrics(logits: np.ndarray, labels: np.ndarray) -> Evaluation:
     """Log loss, AUC (ties count half) and log loss over the labels' own entropy, in float64."""
     x, y = logits.astype(np.float64), labels.astype(np.float64)
@@ -509,7 +592,7 @@ def train(config: Config) -> ReferenceResult:
             at_end = first + config.batch_size >= count
             if len(data.evaluation) and (at_end or (config.eval_every is not None and place % config.eval_every == 0)):
                 logits = trainer.evaluate(data.evaluation)
-                evaluations.append(metrics(logits, data.evaluation.labels[:, 0]))
+                evaluations.append(evaluation_of(config, logits, data.evaluation))
                 evaluated.append(len(log_losses) - 1)
     return ReferenceResult(trainer.digest(), log_losses, evaluations, logits, evaluated)
 

@@ -117,7 +117,7 @@ def test_importing_it_changes_nothing() -> None:
 
 
 def test_settings_have_the_command_lines_names() -> None:
-    assert set(TrainSettings.__annotations__) == settings_of(TrainJob).keys() - {"schedule", "model"} | {"job"}
+    assert set(TrainSettings.__annotations__) == settings_of(TrainJob).keys() - {"schedule", "model", "loss"} | {"job"}
     assert set(PrepareSettings.__annotations__) == settings_of(PrepareOptions).keys() - {"sources"} | {"job"}
 
 

@@ -96,7 +96,7 @@ def logits(run: foreload.Run) -> np.ndarray:
     by_number = np.full(HELD_OUT, np.nan, np.float32)
     with open_saved(os.fspath(run), None) as saved:
         for part in evaluated(saved, saved.schedule):
-            by_number[part.numbers] = part.logits
+            by_number[part.slice.numbers] = part.outputs
     assert not np.isnan(by_number).any()
     return by_number
 

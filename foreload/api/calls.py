@@ -124,9 +124,9 @@ def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import predict
 
     records = predict.Records(tuple(values["sources"]), values["format"], values["steps_of"])
-    for logits in predict.run(values["run"], values["store"], records, values["of_schedule"]):
-        scores = logits if values["logits"] else predict.probabilities(logits)
-        yield {"records": len(scores)}, scores.tobytes()
+    with predict.run(values["run"], values["store"], records, values["of_schedule"], values["logits"]) as predictions:
+        for batch in predictions.batches:
+            yield {"shape": batch.shape}, batch.tobytes()
 
 
 def _rows(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:

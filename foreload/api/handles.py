@@ -177,22 +177,29 @@ def train(
     schedule: AnyPath | None = None,
     *,
     model: str | Callable[..., object] | None = None,
+    loss: str | Callable[..., object] | None = None,
     progress: bool = False,
     **settings: Unpack[TrainSettings],
 ) -> Run:
     """Train a model from a schedule, in processes of its own; returns when the run has ended.
 
     schedule: may be left out with resume=True or from_checkpoint. model: a name as the command line has it, or the class itself, or a function that
-    builds one, of a module that can be imported from its file. Ctrl-C stops after the step with everything saved, and KeyboardInterrupt is raised
-    then; resume=True goes on.
+    builds one, of a module that can be imported from its file; loss: likewise, a name or the function. Ctrl-C stops after the step with everything
+    saved, and KeyboardInterrupt is raised then; resume=True goes on.
     """
     values = {name: plain(value) for name, value in settings.items()}
     if schedule is not None:
         values["schedule"] = os.fspath(schedule)
-    if model is not None and not isinstance(model, str):
-        values["model"], values["model_folder"] = _location(model)
-    elif model is not None:
-        values["model"] = model
+    for setting, own in (("model", model), ("loss", loss)):
+        if own is not None and not isinstance(own, str):
+            values[setting], folder = _location(setting, own)
+            if setting == "loss" and values.get("model_folder", folder) != folder:
+                raise ModelError(
+                    f"loss: must be of a module in the folder of the model, {values['model_folder']}; got one in {folder}; put it there"
+                )
+            values["model_folder"] = folder
+        elif own is not None:
+            values[setting] = own
     numerics = Numerics(str(values.get("cpu_capability", "avx2")), _threads(values.get("threads", 1)))
     ended = client.result("train", values, numerics, progress)
     store = values.get("store")
@@ -204,25 +211,26 @@ def _threads(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
-def _location(model: Callable[..., object]) -> tuple[str, str]:
-    """The name by which a process of its own finds a class of the caller's, and the folder where it looks. Raises ModelError."""
-    if not isinstance(model, type) and not inspect.isfunction(model):
-        raise ModelError(
-            f"model: must be a class, or a function that builds one, for each trainer builds its own; got {type(model).__name__}"
-        )
-    module, name = sys.modules.get(model.__module__), model.__qualname__
-    remedy = 'write it into a file of its own, at the top level, and give that as model="file.py:Class" or import it from there'
+def _location(setting: str, own: Callable[..., object]) -> tuple[str, str]:
+    """The name by which a process of its own finds a class or function of the caller's, and the folder where it looks. Raises ModelError."""
+    if not (isinstance(own, type) and setting == "model") and not inspect.isfunction(own):
+        what = "a class, or a function that builds one, for each trainer builds its own" if setting == "model" else "a function"
+        raise ModelError(f"{setting}: must be {what}; got {type(own).__name__}")
+    module, name = sys.modules.get(own.__module__), own.__qualname__
+    remedy = (
+        f'write it into a file of its own, at the top level, and give that as {setting}="file.py:NAME" or import it from there'
+    )
     try:
-        file = Path(inspect.getfile(model)).absolute()
+        file = Path(inspect.getfile(own)).absolute()
     except (TypeError, OSError):
         file = Path()
     if not file.is_file():
-        raise ModelError(f"model: {name} must be of a module that has a file, for trainers import it; {remedy}")
-    if "." in name or (module is not None and getattr(module, name, None) is not model):
+        raise ModelError(f"{setting}: {name} must be of a module that has a file, for trainers import it; {remedy}")
+    if "." in name or (module is not None and getattr(module, name, None) is not own):
         raise ModelError(
-            f"model: {model.__module__}.{name} must be found in its module by its name, for trainers import it; {remedy}"
+            f"{setting}: {own.__module__}.{name} must be found in its module by its name, for trainers import it; {remedy}"
         )
-    if model.__module__ == "__main__" or "." not in model.__module__:
+    if own.__module__ == "__main__" or "." not in own.__module__:
         return f"{file.name}:{name}", str(file.parent)
-    depth = model.__module__.count(".") + (file.name == "__init__.py")
-    return f"{model.__module__}:{name}", str(file.parents[depth])
+    depth = own.__module__.count(".") + (file.name == "__init__.py")
+    return f"{own.__module__}:{name}", str(file.parents[depth])

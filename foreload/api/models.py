@@ -66,11 +66,13 @@ class Model:
         logits: bool = False,
         progress: bool = False,
     ) -> np.ndarray:
-        """The probability that each record's label is 1, float32 [records], in order; see `predict_batches`, which takes bounded memory."""
+        """The probability that each record's label is 1, or the number where the label is one, float32 [records], in order; of several labels,
+        [records, labels]. See `predict_batches`, which takes bounded memory.
+        """
         import numpy as np
 
-        batches = self.predict_batches(*sources, format=format, steps_of=steps_of, logits=logits, progress=progress)
-        return np.concatenate([np.empty(0, np.float32), *batches])
+        batches = list(self.predict_batches(*sources, format=format, steps_of=steps_of, logits=logits, progress=progress))
+        return np.concatenate(batches) if batches else np.empty(0, np.float32)
 
     def predict_batches(
         self,
@@ -80,11 +82,11 @@ class Model:
         logits: bool = False,
         progress: bool = False,
     ) -> Iterator[np.ndarray]:
-        """What `predict` gives, batch after batch, as they are computed: float32 [records of the batch] each.
+        """What `predict` gives, batch after batch, as they are computed: float32 [records of the batch] or [records, labels] each.
 
         sources: files or globs of raw records, whose labels are not needed; malformed ones are left out, as many as the schedule's max_rejects
         allows. format: by default that of the schedule, or what the names say. steps_of: a schedule whose evaluation samples these are, in
-        order: the logits are those of `evaluate` on it, bit for bit. logits: give these, instead of probabilities.
+        order: the logits are those of `evaluate` on it, bit for bit. logits: give these, instead of probabilities; numbers stay what they are.
         """
         import numpy as np
 
@@ -96,7 +98,7 @@ class Model:
         }
         with contextlib.closing(client.parts("predict", self._named(asked), self._numerics(), progress)) as parts:
             for message in parts:
-                yield np.frombuffer(message.payload, np.float32)
+                yield np.frombuffer(message.payload, np.float32).reshape(message.values["shape"])
 
     def export(self, out: AnyPath, *, since: AnyPath | int | None = None, progress: bool = False) -> Export:
         """Write its model into a new folder: rows as Parquet, the dense part as safetensors.

@@ -87,6 +87,12 @@ class TrainSummary(_Result):
     rebalanced: tuple[Mapping[str, Any], ...] = ()
     memory: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
+    predicted_over_observed: float | None = None
+    grouped_auc: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    loss: float | None = None
+    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +119,10 @@ class StepMetrics(_Result):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMetrics(_Result):
-    """One evaluation pass, a line of metrics.jsonl; step: the training step that it follows.
+    """One evaluation pass, a line of metrics.jsonl; step: the training step that it follows. Of the first label, and of several in `labels` by name.
 
-    calibration: of up to 20 bins of samples, by what is predicted of them: [samples, mean prediction, share of clicks].
+    calibration: of up to 20 bins of samples, by what is predicted of them: [samples, mean prediction, share of clicks]. None: there is no such
+    metric, or it is not defined for these samples; loss: of what is trained, where that is not the log loss.
     """
 
     step: int
@@ -126,18 +133,30 @@ class EvaluationMetrics(_Result):
     normalized_entropy: float | None
     calibration: tuple[Sequence[float], ...] = ()
     kind: str = "evaluation"
+    predicted_over_observed: float | None = None
+    grouped_auc: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    loss: float | None = None
+    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(_Result):
-    """A model measured on the evaluation steps of a schedule; step: the training step that the model is of."""
+    """A model measured on the evaluation steps of a schedule, as EvaluationMetrics has it; step: the training step that the model is of."""
 
     schedule: str
     step: int
     samples: int
-    log_loss: float
-    auc: float
-    normalized_entropy: float
+    log_loss: float | None
+    auc: float | None
+    normalized_entropy: float | None
+    predicted_over_observed: float | None = None
+    grouped_auc: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    loss: float | None = None
+    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class TrainSettings(TypedDict, total=False):
     dense_ema: float
     seed: int
     model_options: Mapping[str, Any]
+    label_weights: Mapping[str, float]
     dense_options: Mapping[str, Any]
     tables: Mapping[str, Mapping[str, Any]]
     threads: int
@@ -81,7 +82,7 @@ class TrainSettings(TypedDict, total=False):
     checkpoint_policy: Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
     checkpoint_bits: int | Literal["auto"]
     failures_a_day: float
-    keep_best: Literal["log_loss", "auc", "normalized_entropy"]
+    keep_best: str
     keep: int
     history: Path | Literal["off"]
     no_report: bool

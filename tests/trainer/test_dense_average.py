@@ -133,7 +133,7 @@ def test_a_run_evaluates_predicts_and_exports_its_average(
     assert main(["evaluate", "run", "--json", "evaluated.json"]) == 0
     assert json.loads(Path("evaluated.json").read_text())["log_loss"] == pytest.approx(last["log_loss"])
     with open_saved("run", None) as model:
-        assert sum(len(one.logits) for one in evaluated(model, model.schedule)) == 240
+        assert sum(len(one.outputs.numpy()) for one in evaluated(model, model.schedule)) == 240
     assert main(["export", "run", "--out", "export"]) == 0
     exported, beside = load_file("export/model.safetensors"), load_file("export/optimizer.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in averages.items())

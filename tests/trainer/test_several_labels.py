@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
+import foreload
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models import MODELS, build_model, check_uses, load_model
 from foreload.trainer.models.spec import ModelSpec
@@ -60,3 +62,21 @@ def test_outputs_that_do_not_fit_the_labels_are_refused(
 
 def test_a_number_may_come_out_of_a_sigmoid() -> None:
     build_model(load_model("model_cases:Probable"), replace(ONE, label_kinds=("number",)), {}, 0)
+
+
+class _Towers(nn.Module):
+    """It was written for PyTorch, and returns an output [b, 1] for each of several tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(9, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def forward(self, user: Tensor) -> list[Tensor]:
+        rows = self.user(user)
+        return [head(rows) for head in self.heads]
+
+
+def test_a_wrapped_module_may_return_a_list_of_outputs() -> None:
+    spec = replace(TWO, dense_width=0, features=(("user", 4, "user"),))
+    check_uses(build_model(lambda spec: foreload.wrap(_Towers()), spec, {}, 0), spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 
 from foreload.pipelines.base.files import canonical
@@ -13,8 +12,6 @@ from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.storage import AnyFolder, write_whole
 
 BEST = "best.json"  # in the folder of checkpoints
-METRICS = ("log_loss", "auc", "normalized_entropy")
-_HIGHER_IS_BETTER = ("auc",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +27,6 @@ class Best:
         """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError and CheckpointUnreachable."""
         told = {"run": self.run_id, "metric": self.metric, "value": self.value, "step": self.step}
         write_whole(folder / BEST, canonical(told))
-
-
-def is_better(metric: str, value: float, before: float | None) -> bool:
-    """Whether a value of a metric is better than one before, if there was one; NaN is never."""
-    if math.isnan(value):
-        return False
-    return before is None or (value > before if metric in _HIGHER_IS_BETTER else value < before)
 
 
 def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:

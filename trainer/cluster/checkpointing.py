@@ -11,7 +11,7 @@ from typing import Any, cast
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.checkpoints.best import Best, best_in, is_better
+from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.draft import AnyDraft, check_absent, draft
 from foreload.trainer.checkpoints.format import Checkpoint
@@ -41,6 +41,7 @@ from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.metric_choice import metric_of
 from foreload.trainer.run.report import RunReport
 from foreload.trainer.run.storage import place
 
@@ -140,11 +141,11 @@ class Checkpointing:
         """An evaluation: keep a checkpoint of the step before it, if it is the best so far. One that is told again is no better."""
         if self._metric is None:
             return
-        value, saving = getattr(report, self._metric), self._saving
+        measured, saving = metric_of(report, self._metric), self._saving
         under_way = saving is not None and saving.taken and saving.step == report.step
-        better = is_better(self._metric, value, None if self._best is None else self._best.value)
+        better = measured.is_better_than(None if self._best is None else self._best.value)
         if better and (under_way or self.last_step == report.step):
-            self._best = Best(self._manifest().run_id, self._metric, value, report.step)
+            self._best = Best(self._manifest().run_id, self._metric, measured.value, report.step)
             if self.last_step == report.step:
                 self._note_best()
         elif better:

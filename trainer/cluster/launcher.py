@@ -54,6 +54,7 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
 from foreload.trainer.run.memory_check import check_fit
+from foreload.trainer.run.metric_choice import check_metric
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
@@ -213,6 +214,8 @@ class Launcher:
             raise SettingError(
                 f"--keep-best: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
             )
+        if job.keep_best is not None:
+            check_metric("--keep-best", job.keep_best, schedule.header.features)
         return schedule, self._check_model(schedule)
 
     @contextlib.contextmanager

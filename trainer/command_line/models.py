@@ -10,6 +10,7 @@ from foreload.trainer.command_line.shared import add_command, add_json, add_plai
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text, rates_text
+from foreload.trainer.run.metric_text import metric_lines
 
 _OF_MODELS = ("model_folder", "dim", "model_options", "seed")
 """The settings of `foreload train` that say what a model is built with."""
@@ -20,28 +21,11 @@ def add_to(commands: Any) -> None:
     _add_check(commands)
     evaluate = add_command(
         commands, "evaluate", _evaluate, "measure a run's model on held-out data",
-        "Computes log loss, AUC and normalised entropy of the model on the evaluation steps of a schedule.", or_checkpoint=True,
-    )  # fmt: skip
-    evaluate.add_argument("schedule", nargs="?", metavar="SCHEDULE", help="evaluate on this one instead of the run's own")
-    predict = add_command(
-        commands, "predict", _predict, "what a run's model says of raw records",
-        "Writes the probability of each record, in order: records are read and encoded as those that the run was trained on, labels are not "
-        "needed, and values never seen are as in evaluation. Malformed records are left out, as many as the schedule's --max-rejects allows.",
+        "Computes log loss, AUC and normalised entropy of the model, of a number RMSE and MAE, on the evaluation steps of a schedule.",
         or_checkpoint=True,
     )  # fmt: skip
-    predict.add_argument(
-        "sources", nargs="+", metavar="FILE", help="files or quoted globs, read in the order given; .gz and .zst too"
-    )
-    predict.add_argument("--out", required=True, metavar="SCORES", help="file to write, .csv or .parquet, with one column: score")
-    predict.add_argument(
-        "--format", metavar="NAME", help="criteo, csv, tsv or parquet (default: as the files' names or the schedule say)"
-    )
-    predict.add_argument(
-        "--steps-of", metavar="SCHEDULE",
-        help="whose evaluation samples these records are, in order: the logits are then those of `foreload evaluate`, bit for bit",
-    )  # fmt: skip
-    predict.add_argument("--logits", action="store_true", help="write logits instead, as a column logit")
-    add_schedule(predict)
+    evaluate.add_argument("schedule", nargs="?", metavar="SCHEDULE", help="evaluate on this one instead of the run's own")
+    _add_predict(commands)
     lookup = add_command(
         commands, "lookup", _lookup, "rows of a run's model by raw value",
         "Prints the embedding of each value of a table, encoded as the schedule says: value, id, whether the row was trained (else it has its "
@@ -114,6 +98,36 @@ def _add_apply(commands: Any) -> None:
     add_json(apply, "result")
 
 
+def _add_predict(commands: Any) -> None:
+    predict = add_command(
+        commands, "predict", _predict, "what a run's model says of raw records",
+        "Writes the probability of each record, in order, or the number where the label is one: records are read and encoded as those that the run "
+        "was trained on, labels are not needed, and values never seen are as in evaluation. Malformed records are left out, as many as the "
+        "schedule's --max-rejects allows.",
+        or_checkpoint=True,
+    )  # fmt: skip
+    predict.add_argument(
+        "sources", nargs="+", metavar="FILE", help="files or quoted globs, read in the order given; .gz and .zst too"
+    )
+    predict.add_argument(
+        "--out",
+        required=True,
+        metavar="SCORES",
+        help="file to write, .csv or .parquet, with a column score; of several labels one each, of its name",
+    )
+    predict.add_argument(
+        "--format", metavar="NAME", help="criteo, csv, tsv or parquet (default: as the files' names or the schedule say)"
+    )
+    predict.add_argument(
+        "--steps-of", metavar="SCHEDULE",
+        help="whose evaluation samples these records are, in order: the logits are then those of `foreload evaluate`, bit for bit",
+    )  # fmt: skip
+    predict.add_argument(
+        "--logits", action="store_true", help="write logits instead of probabilities; a column score is called logit then"
+    )
+    add_schedule(predict)
+
+
 def _check_model(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import check_model
 
@@ -129,11 +143,9 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import evaluate
 
     metrics = evaluate.run(parsed.run, parsed.store, parsed.schedule)
-    text = (
-        f"log loss {metrics['log_loss']:.5f}   AUC {metrics['auc']:.4f}   normalised entropy {metrics['normalized_entropy']:.4f}   "
-        f"({metrics['samples']:,} samples, after step {metrics['step']})"
-    )
-    return tell(parsed, metrics, text)
+    lines = metric_lines(metrics, "   ")
+    lines[-1] += f"   ({metrics['samples']:,} samples, after step {metrics['step']})"
+    return tell(parsed, metrics, "\n".join(lines))
 
 
 def _predict(parsed: argparse.Namespace) -> int:
@@ -141,11 +153,8 @@ def _predict(parsed: argparse.Namespace) -> int:
 
     predict.check_out(parsed.out)
     records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
-    batches = predict.run(parsed.run, parsed.store, records, parsed.schedule)
-    if parsed.logits:
-        written = predict.write(parsed.out, batches, "logit")
-    else:
-        written = predict.write(parsed.out, map(predict.probabilities, batches), "score")
+    with predict.run(parsed.run, parsed.store, records, parsed.schedule, parsed.logits) as predictions:
+        written = predict.write(parsed.out, predictions)
     return tell(parsed, written, f"{parsed.out}: {written['records']:,} {'logits' if parsed.logits else 'scores'}")
 
 

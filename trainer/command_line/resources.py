@@ -19,6 +19,8 @@ _OF_THE_JOB = (
         "model_folder",
         "dim",
         "model_options",
+        "loss",
+        "label_weights",
         "seed",
         "row_optimizer",
         "row_options",

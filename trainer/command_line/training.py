@@ -14,6 +14,7 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text, rates_text
+from foreload.trainer.run.metric_text import metric_lines
 
 FULL = 5
 """The exit status of a training with --until-full that stopped before a store shard was full."""
@@ -205,8 +206,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
 
     lines = [
         f"{summary['steps']:,} steps, {summary['samples']:,} samples, {shown(summary['samples_per_second'], ',.0f')} a second",
-        f"log loss {shown(summary['log_loss'], '.5f')}   AUC {shown(summary['auc'], '.4f')}   "
-        f"normalised entropy {shown(summary['normalized_entropy'], '.4f')}",
+        *metric_lines(summary, "   "),
         f"rows: {summary['rows_used']:,} used, {summary['rows_arrived']:,} arrived, {summary['rows_fetched']:,} of them fetched, "
         f"{summary['rows_written_back']:,} written back, {summary['rows_flushed']:,} more at the end",
         f"cache hits {shown(summary['cache_hit_rate'], '.1%')}",

@@ -16,8 +16,9 @@ from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
-from foreload.trainer.compute.metrics import BinaryMetrics
+from foreload.trainer.compute.evaluation import EvaluationPass
 from foreload.trainer.errors import LossNotFinite, RunError
+from foreload.trainer.run.job_loss import training_loss
 from foreload.trainer.run.saved_model import SavedModel, check_fitting
 from foreload.trainer.run.trained_model import DenseForward
 
@@ -35,11 +36,10 @@ class EvaluationStep:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A slice of an evaluation step: the samples' numbers int64 [b], labels and logits float32 [b]."""
+    """A slice of an evaluation step, and what the model gives for it: float32 [b] or [b, labels]."""
 
-    numbers: np.ndarray
-    labels: np.ndarray
-    logits: np.ndarray
+    slice: LaneEvent
+    outputs: Tensor
 
 
 def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
@@ -47,32 +47,26 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
 
     Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
     """
-    metrics = BinaryMetrics()
     with open_model(path, store) as model:
         used = model.schedule if schedule is None else check_fitting(model, Schedule(schedule))
+        evaluation = EvaluationPass(used.header.features.labels, training_loss(model.job, used.header.features))
         for one in evaluated(model, used):
-            metrics.add(one.logits, one.labels)
-    result = metrics.result()
-    return {
-        "schedule": str(used.path),
-        "step": model.step,
-        "samples": result.samples,
-        "log_loss": result.log_loss,
-        "auc": result.auc,
-        "normalized_entropy": result.normalized_entropy,
-    }
+            evaluation.add(one.slice, one.outputs)
+    told = evaluation.report(model.step, used.header.epochs - 1).to_dict()
+    del told["epoch"], told["calibration"]
+    return {"schedule": str(used.path), **told}
 
 
 def evaluated(model: SavedModel, schedule: Schedule) -> Iterator[Evaluated]:
-    """Every slice of the evaluation after a schedule's last epoch, with the model's logits. Raises RunError and LossNotFinite."""
+    """Every slice of the evaluation after a schedule's last epoch, with the model's outputs. Raises RunError and LossNotFinite."""
     numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
     wanted = _distinct_rows(schedule)
     weights, dense_part = _weights(model, wanted), DenseForward(model)
     for step in last_pass(schedule):
-        for lane, logits in _logits(dense_part, step, wanted, weights):
-            if not logits.isfinite().all():
+        for lane, outputs in _outputs(dense_part, step, wanted, weights):
+            if not outputs.isfinite().all():
                 raise LossNotFinite(f"{model.name}, evaluation step {step.number}", lane, math.nan)
-            yield Evaluated(step.lanes[lane].numbers, step.lanes[lane].labels[:, 0], logits.numpy())
+            yield Evaluated(step.lanes[lane], outputs)
 
 
 def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
@@ -112,8 +106,8 @@ def _weights(model: SavedModel, wanted: np.ndarray) -> Tensor:
     return torch.from_numpy(weights)
 
 
-def _logits(dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, weights: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Lane and logits float32 [b] of each slice that has samples."""
+def _outputs(dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, weights: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Lane and outputs of each slice that has samples, float32 [b] or [b, labels]."""
     places = [np.searchsorted(wanted, rows) for rows in step.rows]
     for lane, moves in enumerate(step.lanes):
         if not len(moves.labels):
@@ -121,4 +115,4 @@ def _logits(dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, 
         used = [
             owned[(owner.users >> np.uint64(lane)) & np.uint64(1) == 1] for owned, owner in zip(places, step.lanes, strict=True)
         ]
-        yield lane, dense_part.logits(weights[torch.from_numpy(np.concatenate(used))], moves.index, moves.offsets, moves.dense)
+        yield lane, dense_part.outputs(weights[torch.from_numpy(np.concatenate(used))], moves.index, moves.offsets, moves.dense)

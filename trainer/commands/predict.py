@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.base.progress import Display
 from foreload.pipelines.errors import RecordError, SettingError, SourceError
-from foreload.pipelines.samples.features import FeatureSpec, TextFormat
+from foreload.pipelines.samples.features import FeatureSpec, Label, TextFormat
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits, read_records
@@ -42,7 +42,7 @@ _SHOWN = 3  # malformed records that are named
 class Records:
     """What is to be predicted: files or globs; their format, by default that of the schedule, or what their names say.
 
-    steps_of: a schedule whose evaluation samples the records are, in order: they are cut into its steps and slices, so that the logits are
+    steps_of: a schedule whose evaluation samples the records are, in order: they are cut into its steps and slices, so that the outputs are
     those of `evaluate`, bit for bit. Otherwise they are cut as they come, at the run's batch size.
     """
 
@@ -51,8 +51,20 @@ class Records:
     steps_of: str | None = None
 
 
-def run(path: str, store: str | None, records: Records, schedule: str | None = None) -> Iterator[np.ndarray]:
-    """Logits, float32 [n], batch after batch, one a well-formed record, in their order; memory is bounded by a batch.
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a model says of records: batches, float32 [n] or, of several labels, [n, labels]; columns: what they are called in a file."""
+
+    columns: tuple[str, ...]
+    batches: Iterator[np.ndarray]
+
+
+@contextmanager
+def run(
+    path: str, store: str | None, records: Records, schedule: str | None = None, logits: bool = False
+) -> Iterator[Predictions]:
+    """Of the well-formed records, in their order: of clicks the probability, or with `logits` the logit, of numbers the number; memory is bounded by
+    a batch.
 
     path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now.
     Records that are malformed are left out, as many as --max-rejects of the schedule allows; that, and how far it is, stderr is told. Raises
@@ -60,18 +72,25 @@ def run(path: str, store: str | None, records: Records, schedule: str | None = N
     """
     with open_model(path, store, schedule) as model:
         numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
-        samples = _samples(model, records)
-        header = model.schedule.header
-        if records.steps_of is None:
-            cuts = _in_order(header.batch_size, header.lanes)
-        else:
-            cuts = _evaluated(check_fitting(model, Schedule(records.steps_of)))
-        count = 0
-        with closing(Display(lambda: f"predict: {count:,} records", _LINE_SECONDS)) as display:
-            for logits in _predicted(model, _cut(samples, cuts, records)):
-                count += len(logits)
-                display.tick()
-                yield logits
+        labels = model.features.labels
+        names = tuple(label.name for label in labels) if len(labels) > 1 else ("logit" if logits else "score",)
+        outputs = _outputs(model, records)
+        yield Predictions(names, outputs if logits else (_scores(batch, labels) for batch in outputs))
+
+
+def _outputs(model: SavedModel, records: Records) -> Iterator[np.ndarray]:
+    samples = _samples(model, records)
+    header = model.schedule.header
+    if records.steps_of is None:
+        cuts = _in_order(header.batch_size, header.lanes)
+    else:
+        cuts = _evaluated(check_fitting(model, Schedule(records.steps_of)))
+    count = 0
+    with closing(Display(lambda: f"predict: {count:,} records", _LINE_SECONDS)) as display:
+        for outputs in _predicted(model, _cut(samples, cuts, records)):
+            count += len(outputs)
+            display.tick()
+            yield outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +164,14 @@ def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]]) -> Iter
     while group := list(islice(steps, at_once)):
         known = _rows(reader, len(model.layouts), [samples for samples, _ in group], tables)
         for samples, cut in group:
-            logits = np.empty(len(samples), np.float32)
+            outputs = np.empty((len(samples), len(model.features.labels)), np.float32)
             for places in cut.slices:
                 if len(places):
                     part = samples.take(places)
                     index, rows = _local(part, tables, known)
                     offsets = None if part.offsets is None else part.offsets.astype(np.int32)
-                    logits[places] = dense_part.logits(rows, index, offsets, part.dense).numpy()
-            yield logits
+                    outputs[places] = dense_part.outputs(rows, index, offsets, part.dense).numpy().reshape(len(places), -1)
+            yield outputs if outputs.shape[1] > 1 else outputs[:, 0]
 
 
 def _lookup_tables(samples: Samples, tables: np.ndarray) -> np.ndarray:
@@ -255,10 +274,12 @@ def _format(schedule: Schedule, sources: Sequence[str]) -> str:
 # -- Scores -----------------------------------------------------------------------------------------------------------------------
 
 
-def probabilities(logits: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-logit)), computed in float64, float32 [n]."""
-    exponentials = np.exp(-np.abs(logits.astype(np.float64)))
-    return (np.where(logits >= 0, 1.0, exponentials) / (1.0 + exponentials)).astype(np.float32)
+def _scores(outputs: np.ndarray, labels: Sequence[Label]) -> np.ndarray:
+    """The probability of clicks, 1 / (1 + exp(-logit)), computed in float64; numbers as they are. float32 [n] or [n, labels]."""
+    exponentials = np.exp(-np.abs(outputs.astype(np.float64)))
+    probabilities = (np.where(outputs >= 0, 1.0, exponentials) / (1.0 + exponentials)).astype(np.float32)
+    clicks = np.array([label.kind == "click" for label in labels])
+    return np.where(clicks if len(labels) > 1 else clicks[0], probabilities, outputs)
 
 
 def check_out(out: str) -> None:
@@ -269,14 +290,16 @@ def check_out(out: str) -> None:
         raise SettingError(f"--out: cannot write {out}: there is no such folder")
 
 
-def write(out: str, batches: Iterator[np.ndarray], name: str) -> dict[str, Any]:
-    """Write one column, CSV or Parquet, whole or not at all; returns {"out", "records"}."""
+def write(out: str, predictions: Predictions) -> dict[str, Any]:
+    """Write them as CSV or Parquet, whole or not at all; returns {"out", "records"}."""
     check_out(out)
-    schema, count = pa.schema([pa.field(name, pa.float32(), nullable=False)]), 0
+    names = predictions.columns
+    schema, count = pa.schema([pa.field(name, pa.float32(), nullable=False) for name in names]), 0
     with replacing(Path(out)) as temporary:
         kind = pq.ParquetWriter if Path(out).suffix == ".parquet" else arrow_csv.CSVWriter
         with kind(str(temporary), schema) as writer:
-            for batch in batches:
-                writer.write_table(pa.table([pa.array(batch)], schema=schema))
+            for batch in predictions.batches:
+                by_column = batch.reshape(len(batch), len(names)).T
+                writer.write_table(pa.table([pa.array(np.ascontiguousarray(column)) for column in by_column], schema=schema))
                 count += len(batch)
     return {"out": out, "records": count}

@@ -10,6 +10,7 @@ parts are added in lane order (docs/definitions.md, A step's arithmetic).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,7 +25,7 @@ from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.transport import Transport, Work
 
 # Kinds of messages.
-EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, LOGITS, VERDICT, REPLICA, SEED, STATE = range(10)
+EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, OUTPUTS, VERDICT, REPLICA, SEED, STATE = range(10)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -287,17 +288,21 @@ class Exchange:
         assert dense.total is not None
         return dense.total
 
-    def collect_logits(self, logits: Mapping[int, Tensor], samples: Sequence[int]) -> list[Tensor] | None:
-        """Bring every lane's logits of an evaluation step to the leader: there, per lane float32 [samples[lane]]; elsewhere None."""
+    def collect_outputs(self, outputs: Mapping[int, Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor] | None:
+        """Bring every lane's outputs of an evaluation step to the leader: there, per lane float32 of shapes[lane]; elsewhere None."""
         device = self._transport.device
         if self._transport.rank != self._leader:
-            self._transport.post({self._leader: _joined([logits[lane] for lane in self.hosted], device)}, {}, LOGITS).wait()
+            self._transport.post(
+                {self._leader: _joined([outputs[lane].contiguous() for lane in self.hosted], device)}, {}, OUTPUTS
+            ).wait()
             return None
-        incoming = {peer: torch.empty(sum(samples[lane] for lane in self._lanes[peer]), device=device) for peer in self._peers}
-        self._transport.post({}, incoming, LOGITS).wait()
-        by_lane = dict(logits)
+        sizes = [math.prod(shape) for shape in shapes]
+        incoming = {peer: torch.empty(sum(sizes[lane] for lane in self._lanes[peer]), device=device) for peer in self._peers}
+        self._transport.post({}, incoming, OUTPUTS).wait()
+        by_lane = dict(outputs)
         for peer, buffer in incoming.items():
-            by_lane.update(zip(self._lanes[peer], buffer.split([samples[lane] for lane in self._lanes[peer]]), strict=True))
+            for lane, values in zip(self._lanes[peer], buffer.split([sizes[lane] for lane in self._lanes[peer]]), strict=True):
+                by_lane[lane] = values.view(shapes[lane])
         return [by_lane[lane] for lane in range(len(self._map))]
 
     def agree(self, found: Tensor) -> Tensor:

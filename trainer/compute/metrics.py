@@ -1,35 +1,34 @@
-"""Metrics of predicted clicks: log loss, AUC, normalised entropy, calibration. They do not depend on the order in which samples are added."""
+"""Metrics of predicted clicks and numbers. They do not depend on the order in which samples are added, and do not weigh them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
+from foreload.trainer.compute.reports import LabelMetrics
+
 CALIBRATION_BINS = 20
 """Into so many bins, of as many samples each, an evaluation's samples are cut by what is predicted of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Metrics of some samples; nan where they are not defined: without samples, or (auc, normalized_entropy) with labels of one kind.
-
-    log_loss: nats a sample; auc: the area under the ROC curve, ties counted half; normalized_entropy: log_loss over the entropy of the
-    samples' click rate (He et al. 2014, Practical lessons from predicting clicks on ads at Facebook). calibration: see `calibration`.
-    """
-
-    samples: int
-    log_loss: float
-    auc: float
-    normalized_entropy: float
-    calibration: tuple[tuple[float, ...], ...] = ()
 
 
 def log_losses(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Binary cross-entropy of each sample, in nats, float64 [n]. logits: [n]; labels: 0 or 1, [n]."""
     x, y = logits.astype(np.float64), labels.astype(np.float64)
     return np.asarray(np.maximum(x, 0) - x * y + np.log1p(np.exp(-np.abs(x))))
+
+
+def squared_errors(predicted: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The square of each sample's error, float64 [n]. predicted, numbers: [n]."""
+    return np.asarray((predicted.astype(np.float64) - numbers.astype(np.float64)) ** 2)
+
+
+def exact_sum(values: np.ndarray) -> float:
+    """The sum of float64 [n], rounded once, so that the order of samples, and with it the number of trainers, shows in no digit; nan where one is
+    not finite.
+    """
+    return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan
 
 
 def auc(logits: np.ndarray, labels: np.ndarray) -> float:
@@ -44,6 +43,32 @@ def auc(logits: np.ndarray, labels: np.ndarray) -> float:
     last = np.cumsum(count)
     twice_rank_sum = int((2 * last - count + 1)[tie[clicked]].sum())
     return (twice_rank_sum - positives * (positives + 1)) / (2 * positives * negatives)
+
+
+def grouped_auc(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> float:
+    """The mean of the groups' `auc`, weighted by their samples, of the groups with both kinds of labels; nan without any.
+
+    Zhou et al. 2018, Deep interest network for click-through rate prediction, section 5.2. groups: int64 [n], which group each sample is in.
+    """
+    if not len(logits) or np.isnan(logits).any():
+        return math.nan
+    order = np.lexsort((logits, groups))
+    ordered, clicked, group = logits[order], labels[order] > 0.5, groups[order]
+    begins = np.append(True, group[1:] != group[:-1])
+    begins_tie = begins | np.append(True, ordered[1:] != ordered[:-1])
+    first, first_of_tie = np.flatnonzero(begins), np.flatnonzero(begins_tie)
+    samples = np.diff(first, append=len(group))
+    last_of_tie = np.append(first_of_tie[1:], len(group))
+    # As in `auc`, ranks being those within the group.
+    twice_rank = (first_of_tie + last_of_tie + 1)[np.cumsum(begins_tie) - 1] - 2 * np.repeat(first, samples)
+    twice_rank_sum = np.add.reduceat(np.where(clicked, twice_rank, 0), first)
+    positives = np.add.reduceat(clicked.astype(np.int64), first)
+    both = (positives > 0) & (positives < samples)
+    if not both.any():
+        return math.nan
+    samples, positives = samples[both], positives[both]
+    of_group = (twice_rank_sum[both] - positives * (positives + 1)) / (2 * positives * (samples - positives))
+    return exact_sum(samples * of_group) / int(samples.sum())
 
 
 def calibration(logits: np.ndarray, labels: np.ndarray) -> tuple[tuple[float, ...], ...]:
@@ -62,28 +87,77 @@ def calibration(logits: np.ndarray, labels: np.ndarray) -> tuple[tuple[float, ..
     return tuple(zip(map(float, samples), predicted.tolist(), clicked.tolist(), strict=True))
 
 
-class BinaryMetrics:
-    """Collects logits and labels, 5 bytes a sample, until result() is asked for."""
+def click_metrics(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None) -> LabelMetrics:
+    """Of a label of clicks. logits: float32 [n]; labels: 0 or 1, [n]; groups: as `grouped_auc` has them, where there are any."""
+    n, clicked = len(logits), labels > 0.5
+    positives, nothing = int(clicked.sum()), math.nan
+    rate = positives / n if n else nothing
+    entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < positives < n else nothing
+    log_loss = exact_sum(log_losses(logits, clicked)) / n if n else nothing
+    finite = bool(np.isfinite(logits).all())
+    predicted = exact_sum(np.exp(-np.logaddexp(0, -logits.astype(np.float64)))) if finite else nothing
+    return LabelMetrics(
+        log_loss=log_loss,
+        auc=auc(logits, clicked),
+        normalized_entropy=log_loss / entropy,
+        predicted_over_observed=predicted / positives if positives else nothing,
+        grouped_auc=None if groups is None else grouped_auc(logits, clicked, groups),
+        calibration=calibration(logits, clicked),
+    )
 
-    def __init__(self) -> None:
-        self._logits: list[np.ndarray] = []
-        self._clicked: list[np.ndarray] = []
 
-    def add(self, logits: np.ndarray, labels: np.ndarray) -> None:
-        """logits: float32 [n]; labels: 0 or 1, [n]."""
-        self._logits.append(np.array(logits, np.float32))
-        self._clicked.append(labels > 0.5)
+def number_metrics(predicted: np.ndarray, numbers: np.ndarray) -> LabelMetrics:
+    """Of a label of numbers. predicted, numbers: float32 [n]."""
+    n, nothing = len(predicted), math.nan
+    errors = predicted.astype(np.float64) - numbers.astype(np.float64)
+    observed = exact_sum(numbers.astype(np.float64))
+    return LabelMetrics(
+        rmse=math.sqrt(exact_sum(errors * errors) / n) if n else nothing,
+        mae=exact_sum(np.abs(errors)) / n if n else nothing,
+        predicted_over_observed=exact_sum(predicted.astype(np.float64)) / observed if observed else nothing,
+    )
 
-    def result(self) -> Metrics:
-        """The metrics of all samples added."""
-        logits = np.concatenate([np.empty(0, np.float32), *self._logits])
-        clicked = np.concatenate([np.empty(0, np.bool_), *self._clicked])
-        n, positives = len(logits), int(clicked.sum())
-        if not n:
-            return Metrics(0, math.nan, math.nan, math.nan)
-        losses = log_losses(logits, clicked)
-        # An exact sum, so that the order of samples, and with it the number of trainers, shows in no digit.
-        log_loss = math.fsum(losses.tolist()) / n if np.isfinite(losses).all() else math.nan
-        rate = positives / n
-        entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < positives < n else math.nan
-        return Metrics(n, log_loss, auc(logits, clicked), log_loss / entropy, calibration(logits, clicked))
+
+class EvaluationSamples:
+    """Collects outputs and labels until the metrics are asked for: 5 bytes a sample and label of clicks, 8 of numbers, and 8 for a group or a loss.
+
+    kinds: of each label, "click" or "number".
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._kinds = tuple(kinds)
+        self._outputs: list[np.ndarray] = []
+        self._labels: list[list[np.ndarray]] = [[] for _ in kinds]
+        self._groups: list[np.ndarray] = []
+        self._trained_losses: list[np.ndarray] = []
+
+    def add(
+        self, outputs: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None, losses: np.ndarray | None = None
+    ) -> None:
+        """outputs: float32 [n] or [n, labels]; labels: [n, labels]; groups: int64 [n]; losses: float64 [n], where the log loss is not trained."""
+        self._outputs.append(np.array(outputs, np.float32).reshape(labels.shape))
+        for column, kind, kept in zip(labels.T, self._kinds, self._labels, strict=True):
+            kept.append(np.array(column, np.float32) if kind == "number" else column > 0.5)
+        self._groups += [] if groups is None else [np.array(groups)]
+        self._trained_losses += [] if losses is None else [losses]
+
+    @property
+    def samples(self) -> int:
+        """How many were added."""
+        return sum(map(len, self._outputs))
+
+    def metrics(self) -> list[LabelMetrics]:
+        """Of all samples added, for each label."""
+        outputs = np.concatenate([np.empty((0, len(self._kinds)), np.float32), *self._outputs])
+        groups = np.concatenate(self._groups) if self._groups else None
+        of_labels = []
+        for kind, column, kept in zip(self._kinds, outputs.T, self._labels, strict=True):
+            if kind == "number":
+                of_labels.append(number_metrics(column, np.concatenate([np.empty(0, np.float32), *kept])))
+            else:
+                of_labels.append(click_metrics(column, np.concatenate([np.empty(0, np.bool_), *kept]), groups))
+        return of_labels
+
+    def mean_loss(self) -> float | None:
+        """The mean of the trained loss over the samples; None where it is the log loss."""
+        return exact_sum(np.concatenate(self._trained_losses)) / self.samples if self._trained_losses else None

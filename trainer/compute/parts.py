@@ -14,6 +14,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import BlockLayout, UpdateRules
 from foreload.trainer.compute.rates import Rates
+from foreload.trainer.compute.training_loss import TrainingLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class TrainerParts:
 
     parameters: those of the module that are trained, in its order; layouts: of the rows, by table; block: of the embedding block; rules: the row
     optimizers; rates: learning rates by step; clip_dense: the most that the norm of the dense gradients may be, or None; dense_ema: how much of the
-    parameters' moving average stays at each step, or None for none; seed: of the run; allow_nan: whether training goes on after a loss that is not
-    finite.
+    parameters' moving average stays at each step, or None for none; loss: what is trained; seed: of the run; allow_nan: whether training goes on
+    after a loss that is not finite.
     """
 
     schedule: Schedule
@@ -37,6 +38,7 @@ class TrainerParts:
     clip_dense: float | None
     dense_ema: float | None
     kernels: Kernels
+    loss: TrainingLoss
     seed: int
     device: torch.device
     allow_nan: bool

@@ -11,10 +11,10 @@ from foreload.pipelines.schedule.format import Event
 from foreload.trainer.compute import dense_average, slices
 from foreload.trainer.compute.clock import Clock
 from foreload.trainer.compute.commits import Commits
+from foreload.trainer.compute.evaluation import EvaluationPass
 from foreload.trainer.compute.exchange import ExchangePlan
 from foreload.trainer.compute.gradient_bucket import GradientBucket
 from foreload.trainer.compute.hosted_lanes import HostedLanes
-from foreload.trainer.compute.metrics import BinaryMetrics
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.compute.slices import LocalRows
@@ -43,8 +43,8 @@ class Trainer:
         self.on_point: Callable[[str, int], None] = lambda point, step: None
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
         self._last_step = last_step
-        self._metrics: BinaryMetrics | None = None
-        # Of this evaluation pass, where this trainer leads: the first step and lane with a logit that is not finite.
+        self._evaluation: EvaluationPass | None = None
+        # Of this evaluation pass, where this trainer leads: the first step and lane with an output that is not finite.
         self._not_finite: tuple[int, int] | None = None
 
     def run(
@@ -139,39 +139,29 @@ class Trainer:
         exchange.finish_rows(plan, weights)
         self.on_point("evaluating", self._last_step)
         parts.module.eval()
-        logits = {}
+        outputs, shapes = {}, [slices.output_shape(moves) for moves in plan.events]
         with torch.no_grad(), dense_average.averaged(parts.optimizer, parts.parameters):
             for lane in self.session.hosted:
                 if len(plan.events[lane].labels):
                     local = LocalRows(*exchange.local_rows(plan, lane, weights))
-                    logits[lane] = slices.forward(parts, plan.events[lane], local, requires_grad=False)[1]
+                    outputs[lane] = slices.forward(parts, plan.events[lane], local, requires_grad=False)[1]
                 else:
-                    logits[lane] = torch.empty(0, device=parts.device)
-        gathered = exchange.collect_logits(logits, [len(moves.labels) for moves in plan.events])
+                    outputs[lane] = torch.empty(shapes[lane], device=parts.device)
+        gathered = exchange.collect_outputs(outputs, shapes)
         if gathered is not None:
-            self._metrics = self._metrics or BinaryMetrics()
+            self._evaluation = self._evaluation or EvaluationPass(parts.schedule.header.features.labels, parts.loss)
             for lane, (moves, values) in enumerate(zip(plan.events, gathered, strict=True)):
-                self._metrics.add(values.cpu().numpy(), moves.labels[:, 0])
+                self._evaluation.add(moves, values)
                 if self._not_finite is None and not values.isfinite().all():
                     self._not_finite = event.step, lane
         if last:
             self._agree_on_evaluation()
-        if last and self._metrics is not None:
-            metrics, self._metrics = self._metrics.result(), None
-            on_evaluation(
-                EvaluationReport(
-                    step=self._last_step,
-                    epoch=event.epoch,
-                    samples=metrics.samples,
-                    log_loss=metrics.log_loss,
-                    auc=metrics.auc,
-                    normalized_entropy=metrics.normalized_entropy,
-                    calibration=metrics.calibration,
-                )
-            )
+        if last and self._evaluation is not None:
+            evaluation, self._evaluation = self._evaluation, None
+            on_evaluation(evaluation.report(self._last_step, event.epoch))
 
     def _agree_on_evaluation(self) -> None:
-        """At the end of an evaluation pass: raise LossNotFinite, on every trainer alike, if the leader saw a logit that is not finite."""
+        """At the end of an evaluation pass: raise LossNotFinite, on every trainer alike, if the leader saw an output that is not finite."""
         if self.parts.allow_nan:
             return
         step_and_lane = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.parts.device)

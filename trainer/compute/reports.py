@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from foreload.pipelines.base.memory import peak_bytes
 
@@ -34,20 +36,71 @@ class StepReport:
     seconds_thread: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelMetrics:
+    """The metrics of a label. None: it has no such metric; nan: it is not defined for these samples.
+
+    Of clicks: log_loss: nats a sample; auc: the area under the ROC curve, ties counted half; normalized_entropy: log_loss over the entropy of the
+    samples' click rate (He et al. 2014, Practical lessons from predicting clicks on ads at Facebook); calibration: as `metrics.calibration` gives it;
+    grouped_auc: where there is a group column, the mean of the groups' AUC, weighted by their samples (Zhou et al. 2018, Deep interest network).
+    Of numbers: rmse, mae: root of the mean square, and mean absolute value, of the error.
+    Of both: predicted_over_observed: the sum of what is predicted, of clicks their probabilities, over the sum of what was observed.
+    """
+
+    log_loss: float | None = None
+    auc: float | None = None
+    normalized_entropy: float | None = None
+    predicted_over_observed: float | None = None
+    grouped_auc: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    calibration: tuple[tuple[float, ...], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a label has, as JSON."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
+
+
+_ALWAYS_TOLD = ("log_loss", "auc", "normalized_entropy")  # null where the label has none
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The metrics of an evaluation pass after `epoch`, told by the trainer that leads.
+    """The metrics of an evaluation pass after `epoch`, told by the trainer that leads: of the first label, as `LabelMetrics` has them, and of all.
 
-    step: the last training step of the run before it, in whatever call that was; -1 before any. calibration: as `metrics.calibration` gives it.
+    step: the last training step of the run before it, in whatever call that was; -1 before any. loss: the mean of the trained loss over the
+    samples, None where that is the log loss. labels: where there are several, all of them by name.
     """
 
     step: int
     epoch: int
     samples: int
-    log_loss: float
-    auc: float
-    normalized_entropy: float
+    log_loss: float | None
+    auc: float | None
+    normalized_entropy: float | None
     calibration: tuple[tuple[float, ...], ...] = ()
+    predicted_over_observed: float | None = None
+    grouped_auc: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    loss: float | None = None
+    labels: dict[str, LabelMetrics] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, step: int, epoch: int, samples: int, labels: Mapping[str, LabelMetrics], loss: float | None = None
+    ) -> EvaluationReport:
+        """From the metrics of every label by name, in order."""
+        first = {item.name: getattr(next(iter(labels.values())), item.name) for item in fields(LabelMetrics)}
+        return cls(step=step, epoch=epoch, samples=samples, loss=loss, labels=dict(labels) if len(labels) > 1 else {}, **first)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As metrics.jsonl has it, without what there is not."""
+        told = {name: value for name, value in asdict(self).items() if value is not None or name in _ALWAYS_TOLD}
+        told["labels"] = {name: label.to_dict() for name, label in self.labels.items()}
+        if not self.labels:
+            del told["labels"]
+        return told
 
 
 @dataclass(frozen=True, slots=True)

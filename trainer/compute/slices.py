@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foreload.pipelines.base.hashing import key
 from foreload.pipelines.schedule.format import Event, LaneEvent
@@ -47,14 +47,20 @@ def _aligned(view: np.ndarray) -> Tensor:
     return copy
 
 
-def forward(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(block [b, F, W], logits [b], labels [b, labels]) of a lane's slice, which must not be empty, all float32. moves: its part of the event."""
+def forward(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool) -> tuple[Tensor, Tensor]:
+    """(block [b, F, W], outputs [b] or [b, labels]) of a lane's slice, which must not be empty, float32. moves: the lane's part of the event."""
     block = torch.empty(
         (len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device, requires_grad=requires_grad
     )
     parts.kernels.gather_block(local.rows, Lookups(moves.index, moves.offsets, parts.block), block, local.places)
-    dense, labels = (_aligned(view).to(parts.device) for view in (moves.dense, moves.labels))
-    return block, parts.module(dense, parts.block.embeddings(block)), labels
+    dense = _aligned(moves.dense).to(parts.device)
+    return block, parts.module(dense, parts.block.embeddings(block))
+
+
+def output_shape(moves: LaneEvent) -> tuple[int, ...]:
+    """What `forward` gives for a slice: [b], or [b, labels] where there are several."""
+    samples, labels = moves.labels.shape
+    return (samples,) if labels == 1 else (samples, labels)
 
 
 def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local: LocalRows) -> SliceGradients:
@@ -72,8 +78,10 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
         torch.manual_seed(seed)
     if not all(part.training for part in parts.module.modules()):
         parts.module.train()
-    block, logits, labels = forward(parts, moves, local, requires_grad=True)
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[:, 0], reduction="sum") / event.samples
+    block, outputs = forward(parts, moves, local, requires_grad=True)
+    labels = _aligned(moves.labels).to(parts.device).reshape(outputs.shape)
+    weights = None if moves.weights is None else _aligned(moves.weights).to(parts.device)
+    loss = parts.loss.of_slice(outputs, labels, weights) / event.samples
     of_block, *of_parameters = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)
     dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(of_parameters, parts.parameters, strict=True)]
     gradient = of_block if of_block is not None else torch.zeros_like(block)

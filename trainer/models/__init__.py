@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +13,7 @@ from torch import Tensor, nn
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.faults import check_outputs, first_not_finite, not_finite_gradient, raised_at
 from foreload.trainer.models.fitting import check_fits, model_name
+from foreload.trainer.models.importing import load_named
 from foreload.trainer.models.layers import connect
 from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
 
@@ -43,14 +39,7 @@ def load_model(name: str, folder: str = "") -> ModelBuilder:
     module_name, _, class_name = path.partition(":")
     if not module_name or not class_name:
         raise ModelError(f"model: must be one of {', '.join(MODELS)}, package.module:Class or file.py:Class; got {name!r}")
-    folders = list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
-    try:
-        model = getattr(_imported(module_name, folders), class_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise ModelError(
-            f"model: cannot import {name}: {type(error).__name__}: {error}; looked for it in {' and '.join(folders)}: put it there, or its folder "
-            "into PYTHONPATH"
-        ) from error
+    model: ModelBuilder = load_named("model", name, path, folder)
     if not (issubclass(model, nn.Module) if isinstance(model, type) else inspect.isfunction(model)):
         remedy = (
             "; it is built when it is imported, so not from --seed: build it in a function"
@@ -62,29 +51,6 @@ def load_model(name: str, folder: str = "") -> ModelBuilder:
         )
     further_columns(model)  # refused here if they are declared wrongly
     return model
-
-
-def _imported(name: str, folders: Sequence[str]) -> ModuleType:
-    """A module by its name, or by the path of its file. Raises what its import does."""
-    if not name.endswith(".py"):
-        sys.path.extend(folder for folder in folders if folder not in sys.path)
-        return importlib.import_module(name)
-    path = next((path for folder in folders if os.path.isfile(path := os.path.join(folder, name))), None)
-    if path is None:
-        raise FileNotFoundError(f"there is no file {name}")
-    if path not in sys.modules:
-        # A name that no other module has; what lies beside the file can be imported by it.
-        sys.path.extend(folder for folder in [os.path.dirname(path)] if folder not in sys.path)
-        spec = importlib.util.spec_from_file_location(path, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[path] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[path])
-        except BaseException:
-            del sys.modules[path]
-            raise
-    return sys.modules[path]
 
 
 def parse_value(name: str, value: object, like: object) -> Any:

@@ -40,13 +40,16 @@ class Wrapped(nn.Module):
         self._arguments, self._rows = arguments, rows
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
-        """What the module returns; where that is [b, 1], as logits [b]."""
+        """What the module returns; where that is [b, 1], as [b]; where it is several of such, as [b, labels]."""
         self._rows.embeddings = embeddings
         try:
-            logits = self._arguments.call(self.module, dense)
+            outputs = self._arguments.call(self.module, dense)
         finally:
             self._rows.embeddings = None
-        return logits.squeeze(1) if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == 1 else logits
+        if isinstance(outputs, list | tuple) and len(outputs) > 1 and all(isinstance(one, Tensor) for one in outputs):
+            columns = [_as_column(one) for one in outputs]
+            return torch.stack(columns, 1) if all(one.dim() == 1 for one in columns) else outputs
+        return _as_column(outputs)
 
     def write_features(self, path: str | os.PathLike[str], *, label: str | Sequence[str], encoding: str = "id") -> None:
         """Write the feature file that goes with the module (docs/features.md), for `foreload prepare`. Raises ModelError where there is a file.
@@ -56,6 +59,11 @@ class Wrapped(nn.Module):
         """
         described = FeatureFile(type(self.module).__name__, self.features, self.dense_names, self.unused)
         described.write(pathlib.Path(path), (label,) if isinstance(label, str) else tuple(label), encoding)
+
+
+def _as_column(output: Any) -> Any:
+    """An output [b, 1] as [b]; others as they are."""
+    return output.squeeze(1) if isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] == 1 else output
 
 
 def wrap(

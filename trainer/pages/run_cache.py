@@ -9,7 +9,7 @@ import numpy as np
 from foreload.trainer.pages.markup import Html, count, missing, section, share, table, tag
 from foreload.trainer.pages.plots import Plot, Series, bars
 from foreload.trainer.pages.run_figures import CacheCounts, RunFigures
-from foreload.trainer.pages.run_learning import named
+from foreload.trainer.pages.run_metrics import named
 from foreload.trainer.run.memory_check import readable
 
 

@@ -61,10 +61,6 @@ class RunFigures:
         """As metrics.jsonl has them."""
         return self.steps.evaluations
 
-    def metric(self, name: str) -> float | None:
-        """Of the last evaluation; None without one."""
-        return self.evaluations[-1].get(name) if self.evaluations else None
-
 
 def read_run(path: Path | str, state: str | None = None, most_uses: int | None = None) -> RunFigures:
     """Read a run, which may be training, and is not changed. state: in a word, where that is known better than by its status.

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from foreload.trainer.pages.markup import Html, count, fixed, missing, number, section, share, table, tag
+from foreload.trainer.pages.markup import Html, count, fixed, missing, number, section, share, tag
 from foreload.trainer.pages.plots import Plot, Series, whole
 from foreload.trainer.pages.run_figures import RunFigures
-from foreload.trainer.pages.step_figures import MOST_POINTS
+from foreload.trainer.pages.run_metrics import (
+    label_names,
+    labels_of,
+    loss_points,
+    metric_plots,
+    metric_table,
+    named,
+    of_label,
+    ratio,
+)
 
 _PARTS = (
     ("ms_compute", "compute", "c0"),
@@ -20,13 +28,7 @@ _PARTS = (
     ("rest", "the rest", "c4"),
 )
 _NO_STEPS = "No step is trained yet."
-_MOST_EVALUATIONS = 100  # that the table lists, the last ones
 _MOST_MARKS = 200  # that are drawn, the last ones
-
-
-def named(run: RunFigures, what: str, several: bool) -> str:
-    """What a line shows, and of which run where there are several."""
-    return f"{run.name}: {what}" if several else what
 
 
 def learning(runs: Sequence[RunFigures]) -> Html:
@@ -34,7 +36,7 @@ def learning(runs: Sequence[RunFigures]) -> Html:
     several = len(runs) > 1
     if not any(len(run.steps.steps) for run in runs):
         return section("Losses and metrics", missing(_NO_STEPS))
-    lines, areas = [], []
+    lines, losses = [], set()
     for place, run in enumerate(runs):
         # What two runs have in common is seen as both.
         steps, colour, style = run.steps, f"c{place}", "dash" if place else "line"
@@ -42,11 +44,9 @@ def learning(runs: Sequence[RunFigures]) -> Html:
             Series(named(run, "training loss", several), steps.middle, steps.loss, colour, style, steps.loss_low, steps.loss_high)
         )
         if run.evaluations:
-            drawn = _spread(run.evaluations)
-            at = np.array([float(one["step"]) for one in drawn])
-            other = colour if several else "c1"
-            lines.append(Series(named(run, "log loss in evaluation", several), at, _metric(drawn, "log_loss"), other, "dots"))
-            areas.append(Series(named(run, "AUC", several), at, _metric(drawn, "auc"), colour, "dots"))
+            what, at, values = loss_points(run)
+            lines.append(Series(named(run, f"{what} in evaluation", several), at, values, colour if several else "c1", "dots"))
+            losses.add(what)
     points = max((run.steps.steps.max(initial=1) for run in runs), default=1)
     each = (
         "each point is one step"
@@ -54,52 +54,10 @@ def learning(runs: Sequence[RunFigures]) -> Html:
         else f"each point is the mean of {points:.0f} steps, with the lowest and highest of a step as a band"
     )
     read = f"Lower is better; {each}. Dots are evaluations: a gap that widens between them and the line tells of overfitting."
-    loss = Plot("Loss", "log loss, nats a sample", "step", read, lines, x_from_zero=True)
-    plots = [loss.html()]
-    if len(areas) and max(len(area.x) for area in areas) > 1:
-        read = "Higher is better: the share of pairs of a click and no click that the model orders rightly; 0.5 is chance."
-        plots.append(Plot("AUC", "share of pairs", "step", read, areas, x_from_zero=True).html())
-    head = [
-        "after step",
-        *(["run"] if several else []),
-        "epoch",
-        "samples",
-        "log loss",
-        "AUC",
-        "normalised entropy",
-        "predicted / observed",
-    ]
-    rows = [
-        [
-            count(one["step"]), *([run.name] if several else []), count(one["epoch"] + 1), count(one["samples"]), fixed(one["log_loss"], 5),
-            fixed(one["auc"], 4), fixed(one["normalized_entropy"], 4), fixed(_ratio(one), 4),
-        ]
-        for run in runs
-        for one in run.evaluations[-_MOST_EVALUATIONS:]
-    ]  # fmt: skip
-    listed = (
-        table(head, rows, words=[1] if several else [])
-        if rows
-        else missing("No evaluation: the schedule has none, or none is over yet.")
-    )
-    return section("Losses and metrics", tag("div", plots, class_="plots"), listed)
-
-
-def _spread(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most MOST_POINTS of them, evenly, the first and the last among them."""
-    places = np.unique(np.linspace(0, len(evaluations) - 1, min(len(evaluations), MOST_POINTS)).round().astype(int))
-    return [evaluations[place] for place in places]
-
-
-def _metric(evaluations: Sequence[dict[str, Any]], name: str) -> np.ndarray:
-    return np.array([math.nan if one[name] is None else float(one[name]) for one in evaluations])
-
-
-def _ratio(evaluation: dict[str, Any]) -> float | None:
-    """What is predicted over what is observed; None where neither is told."""
-    bins = evaluation.get("calibration") or []
-    clicked = sum(samples * share_of for samples, _, share_of in bins)
-    return sum(samples * predicted for samples, predicted, _ in bins) / clicked if clicked else None
+    unit = "loss, as it is trained" if "loss" in losses else "log loss, nats a sample"
+    loss = Plot("Loss", unit, "step", read, lines, x_from_zero=True)
+    listed = metric_table(runs) or missing("No evaluation: the schedule has none, or none is over yet.")
+    return section("Losses and metrics", tag("div", [loss.html(), *metric_plots(runs)], class_="plots"), listed)
 
 
 def throughput(runs: Sequence[RunFigures]) -> Html:
@@ -165,17 +123,26 @@ def _part(run: RunFigures, name: str) -> np.ndarray:
 
 
 def calibration(runs: Sequence[RunFigures]) -> Html:
-    """Predicted against observed, of the last evaluation."""
-    title, several = "Calibration", len(runs) > 1
+    """Predicted against observed, of the last evaluation; of labels of clicks."""
+    parts: list[Html] = []
+    for name in label_names(runs):
+        told = [labels_of(run.evaluations[-1]).get(name) if run.evaluations else None for run in runs]
+        if not any(one is not None and "rmse" in one for one in told):
+            parts += _calibration_of(runs, name, told)
+    return section("Calibration", parts or missing("Numbers have no calibration; predicted over observed is above."))
+
+
+def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Mapping[str, Any] | None]) -> list[Html]:
+    """Of a label ("": the only one), as each run's last evaluation tells it."""
+    several = len(runs) > 1
     lines, words = [], []
     most = 0.0
-    for place, run in enumerate(runs):
-        last = run.evaluations[-1] if run.evaluations else None
-        bins = np.array((last or {}).get("calibration") or np.empty((0, 3)), np.float64).reshape(-1, 3)
-        if last is None or not len(bins):
+    for place, (run, told) in enumerate(zip(runs, of_runs, strict=True)):
+        bins = np.array((told or {}).get("calibration") or np.empty((0, 3)), np.float64).reshape(-1, 3)
+        if told is None or not len(bins):
             why = (
                 "it has no evaluation"
-                if last is None
+                if told is None
                 else "its evaluations do not tell it: it was trained by an earlier version, or a score is not finite"
             )
             words.append(missing(f"{run.name}: not known, since {why}."))
@@ -183,30 +150,23 @@ def calibration(runs: Sequence[RunFigures]) -> Html:
         samples, predicted, clicked = bins.T
         error = 2 * np.sqrt(np.maximum(clicked * (1 - clicked), 1 / samples) / samples)
         most = max(most, float(predicted.max()), float(clicked.max()))
-        lines.append(
-            Series(
-                named(run, "observed", several),
-                predicted,
-                clicked,
-                f"c{place}",
-                "dots",
-                np.maximum(clicked - error, 0),
-                clicked + error,
+        low = np.maximum(clicked - error, 0)
+        lines.append(Series(named(run, "observed", several), predicted, clicked, f"c{place}", "dots", low, clicked + error))
+        shares = [share(float(samples @ column / samples.sum())) for column in (predicted, clicked)]
+        words.append(
+            tag(
+                "p",
+                f"{run.name}: {shares[0]} predicted on average, {shares[1]} observed; predicted over observed {fixed(ratio(told), 4)}, after step "
+                f"{count(run.evaluations[-1]['step'])}.",
             )
         )
-        ratio = _ratio(last)
-        told = f"{share(float(samples @ predicted / samples.sum()))} predicted on average, {share(float(samples @ clicked / samples.sum()))} observed"
-        words.append(
-            tag("p", f"{run.name}: {told}; predicted over observed {fixed(ratio, 4)}, after step {count(last['step'])}.")
-        )
     if not lines:
-        return section(title, words)
+        return words
     ideal = Series("as predicted", np.array([0.0, most]), np.array([0.0, most]), "c4", "dash")
     read = (
         "Each dot is as many evaluation samples as the others, put together by what is predicted of them. On the dashed line, as many were clicked "
         "as predicted; above it the model says too little, below too much. The bars are two standard errors of chance."
     )
-    plot = Plot(
-        "Predicted against observed", "share clicked", "mean prediction", read, [*lines, ideal], from_zero=True, x_from_zero=True
-    )
-    return section(title, tag("div", plot.html(), tag("div", words), class_="plots"))
+    title = of_label("Predicted against observed", name)
+    plot = Plot(title, "share clicked", "mean prediction", read, [*lines, ideal], from_zero=True, x_from_zero=True)
+    return [tag("div", plot.html(), tag("div", words), class_="plots")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreload.trainer.pages import run_cache, run_learning, run_settings, run_store
-from foreload.trainer.pages.markup import Html, count, duration, fixed, number, page, share, tag, tile
+from foreload.trainer.pages import run_cache, run_learning, run_metrics, run_settings, run_store
+from foreload.trainer.pages.markup import Html, count, duration, number, page, share, tag, tile
 from foreload.trainer.pages.plots import key
 from foreload.trainer.pages.run_figures import RunFigures
 
@@ -68,9 +68,7 @@ def _tiles(runs: Sequence[RunFigures]) -> Html:
         return f"{shards} + {trainers}"
 
     figures = [
-        ("log loss", [fixed(run.metric("log_loss"), 5) for run in runs], "nats a sample, last evaluation"),
-        ("AUC", [fixed(run.metric("auc"), 4) for run in runs], "last evaluation"),
-        ("normalised entropy", [fixed(run.metric("normalized_entropy"), 4) for run in runs], "1 = the mean label"),
+        *run_metrics.metric_tiles(runs),
         ("steps", [count(one.steps.sum()) for one in steps], "trained"),
         (
             "time",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from foreload.trainer.pages.markup import Html, count, fixed, missing, number, section, table, tag
 from foreload.trainer.pages.plots import spans
 from foreload.trainer.pages.run_figures import RunFigures
-from foreload.trainer.pages.run_learning import named
+from foreload.trainer.pages.run_metrics import named
 from foreload.trainer.run.memory_check import readable
 
 

@@ -50,10 +50,11 @@ from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.rates import Rates
 from foreload.trainer.compute.term_session import TermSession
+from foreload.trainer.compute.training_loss import TrainingLoss
 from foreload.trainer.compute.transport import Transport
-from foreload.trainer.errors import ModelError
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_loss import training_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +77,17 @@ class DenseModel:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     layouts: list[RowLayout]
+    loss: TrainingLoss
 
     @classmethod
     def build(cls, job: TrainJob, schedule: Schedule) -> DenseModel:
         """A new model and its optimizer, as the job says. Raises ModelError and SettingError."""
         features = schedule.header.features
-        if len(features.labels) != 1 or features.labels[0].kind != "click" or features.weight is not None:
-            weighted = "" if features.weight is None else f", weighted by {features.weight}"
-            raise ModelError(
-                f"label: must be one of clicks, without weights, to train on; the schedule has {', '.join(label.name for label in features.labels)}"
-                f"{weighted}; prepare it with one label of 0 and 1"
-            )
         model = load_model(job.model, job.model_folder)
         rows = layouts(features, model, job.dim, job.row_optimizers(features))
         module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)
         optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
-        return cls(module, optimizer, rows)
+        return cls(module, optimizer, rows, training_loss(job, features))
 
     def parts(self, job: TrainJob, schedule: Schedule) -> TrainerParts:
         """What a trainer of this model has as long as it lives."""
@@ -109,6 +105,7 @@ class DenseModel:
             clip_dense=job.dense_clip,
             dense_ema=job.dense_ema,
             kernels=kernels_for(job.device),
+            loss=self.loss,
             seed=job.seed,
             device=torch.device(job.device),
             allow_nan=job.allow_nan,

@@ -28,6 +28,7 @@ from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.run.job_checks import check_together
 from foreload.trainer.run.job_values import (
     Interval,
     Parity,
@@ -36,11 +37,13 @@ from foreload.trainer.run.job_values import (
     Size,
     TableSettings,
     decay,
+    label_weights,
     row_options,
     storage_place,
     tables,
     weight_bits,
 )
+from foreload.trainer.run.metric_choice import metric_name
 from foreload.trainer.run.scheduler import address_towards, under_scheduler
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
@@ -72,6 +75,13 @@ class TrainJob:
     model_options: dict[str, Any] = setting(
         {}, key_values, "options of the model, such as top=64-32-1", _WHAT, form="several", metavar="K=V"
     )
+    loss: str | None = setting(
+        None, text, "a loss of one's own, package.module:function or file.py:function, found as --model is; by default that of the labels' kinds",
+        _WHAT, metavar="FUNCTION",
+    )  # fmt: skip
+    label_weights: dict[str, float] = setting(
+        {}, label_weights, "where there are several labels: what the loss of each is multiplied by, else 1", _WHAT, form="several", metavar="LABEL=X"
+    )  # fmt: skip
     seed: int = setting(0, integer(0), "seed of the initial model and of everything random in training", _WHAT, metavar="S")
     row_optimizer: str = setting(
         "adagrad", choice(*ROW_OPTIMIZERS), "optimizer of the embedding rows", _HOW, metavar=f"{{{','.join(ROW_OPTIMIZERS)}}}"
@@ -194,8 +204,9 @@ class TrainJob:
         1.0, number(0), "how often the job fails, for --checkpoint-bits auto", _CALL, metavar="N", stated=False
     )
     keep_best: str | None = setting(
-        None, choice("log_loss", "auc", "normalized_entropy"),
-        "save a checkpoint after an evaluation that is better in this than all before; the best one stays, for `foreload export --best`", _CALL,
+        None, metric_name,
+        "save a checkpoint after an evaluation that is better in this than all before, log_loss, auc, rmse and the like, of one label LABEL.METRIC; "
+        "the best one stays, for `foreload export --best`", _CALL,
         metavar="METRIC", stated=False,
     )  # fmt: skip
     keep: int = setting(
@@ -246,55 +257,10 @@ class TrainJob:
 
     def __post_init__(self) -> None:
         parse_fields(self)
-        if self.resume and self.overwrite:
-            raise SettingError(
-                "--resume and --overwrite: only one of them can be given; --overwrite deletes the run that --resume continues"
-            )
-        if self.resume and self.from_checkpoint:
-            raise SettingError(
-                "--resume and --from: only one of them can be given; --from makes a new run, --resume goes on with one"
-            )
-        if self.accept_numerics and not (self.resume or self.from_checkpoint):
-            raise SettingError("--accept-numerics: is for a run that goes on; give it with --resume or --from, or leave it out")
-        if self.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
-            raise SettingError(
-                f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {self.namespace!r}"
-            )
         self._row_optimizer()
         for name, of_table in self.tables.items():
             self._row_optimizer(of_table, f"[train.tables.{name}] ")
-        self._check_hosts()
-        self._check_checkpoints()
-        if self.store.local and self.spare:
-            raise SettingError(
-                f"--spare: is for servers that --store names by URL; {self.store} starts dead servers again by itself"
-            )
-
-    def _check_hosts(self) -> None:
-        if self.coordinator is None:
-            for flag, value in (("--local-trainers", self.local_trainers), ("--token-file", self.token_file)):
-                if value is not None:
-                    raise SettingError(f"{flag}: is for trainers on several hosts; give --coordinator, or leave it out")
-            return
-        if self.coordinator.host in ("0.0.0.0", "::"):
-            raise SettingError(
-                f"--coordinator: must name an address that other hosts reach, not all of them; got {self.coordinator}"
-            )
-        if self.trainers_here > self.trainers:
-            raise SettingError(f"--local-trainers: must be at most --trainers, {self.trainers}; got {self.local_trainers}")
-        if self.store.local:
-            raise SettingError(
-                f"--store: must name servers that all hosts reach, by URL, where there is --coordinator; got {self.store}"
-            )
-
-    def _check_checkpoints(self) -> None:
-        if self.checkpoint_policy != "planned":
-            return
-        if self.checkpoint_every is None or self.checkpoint_every.steps is None or self.follow:
-            raise SettingError(
-                "--checkpoint-policy: planned needs to know the steps of all checkpoints to come; give --checkpoint-every as a number of steps, and "
-                "a schedule that is complete, without --follow"
-            )
+        check_together(self)
 
     @property
     def saves_checkpoints(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from foreload.cache.parity.erasure import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.pipelines.base.settings import choice, key_values, number, size_bytes, spelled, text
+from foreload.pipelines.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run import storage
@@ -185,9 +185,16 @@ def decay(flag: str, value: Any) -> float:
     return result
 
 
-def row_options(flag: str, value: Any) -> dict[str, float]:
-    """Options of a row optimizer, by name; which it has, RowOptimizer knows. Raises SettingError."""
-    return {name: number(-math.inf)(f"{flag}: {name}", own) for name, own in key_values(flag, value).items()}
+def numbers(least: float) -> Parse:
+    """Finite numbers of at least so much by name, such as the options of a row optimizer, or the weights of labels."""
+
+    def parse(flag: str, value: Any) -> dict[str, float]:
+        return {name: number(least)(f"{flag}: {name}", own) for name, own in key_values(flag, value).items()}
+
+    return parse
+
+
+row_options, label_weights = numbers(-math.inf), numbers(0)
 
 
 def tables(flag: str, value: Any) -> dict[str, TableSettings]:

@@ -194,7 +194,7 @@ def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...],
 def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None) -> dict[str, Any]:
     stated = {name for name, setting in settings_of(TrainJob).items() if setting.stated}
     saved = {name: value for name, value in job.to_dict().items() if name in stated}
-    if ":" in job.model:
+    if ":" in job.model or job.loss is not None:
         # Commands that read the run may be called elsewhere.
         saved["model_folder"] = os.path.abspath(job.model_folder)
     store = f"local:{local_stores}" if local_stores else ",".join(store_urls)

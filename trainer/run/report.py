@@ -17,12 +17,15 @@ from foreload.pipelines.base.files import is_full, write_json
 from foreload.pipelines.base.progress import Display
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
+from foreload.trainer.run.metric_text import metric_lines
 
 LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
 TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
 _FLUSH_SECONDS = 0.5
 _MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
 _ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
+_METRICS = ("log_loss", "auc", "normalized_entropy")
+_FURTHER_METRICS = ("predicted_over_observed", "grouped_auc", "rmse", "mae", "loss", "labels")  # where there are any
 _SECONDS = ("seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
@@ -251,19 +254,17 @@ class RunReport:
 
     def evaluation(self, report: EvaluationReport) -> None:
         """The metrics of an evaluation pass. One that is told again, since a trainer was lost behind it, is the same."""
-        line = {"kind": "evaluation", **asdict(report)}
+        line = {"kind": "evaluation", **report.to_dict()}
         if line in self.evaluations:
             return
         self.evaluations.append(line)
         with self._room():
             self._write(line)
-            for name in ("log_loss", "auc", "normalized_entropy"):
-                self._board.add_scalar(f"evaluation/{name}", line[name], report.step)
+            for name, value in _metric_scalars(line):
+                self._board.add_scalar(f"evaluation/{name}", value, report.step)
         place = f", step {report.step}" if self._is_amid(report.step) else ""
-        self._display.write(
-            f"epoch {report.epoch + 1}{place}: log loss {report.log_loss:.5f}, AUC {report.auc:.4f}, "
-            f"normalised entropy {report.normalized_entropy:.4f} on {report.samples:,} samples"
-        )
+        told = "; ".join(metric_lines(line, ", "))
+        self._display.write(f"epoch {report.epoch + 1}{place}: {told} on {report.samples:,} samples")
 
     def summary(self, **further: Any) -> dict[str, Any]:
         """Write and return summary.json; further entries go in as they are. Metrics of a run without evaluation are null."""
@@ -273,7 +274,8 @@ class RunReport:
             "steps": totals.steps,
             "samples": totals.samples,
             "samples_per_second": totals.samples_per_second,
-            **{name: last.get(name) for name in ("log_loss", "auc", "normalized_entropy")},
+            **{name: last.get(name) for name in _METRICS},
+            **{name: last[name] for name in _FURTHER_METRICS if name in last},
             **{name: getattr(totals, name) for name in (*_ROWS, "rows_flushed", "bytes_sent")},
             "cache_hit_rate": totals.cache_hit_rate,
             "wait_fraction": totals.wait_fraction,
@@ -339,6 +341,22 @@ class RunReport:
         return words
 
 
+def _metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The metrics of a line about an evaluation, by names for TensorBoard: of several labels, each with that of its label."""
+    for name, value in line.items():
+        if name in (*_METRICS, *_FURTHER_METRICS) and isinstance(value, float):
+            yield name, value
+    for label, told in line.get("labels", {}).items():
+        yield from ((f"{label}/{name}", value) for name, value in _metric_scalars(told))
+
+
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has neither NaN nor infinities."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()}
+    return {
+        name: None
+        if isinstance(value, float) and not math.isfinite(value)
+        else _finite(value)
+        if isinstance(value, dict)
+        else value
+        for name, value in line.items()
+    }

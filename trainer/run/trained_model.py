@@ -1,4 +1,4 @@
-"""A model at rest, to be asked: its rows by table and id, trained or initial, and its logits."""
+"""A model at rest, to be asked: its rows by table and id, trained or initial, and its outputs."""
 
 from __future__ import annotations
 
@@ -63,8 +63,11 @@ class DenseForward:
         load_parameters(module, to_serve(*model.dense()))
         self._module = module.eval()
 
-    def logits(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
-        """Logits float32 [b] of a slice. rows: float32 [U, W of the widest table]; index, offsets: as Lookups has them; dense: float32 [b, n]."""
+    def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
+        """What forward gives for a slice, float32 [b] or [b, labels].
+
+        rows: float32 [U, W of the widest table]; index, offsets: as Lookups has them; dense: float32 [b, n].
+        """
         block = torch.empty((len(dense), len(self._layout.names), self._layout.width))
         values = torch.empty(dense.shape, dtype=torch.float32)
         # A mapped view may lie at any address, and the bits of a product depend on its alignment.
@@ -72,5 +75,5 @@ class DenseForward:
         distinct_rows = torch.as_tensor(rows)
         self._kernels.gather_block(distinct_rows, Lookups(index, offsets, self._layout), block)
         with torch.no_grad():
-            logits: Tensor = self._module(values, self._layout.embeddings(block))
-        return logits
+            outputs: Tensor = self._module(values, self._layout.embeddings(block))
+        return outputs

@@ -1,0 +1,72 @@
+"""A loss of a user's own: found by its name, and tried on made-up samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foreload.trainer.compute.training_loss import LossFunction, OwnLoss
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.importing import load_named
+from foreload.trainer.models.spec import ModelSpec
+
+_SAMPLES = 5
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # that a sample's loss alone may differ from that among others
+
+
+def load_loss(name: str, folder: str = "") -> LossFunction:
+    """A loss function by package.module:function or file.py:function; looked for as models are. Raises ModelError."""
+    module, _, function_name = name.partition(":")
+    if not module or not function_name:
+        raise ModelError(f"--loss: must be package.module:function or file.py:function; got {name!r}")
+    function: LossFunction = load_named("--loss", name, name, folder)
+    if not callable(function) or isinstance(function, type):
+        raise ModelError(f"--loss: {name} must be a function of outputs and labels; got {type(function).__name__}")
+    return function
+
+
+def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
+    """Refuse a loss that is not a finite function, sample by sample, of outputs and labels alone. Raises ModelError.
+
+    Tried on made-up samples: outputs around 0, clicks of both kinds, numbers above 0.
+    """
+    what, shape = f"--loss {loss.name}", spec.output_shape(_SAMPLES)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs, labels = torch.randn(shape, requires_grad=True), _made_up_labels(spec)
+        losses = loss(outputs, labels)
+        gradient = _gradient(what, losses, outputs)
+        for place, value in enumerate((losses, gradient)):
+            if not value.isfinite().all():
+                raise ModelError(
+                    f"{what}: must give finite {('losses', 'gradients')[place]} for made-up samples (outputs around 0, clicks of both kinds, "
+                    f"numbers above 0); got {value[~value.isfinite()][0].item()}; look for a logarithm, root or division of what may be 0 or less"
+                )
+        if not torch.equal(losses, loss(outputs, labels)):
+            raise ModelError(f"{what}: two calls with the same samples differ; it must keep no state, and draw no random numbers")
+        for sample in range(_SAMPLES):
+            own = slice(sample, sample + 1)
+            alone_outputs = outputs.detach()[own].requires_grad_()
+            alone = loss(alone_outputs, labels[own])
+            both = (losses[own], alone), (gradient[own], _gradient(what, alone, alone_outputs))
+            if not all(torch.allclose(one, other, _RELATIVE, _ABSOLUTE) for one, other in both):
+                raise ModelError(
+                    f"{what}: a sample's loss must not depend on the other samples; alone it is {alone.item():.6g}, among others "
+                    f"{losses[sample].item():.6g}; lanes cut a batch into slices, so leave out means and sums over samples"
+                )
+
+
+def _made_up_labels(spec: ModelSpec) -> Tensor:
+    """float32, in the shape of outputs: clicks are 0 and 1 by turns, numbers from 0.5 to 1.5."""
+    clicks, numbers = torch.arange(_SAMPLES) % 2, torch.rand(_SAMPLES) + 0.5
+    columns = [clicks.float() if kind == "click" else numbers for kind in spec.label_kinds]
+    return torch.stack(columns, 1).reshape(spec.output_shape(_SAMPLES))
+
+
+def _gradient(what: str, losses: Tensor, outputs: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(losses.sum(), [outputs], allow_unused=True) if losses.requires_grad else (None,)
+    if gradient is None:
+        raise ModelError(
+            f"{what}: must have a gradient by the outputs; compute it from them with torch's operations, without detach or no_grad"
+        )
+    return gradient

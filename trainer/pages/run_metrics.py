@@ -1,0 +1,163 @@
+"""Of a run's page: the metrics of its evaluations, by label, as tiles, plots and a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from foreload.trainer.pages.markup import Html, count, fixed, table
+from foreload.trainer.pages.plots import Plot, Series
+from foreload.trainer.pages.run_figures import RunFigures
+from foreload.trainer.pages.step_figures import MOST_POINTS
+
+_MOST_EVALUATIONS = 100  # that the table lists, the last ones
+_AUC, _RMSE, _GROUPED = ("AUC", "auc", 4), ("RMSE", "rmse", 5), ("grouped AUC", "grouped_auc", 4)
+_CLICKS = (("log loss", "log_loss", 5), _AUC, ("normalised entropy", "normalized_entropy", 4))
+_NUMBERS = (_RMSE, ("MAE", "mae", 5))
+_NOTES = {
+    "log_loss": "nats a sample, last evaluation",
+    "auc": "last evaluation",
+    "normalized_entropy": "1 = the mean label",
+    "rmse": "root mean square error, last evaluation",
+    "mae": "mean absolute error, last evaluation",
+}
+
+
+def named(run: RunFigures, what: str, several: bool) -> str:
+    """What a line shows, and of which run where there are several."""
+    return f"{run.name}: {what}" if several else what
+
+
+def labels_of(evaluation: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The metrics of each label by its name, "" where there is one."""
+    labels: Mapping[str, Mapping[str, Any]] = evaluation.get("labels") or {"": evaluation}
+    return labels
+
+
+def label_names(runs: Sequence[RunFigures]) -> list[str]:
+    """Of the labels that the runs' evaluations tell of, in order; "" where there is one."""
+    return list(dict.fromkeys(name for run in runs for one in run.evaluations for name in labels_of(one))) or [""]
+
+
+def of_label(what: str, name: str) -> str:
+    """What it is, and of which label where there are several."""
+    return f"{what} of {name}" if name else what
+
+
+def ratio(told: Mapping[str, Any]) -> float | None:
+    """What is predicted over what is observed, of a label; None where neither is told."""
+    if "predicted_over_observed" in told or not told.get("calibration"):
+        return told.get("predicted_over_observed")
+    # Runs of an earlier version tell no more than the bins.
+    clicked = sum(samples * share_of for samples, _, share_of in told["calibration"])
+    return sum(samples * predicted for samples, predicted, _ in told["calibration"]) / clicked if clicked else None
+
+
+def trained_loss(evaluation: Mapping[str, Any]) -> tuple[str, float | None]:
+    """What is trained, in words, and its mean."""
+    return ("loss", evaluation["loss"]) if "loss" in evaluation else ("log loss", evaluation["log_loss"])
+
+
+def loss_points(run: RunFigures) -> tuple[str, np.ndarray, np.ndarray]:
+    """What is trained, in words, and its mean in evaluations: steps and values, float64 [n]."""
+    drawn = _spread(run.evaluations)
+    values = [trained_loss(one) for one in drawn]
+    steps = np.array([float(one["step"]) for one in drawn])
+    return (values[0][0] if values else "log loss"), steps, np.array([_number(value) for _, value in values])
+
+
+def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
+    """AUC of clicks and RMSE of numbers over the steps, where there is more than one evaluation."""
+    plots = []
+    for name in label_names(runs):
+        areas: list[Series] = []
+        errors: list[Series] = []
+        for place, run in enumerate(runs):
+            drawn = _spread([one for one in run.evaluations if name in labels_of(one)])
+            at = np.array([float(one["step"]) for one in drawn])
+            told = [labels_of(one)[name] for one in drawn]
+            if told:
+                into, metric, word = (errors, "rmse", "RMSE") if _is_number(told[0]) else (areas, "auc", "AUC")
+                values = np.array([_number(one.get(metric)) for one in told])
+                into.append(Series(named(run, word, len(runs) > 1), at, values, f"c{place}", "dots"))
+        if _drawable(areas):
+            read = "Higher is better: the share of pairs of a click and no click that the model orders rightly; 0.5 is chance."
+            plots.append(Plot(of_label("AUC", name), "share of pairs", "step", read, areas, x_from_zero=True).html())
+        if _drawable(errors):
+            read = "Lower is better: the root of the mean square of what is predicted less what was observed."
+            plots.append(Plot(of_label("RMSE", name), "as the label", "step", read, errors, x_from_zero=True).html())
+    return plots
+
+
+def metric_table(runs: Sequence[RunFigures]) -> Html | None:
+    """The last evaluations, a row for each and each label; None without any."""
+    names, several = label_names(runs), len(runs) > 1
+    shown = [
+        (run, one, name, told)
+        for run in runs
+        for one in run.evaluations[-_MOST_EVALUATIONS:]
+        for name, told in labels_of(one).items()
+    ]
+    kinds = {_is_number(told) for _, _, _, told in shown}
+    columns = [
+        *(_CLICKS if False in kinds else ()),
+        *((_GROUPED,) if any("grouped_auc" in told for _, _, _, told in shown) else ()),
+        *(_NUMBERS if True in kinds else ()),
+    ]
+    with_loss, labelled = any("loss" in one for _, one, _, _ in shown), names != [""]
+    head = [
+        "after step",
+        *(["run"] if several else []),
+        "epoch",
+        "samples",
+        *(["loss"] if with_loss else []),
+        *(["label"] if labelled else []),
+    ]
+    words = [place for place, title in enumerate(head) if title in ("run", "label")]
+    head += [*(title for title, _, _ in columns), "predicted / observed"]
+    rows = [
+        [
+            count(one["step"]), *([run.name] if several else []), count(one["epoch"] + 1), count(one["samples"]),
+            *([fixed(one.get("loss"), 5)] if with_loss else []), *([name] if labelled else []),
+            *(fixed(told.get(metric), digits) for _, metric, digits in columns), fixed(ratio(told), 4),
+        ]
+        for run, one, name, told in shown
+    ]  # fmt: skip
+    return table(head, rows, words=words) if rows else None
+
+
+def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]:
+    """Title, a value for each run, and what it is: all metrics of one label, or the foremost of each of several."""
+    last = [run.evaluations[-1] if run.evaluations else None for run in runs]
+    names, tiles = label_names(runs), []
+    if any(one is not None and "loss" in one for one in last):
+        values = [fixed(None if one is None else one.get("loss"), 5) for one in last]
+        tiles.append(("loss", values, "what is trained, mean of the last evaluation"))
+    for name in names:
+        told = [{} if one is None else labels_of(one).get(name, {}) for one in last]
+        metrics, foremost = (_NUMBERS, _RMSE) if any(map(_is_number, told)) else (_CLICKS, _AUC)
+        for title, metric, digits in metrics if names == [""] else [foremost]:
+            tiles.append((of_label(title, name), [fixed(one.get(metric), digits) for one in told], _NOTES[metric]))
+    return tiles
+
+
+def _is_number(told: Mapping[str, Any]) -> bool:
+    """Whether these are the metrics of a label of numbers."""
+    return "rmse" in told
+
+
+def _drawable(lines: Sequence[Series]) -> bool:
+    return any(len(line.x) > 1 for line in lines)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _spread(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most MOST_POINTS of them, evenly, the first and the last among them."""
+    places = np.unique(np.linspace(0, len(evaluations) - 1, min(len(evaluations), MOST_POINTS)).round().astype(int))
+    return [evaluations[place] for place in places]

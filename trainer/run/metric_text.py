@@ -1,0 +1,39 @@
+"""The metrics of an evaluation in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_OF_CLICKS = ("log_loss", "auc", "normalized_entropy")
+_WORDS = {
+    "log_loss": ("log loss", ".5f"),
+    "auc": ("AUC", ".4f"),
+    "normalized_entropy": ("normalised entropy", ".4f"),
+    "grouped_auc": ("grouped AUC", ".4f"),
+    "rmse": ("RMSE", ".5f"),
+    "mae": ("MAE", ".5f"),
+    "loss": ("loss", ".5f"),
+}
+
+
+def metric_lines(told: Mapping[str, Any], between: str) -> list[str]:
+    """A line for each label, of several with its name, and for the trained loss where that is not the log loss of one.
+
+    told: as a line of metrics.jsonl or summary.json has it; between: what stands between two metrics.
+    """
+    loss = [_word(told, "loss")] if told.get("loss") is not None else []
+    if labels := told.get("labels"):
+        return [*(f"{name}: {between.join(_of_label(of_label))}" for name, of_label in labels.items()), *loss]
+    return [between.join([*_of_label(told), *loss])]
+
+
+def _of_label(told: Mapping[str, Any]) -> list[str]:
+    of_clicks = [*_OF_CLICKS, *(["grouped_auc"] if "grouped_auc" in told else [])]
+    return [_word(told, name) for name in (("rmse", "mae") if "rmse" in told else of_clicks)]
+
+
+def _word(told: Mapping[str, Any], name: str) -> str:
+    word, form = _WORDS[name]
+    value = told.get(name)
+    return f"{word} {'-' if value is None else format(value, form)}"

@@ -4,7 +4,10 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ONNX = ["onnx>=1.17", "onnxscript>=0.2"]
 TEST = [
+    *ONNX,
+    "onnxruntime>=1.20",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
@@ -42,6 +45,6 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"test": TEST, "dev": TEST + LINT + BENCH},
+    extras_require={"onnx": ONNX, "test": TEST, "dev": TEST + LINT + BENCH},
     entry_points={"console_scripts": ["foreload = foreload.trainer.cli:main"]},
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from command_line import done, refused
 import foreload
 from foreload.pipelines.errors import RecordError, SettingError, SourceError
 from foreload.trainer.commands.evaluate import evaluated
+from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.saved_run import open_saved
 
@@ -271,3 +274,47 @@ def test_lookup_prints_what_rows_gives(run: foreload.Run, tmp_path: Path) -> Non
     assert first[:3] == ["'B07X'", f"id {rows.ids[0]}", "trained"]
     assert np.array(first[3].split(), np.float32).tobytes() == rows.vectors[0].tobytes()
     assert done("lookup", run.path, "item", "0", "--ids").startswith("'0'  id 0  trained")
+
+
+WITHOUT_FORELOAD = """
+import csv, json, sys
+sys.modules["foreload"] = None
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+from model import load
+records = list(csv.DictReader(open(sys.argv[2])))
+model = load()
+logits = model.predict(records, batch_size=48, logits=True)
+print(logits.tobytes().hex())
+try:
+    model.predict([records[0] | {"ad": "300"}])
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_model_exported_for_torch_predicts_the_same_where_foreload_is_not(
+    run: foreload.Run, folder: Path, tmp_path: Path
+) -> None:
+    """In the slices of `foreload predict`, half of its batch of 96 for each of two lanes; DLRM's dot products are small enough to be torch's."""
+    told = done("export", run.path, "--format", "torch", "--out", tmp_path / "served")
+    assert "4 tables, and the dense part, after step" in told
+    wanted = run.predict(folder / "new.csv", logits=True)
+    apart = os.environ | numerics.environment()
+    command = [sys.executable, "-c", WITHOUT_FORELOAD, str(tmp_path / "served"), str(folder / "new.csv")]
+    logits, error = subprocess.run(command, env=apart, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert logits == wanted.tobytes().hex()
+    assert error == "records[0]: ad: an id must be a whole number in 0 .. 299; got '300'"
+    # As a command, and as the Python interface writes it, of a checkpoint; nothing else in the folder differs.
+    command = [sys.executable, str(tmp_path / "served" / "model.py"), "--logits", str(folder / "new.csv")]
+    lines = subprocess.run(command, env=apart, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[0] == "logit"
+    np.testing.assert_allclose(np.array(lines[1:], np.float32), wanted, rtol=1e-6, atol=1e-6)
+    done("checkpoint", "save", run.path, "--to", tmp_path / "saved")
+    saved = foreload.open_checkpoint(next((tmp_path / "saved").glob("step-*")))
+    again = saved.export_torch(tmp_path / "again")
+    assert (again.step, again.program, again.labels) == (saved.step, "dense.pt2", ({"kind": "click", "name": "clicked"},))
+    for path in (tmp_path / "served").iterdir():
+        if path.name not in ("dense.pt2", "features.json"):  # torch numbers what it traces
+            assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name

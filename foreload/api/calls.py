@@ -95,6 +95,14 @@ def _export(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     yield export.run(values["run"], values["store"], values["out"], values["since"], values["of_schedule"]), b""
 
 
+def _export_torch(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.commands import export_torch
+    from foreload.trainer.serving.torch_folder import TorchOptions
+
+    options = TorchOptions(**values["options"])
+    yield export_torch.run(values["run"], values["store"], values["out"], options, values["of_schedule"]), b""
+
+
 def _apply(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import apply
 
@@ -144,6 +152,7 @@ CALLS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Iterator[Part]]]
     "train": _train,
     "evaluate": _evaluate,
     "export": _export,
+    "export_torch": _export_torch,
     "apply": _apply,
     "digest": _digest,
     "predict": _predict,

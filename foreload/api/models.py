@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.api import client
 from foreload.api.client import Numerics
-from foreload.api.results import Evaluation, Export, Rows
+from foreload.api.results import Evaluation, Export, Rows, TorchExport
 from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.errors import RunError
 
@@ -107,6 +107,25 @@ class Model:
         """
         before = None if since is None else str(since) if isinstance(since, int) else os.fspath(since)
         return Export.of(self._call("export", {"out": os.fspath(out), "since": before}, progress))
+
+    def export_torch(
+        self,
+        out: AnyPath,
+        *,
+        program: bool = True,
+        onnx: bool = False,
+        most_rows: int | None = None,
+        rows_at: str | None = None,
+        key: str | None = None,
+        progress: bool = False,
+    ) -> TorchExport:
+        """Write its model into a new folder from which it is served, without foreload: the model.py there loads it, and takes raw records.
+
+        program: the dense part as torch.export follows it; else its parameters alone, for the model's class. onnx: as ONNX, too. most_rows: tables of
+        more trained rows stay Parquet or, with rows_at, at that Redis server, under keys as `apply` has them.
+        """
+        options = {"program": program, "onnx": onnx, "most_rows": most_rows, "rows_at": rows_at, "key": key}
+        return TorchExport.of(self._call("export_torch", {"out": os.fspath(out), "options": options}, progress))
 
     def digest(self) -> str:
         """SHA-256 of every bit of its model: 64 hexadecimal digits."""

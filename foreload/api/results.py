@@ -181,6 +181,24 @@ class Export(_Result):
 
 
 @dataclass(frozen=True, slots=True)
+class TorchExport(_Result):
+    """What was written to be served: features.json of the folder. labels: "name" and "kind" of each; program, onnx, weights: files of the dense part,
+    None where it is not there; tables: of each, "rows" trained, "at": where they are, and "file". inexact, state: as Export has them.
+    """
+
+    step: int
+    seed: int
+    model: Mapping[str, Any]
+    labels: tuple[Mapping[str, Any], ...]
+    tables: tuple[Mapping[str, Any], ...]
+    state: str
+    program: str | None = None
+    onnx: str | None = None
+    weights: str | None = None
+    inexact: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Applied(_Result):
     """What is served now: the model after a step, with so many rows in all tables; kept: the older versions that can be read, as folders or steps."""
 

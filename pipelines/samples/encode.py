@@ -49,6 +49,11 @@ class Encoder:
         """Place of the table -> vocabulary, for every table that has one."""
         return self._vocabularies
 
+    @property
+    def scales(self) -> Sequence[Scale]:
+        """Per dense column its scale, where one is standardised; else none."""
+        return self._scales or ()
+
     def encode(self, records: Records) -> Samples:
         """The records as samples, in their order."""
         dense = transform(records.dense, self._spec.dense, self._scales)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_line import ROOT, SMALL, Clicks, Remains, done, fill, flip, refused, run_here
+from command_line import ROOT, SMALL, Clicks, Remains, click_columns, done, fill, flip, refused, run_here
 from hypothesis import given
 from hypothesis import strategies as st
 from warm import Warm
@@ -29,7 +29,7 @@ from foreload.pipelines.base.files import write_sealed
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import CHECKPOINTS
-from foreload.trainer.serving import folder, redis_keys
+from foreload.trainer.serving import folder, redis_keys, standalone
 from foreload.trainer.serving import format as export_format
 from foreload.trainer.serving.format import ABOUT, MODEL, ExportRows
 from foreload.trainer.serving.redis_keys import Keys
@@ -576,3 +576,40 @@ def test_keys_of_different_rows_differ() -> None:
     assert keys.reading("t", [1, 12]) == [["MGET", "a1bt", "a12bt"]]
     assert Keys("{table}").reading("t", [3]) == [["HMGET", "t", "3"]]
     assert Keys("{table}").version == b"~version"
+
+
+@pytest.mark.parametrize("key", [KEY, "emb:{table}"])
+def test_a_model_for_torch_takes_its_rows_from_redis_as_long_as_they_are_there(
+    case: Case, url: str, tmp_path: Path, key: str
+) -> None:
+    with_rows, without, in_parquet = (tmp_path / name for name in ("rows", "none", "parquet"))
+    torch = ("export", case.models[0], "--format", "torch")
+    done(*torch, "--out", with_rows)
+    done(*torch, "--most-rows", 0, "--out", in_parquet)
+    secret = url.replace("redis://", "redis://:secret@")
+    done(*torch, "--most-rows", 100, "--rows-at", secret, "--key", key, "--out", without)
+    assert not list(without.glob("rows-ad*"))
+    assert list(without.glob("rows-site.safetensors"))
+    assert "secret" not in (without / "features.json").read_text() + (without / "README.md").read_text()
+    columns = click_columns(200) | {"ad": list(range(200))}
+    wanted = standalone.load(with_rows).predict(columns, logits=True)
+    assert standalone.load(in_parquet).predict(columns, logits=True).tobytes() == wanted.tobytes()
+    with pytest.raises(RuntimeError, match=f"must have this model's, after step {case.steps[0]}; it has nothing"):
+        standalone.load(without)
+    done("apply", case.full[0], "--to", url, "--key", key, "--keep", 1)
+    served = standalone.load(without)
+    assert served.predict(columns, logits=True).tobytes() == wanted.tobytes()
+    done("apply", case.increments[0], "--to", url, "--key", key, "--keep", 1)
+    assert served.predict(columns, logits=True).tobytes() == wanted.tobytes(), "of a version that is kept"
+    done("apply", case.increments[1], "--to", url, "--key", key, "--keep", 1)
+    with pytest.raises(RuntimeError, match=f"after step {case.steps[0]}; it has {case.steps[2]}, {case.steps[1]}, or another"):
+        served.predict(columns)
+    # Another model of the same step.
+    about = json.loads((without / "features.json").read_text())
+    (without / "features.json").write_text(json.dumps(about | {"step": case.steps[2]}))
+    with pytest.raises(RuntimeError, match="or another model's"):
+        standalone.load(without)
+    assert "--since: is for --format parquet" in refused(*torch, "--since", 1, "--out", tmp_path / "no")
+    assert "--format: must be torch with --onnx" in refused("export", case.models[0], "--onnx", "--out", tmp_path / "no")
+    assert "exists already" in refused(*torch, "--out", with_rows)
+    assert "is no folder that may be written to" in refused(*torch, "--out", case.clicks.log / "no")

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from foreload.pipelines.base.settings import add_arguments, given, settings_of
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
@@ -35,24 +36,7 @@ def add_to(commands: Any) -> None:
     lookup.add_argument("values", nargs="+", metavar="VALUE", help="raw values; an empty one is a missing value")
     lookup.add_argument("--ids", action="store_true", help="the values are ids")
     add_schedule(lookup)
-    export = add_command(
-        commands, "export", _export, "write a run's model to files",
-        "Writes every trained row as Parquet, one file a table with columns id, weight and state, and value where a vocabulary has "
-        "it, and the dense part as safetensors; encoding.json says how values that are hashed become ids. With --since an increment: only the rows "
-        "that changed since, for `foreload apply`.", or_checkpoint=True,
-    )  # fmt: skip
-    export.add_argument(
-        "--since",
-        metavar="STEP|CHECKPOINT|EXPORT",
-        help="write the increment that goes on from the model after that step, of that checkpoint or export",
-    )
-    export.add_argument(
-        "--best",
-        action="store_true",
-        help="of a run: export its checkpoint with the best evaluation (`train --keep-best`) instead",
-    )
-    add_schedule(export)
-    export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
+    _add_export(commands)
     _add_apply(commands)
     add_command(
         commands, "digest", _digest, "print a fingerprint of a run's model",
@@ -73,6 +57,50 @@ def _add_check(commands: Any) -> None:
     check.add_argument("--features", required=True, metavar="FILE.toml", help="the feature file of the data that it is for")
     add_arguments(check, TrainJob, _OF_MODELS)
     add_json(check, "result")
+
+
+def _add_export(commands: Any) -> None:
+    export = add_command(
+        commands, "export", _export, "write a run's model to files",
+        "Writes every trained row as Parquet, one file a table with columns id, weight and state, and value where a vocabulary has "
+        "it, and the dense part as safetensors; encoding.json says how values that are hashed become ids. With --since an increment: only the rows "
+        "that changed since, for `foreload apply`.", or_checkpoint=True,
+    )  # fmt: skip
+    export.add_argument(
+        "--since",
+        metavar="STEP|CHECKPOINT|EXPORT",
+        help="write the increment that goes on from the model after that step, of that checkpoint or export",
+    )
+    export.add_argument(
+        "--best",
+        action="store_true",
+        help="of a run: export its checkpoint with the best evaluation (`train --keep-best`) instead",
+    )
+    _add_torch(export)
+    add_schedule(export)
+    export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
+
+
+def _add_torch(export: argparse.ArgumentParser) -> None:
+    export.add_argument(
+        "--format", choices=("parquet", "torch"), default="parquet",
+        help="torch: a model to be served, with a model.py that loads it and takes raw records; neither foreload nor the model's class is needed",
+    )  # fmt: skip
+    export.add_argument("--onnx", action="store_true", help="with torch: write the dense part as dense.onnx, too")
+    export.add_argument(
+        "--dense", choices=("program", "weights"), default="program",
+        help="with torch: the dense part as torch.export follows it (default), or its parameters alone, to be loaded into the model's class",
+    )  # fmt: skip
+    export.add_argument(
+        "--most-rows",
+        type=int,
+        metavar="N",
+        help="with torch: leave tables of more rows as Parquet, or at --rows-at (default: none)",
+    )
+    export.add_argument(
+        "--rows-at", metavar="URL", help="with torch: the Redis server to which `foreload apply` brings these tables, under --key"
+    )
+    export.add_argument("--key", metavar="TEMPLATE", help="with --rows-at: what keys are called there, as in `foreload apply`")
 
 
 def _add_apply(commands: Any) -> None:
@@ -178,6 +206,13 @@ def _export(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import export
 
     path = export.best_of(parsed.run) if parsed.best else parsed.run
+    if parsed.format == "torch":
+        return _export_torch(parsed, path)
+    for_torch = ("onnx", "rows_at", "key", "most_rows")
+    if parsed.dense != "program" or any(getattr(parsed, name) not in (None, False) for name in for_torch):
+        raise SettingError(
+            "--format: must be torch with --onnx, --dense, --most-rows, --rows-at and --key; got parquet; add --format torch"
+        )
     about = export.run(path, parsed.store, parsed.out, parsed.since, parsed.schedule)
     rows = sum(table["rows"] for table in about["tables"])
     if "since" in about:
@@ -186,6 +221,22 @@ def _export(parsed: argparse.Namespace) -> int:
     else:
         counted = f"{rows:,} rows"
     text = f"{parsed.out}: {counted} of {len(about['tables'])} tables, and the dense part, after step {about['step']}"
+    return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
+
+
+def _export_torch(parsed: argparse.Namespace, path: str) -> int:
+    from foreload.trainer.commands import export_torch
+    from foreload.trainer.serving.torch_folder import TorchOptions
+
+    if parsed.since is not None:
+        raise SettingError("--since: is for --format parquet; a model to be served is whole")
+    options = TorchOptions(parsed.dense == "program", parsed.onnx, parsed.most_rows, parsed.rows_at, parsed.key)
+    about = export_torch.run(path, parsed.store, parsed.out, options, parsed.schedule)
+    rows = sum(table["rows"] for table in about["tables"])
+    text = (
+        f"{parsed.out}: {rows:,} rows of {len(about['tables'])} tables, and the dense part, after step {about['step']}; "
+        f"from model import load; load({parsed.out!r}).predict(records)"
+    )
     return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
 
 

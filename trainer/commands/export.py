@@ -6,7 +6,6 @@ Ids of a vocabulary stand beside their values; where values are hashed, encoding
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from urllib.parse import quote
 
 from safetensors.torch import save
 
-from foreload.pipelines.base.files import is_full, replacing, write_json
+from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.checkpoints.best import best_checkpoint, best_in
@@ -35,6 +34,8 @@ from foreload.trainer.serving.format import (
     Export,
     ExportRows,
     TableWriter,
+    check_new,
+    new_folder,
     state_of,
     write_about,
 )
@@ -72,28 +73,17 @@ def run(path: str, store: str | None, out: str, since: str | None = None, schedu
     path: of a run, or of a checkpoint. since: a step, a checkpoint or an export: write the increment that goes on from there. schedule: where that of
     a checkpoint is now, which is needed where there are vocabularies. Raises ExportError if `out` exists, or cannot be written.
     """
-    target = Path(out)
-    if target.exists():
-        raise ExportError(f"--out: {out} exists already; choose a new folder")
-    there = next(folder for folder in target.absolute().parents if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ExportError(f"--out: cannot write {out}: {there} is no folder that may be written to; choose another folder")
+    target = check_new(out)
     before = None if since is None else predecessor(since)
     with open_model(path, store, schedule) as model:
-        dense = _dense_files(model)
-        told = _told(model)
+        dense = dense_files(model)
+        told = told_of(model)
         if before is not None:
             _check_since(model, before, told)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(target, durable=True) as temporary:
-                temporary.mkdir()
-                for name, data in dense.items():
-                    (temporary / name).write_bytes(data)
-                return _write(model, temporary, told, before)
-        except OSError as error:
-            why = "the disk is full" if is_full(error) else error.strerror or error
-            raise ExportError(f"--out: cannot write {out}: {why}; free the disk or choose another folder") from error
+        with new_folder(target) as folder:
+            for name, data in dense.items():
+                (folder / name).write_bytes(data)
+            return _write(model, folder, told, before)
 
 
 def predecessor(since: str) -> Predecessor:
@@ -102,8 +92,8 @@ def predecessor(since: str) -> Predecessor:
         return Predecessor(int(since))
     if names_checkpoint(since):
         with open_model(since, None) as model:
-            told = _told(model)
-            sums = {name: hashlib.sha256(data).hexdigest() for name, data in _dense_files(model).items()}
+            told = told_of(model)
+            sums = {name: hashlib.sha256(data).hexdigest() for name, data in dense_files(model).items()}
             return Predecessor(model.step, state_of(told, sums[MODEL], sums[DENSE_STATE]), told, since)
     if not (Path(since) / ABOUT).exists():
         raise ExportError(
@@ -129,12 +119,13 @@ def _check_since(model: SavedModel, before: Predecessor, told: dict[str, Any]) -
         Export(Path(model.name), told).check_same_model(before.about, before.where)
 
 
-def _dense_files(model: SavedModel) -> dict[str, bytes]:
+def dense_files(model: SavedModel) -> dict[str, bytes]:
+    """The files of a model's dense part, by name."""
     dense = model.dense()
     return {MODEL: save(to_serve(*dense)), DENSE_STATE: save(beside_served(*dense))}
 
 
-def _told(model: SavedModel) -> dict[str, Any]:
+def told_of(model: SavedModel) -> dict[str, Any]:
     """What a manifest says of the model, whatever of it is exported."""
     job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
     beside = {*FREE_SETTINGS, *NUMERICS_SETTINGS, *_IN_THE_MODEL, "seed"}

@@ -61,7 +61,7 @@ class Arguments:
         # In the order of the signature, by which positional arguments are given.
         for name, parameter in self.signature.parameters.items():
             if name in self.columns or (name not in self.dense and _is_needed(parameter)):
-                ids = self._ids(parameter, len(dense), dense.device)
+                ids = self._ids(parameter, dense.shape[0], dense.device)
                 bound.arguments[name] = ids | values[name] if name in values else ids
             elif name in values:
                 bound.arguments[name] = values[name]

@@ -34,7 +34,9 @@ class Ids:
 
     def __init__(self, path: Path, samples: int, device: torch.device, columns: Sequence[str] | None = None) -> None:
         self.path, self.columns, self.device, self.dtype = path, columns, device, torch.int64
-        self.shape = torch.Size((samples,) if columns is None else (samples, len(columns)))
+        sizes = (samples,) if columns is None else (samples, len(columns))
+        # While torch.export follows forward, the number of samples is a symbol, of which torch.Size would make a number.
+        self.shape = torch.Size(sizes) if type(samples) is int else sizes
 
     def __getitem__(self, key: Any) -> Ids:
         if isinstance(key, tuple) and len(key) == 2 and key[0] in (slice(None), Ellipsis):

@@ -262,7 +262,8 @@ def with_pairwise_dots(low: Tensor, vectors: Tensor, pairs: Tensor, places: Tens
     each place of it, and on the diagonal n*(n-1)/2, behind the last one.
     """
     n = vectors.shape[1] + bool(low.shape[1])
-    if vectors.device.type == "cpu" and n * n * vectors.shape[2] >= SMALL:
+    # A program that `foreload export --format torch` traces is to run without foreload.
+    if vectors.device.type == "cpu" and n * n * vectors.shape[2] >= SMALL and not torch.compiler.is_compiling():
         return PairwiseDots.apply(low, vectors)
     if low.shape[1]:
         vectors = torch.cat([low.unsqueeze(1), vectors], 1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.pipelines.schedule.kept import ordinals_after
@@ -52,16 +52,22 @@ class StoreRowReader:
         return weights, trained
 
 
+def dense_module(model: SavedModel) -> nn.Module:
+    """The dense part of a model, with what it has learned, on the CPU, in evaluation mode."""
+    job = model.job
+    spec = model_spec(model.features, job.dim)
+    module = build_model(load_model(job.model, job.model_folder), spec, job.model_options, job.seed)
+    load_parameters(module, to_serve(*model.dense()))
+    return module.eval()
+
+
 class DenseForward:
     """The dense part of a model, applied to slices. The process must be under the run's numerics."""
 
     def __init__(self, model: SavedModel) -> None:
-        job, features = model.job, model.features
-        self._layout = BlockLayout.of(features, model.layouts)
+        self._layout = BlockLayout.of(model.features, model.layouts)
         self._kernels = kernels_for("cpu")
-        module = build_model(load_model(job.model, job.model_folder), model_spec(features, job.dim), job.model_options, job.seed)
-        load_parameters(module, to_serve(*model.dense()))
-        self._module = module.eval()
+        self._module = dense_module(model)
 
     def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
         """What forward gives for a slice, float32 [b] or [b, labels].

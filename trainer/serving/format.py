@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.files import read_sealed, write_sealed
+from foreload.pipelines.base.files import is_full, read_sealed, replacing, write_sealed
 from foreload.trainer.errors import ExportError
 
 FORMAT = 1
@@ -100,6 +101,30 @@ class TableWriter:
 
     def _write(self, group: pa.Table) -> None:
         self._writer.write_table(group.combine_chunks(), row_group_size=GROUP_ROWS)
+
+
+def check_new(out: str) -> Path:
+    """The folder that an export is to make. Raises ExportError where there is something, or nothing can be."""
+    target = Path(out)
+    if target.exists():
+        raise ExportError(f"--out: {out} exists already; choose a new folder")
+    there = next(folder for folder in target.absolute().parents if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ExportError(f"--out: cannot write {out}: {there} is no folder that may be written to; choose another folder")
+    return target
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An empty folder that becomes the export at the end: it is there whole, or not at all. Raises ExportError where it cannot be written."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target, durable=True) as temporary:
+            temporary.mkdir()
+            yield temporary
+    except OSError as error:
+        why = "the disk is full" if is_full(error) else error.strerror or error
+        raise ExportError(f"--out: cannot write {target}: {why}; free the disk or choose another folder") from error
 
 
 def canonical(value: object) -> str:

@@ -1,0 +1,307 @@
+"""Models as `export --format torch` writes them: logits of the file's model.py are the trainer's, of raw records, of any number of samples."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import tomllib
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import plain_models
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.samples.convert import convert
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.feature_file import parse
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.trainer.commands import export_torch
+from foreload.trainer.commands.predict import _local, _rows
+from foreload.trainer.compute.layouts import layouts, model_spec
+from foreload.trainer.errors import ExportError
+from foreload.trainer.models import build_model, load_model
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.model_rows import ModelRows
+from foreload.trainer.run.saved_model import initial_rows
+from foreload.trainer.run.trained_model import DenseForward
+from foreload.trainer.serving import dense_program
+from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
+
+FEATURES: dict[str, Any] = {
+    "label": "clicked",
+    "table": {"place": {"rows": 60}},
+    "dense": [{"name": "age"}, {"name": "x", "transform": "none"}],
+    "feature": [
+        {"name": "ad", "rows": 30, "encoding": "id"},
+        {"name": "visited", "table": "place", "pooling": "mean"},
+        {"name": "user", "table": "place"},
+        {"name": "sites", "rows": 200, "pooling": "sum", "separator": ","},
+    ],
+}
+NATIVE = FEATURES | {"dense": FEATURES["dense"][:1], "feature": FEATURES["feature"][:3]}
+OWN = """
+import torch
+from foreload import nn as layers
+from torch import nn
+
+
+class Branching(nn.Module):
+    def __init__(self, spec, *, scale=1.0):
+        super().__init__()
+        self.names, self.weight = spec.names, nn.Parameter(torch.full((spec.width,), scale))
+
+    def forward(self, dense, embeddings):
+        logits = torch.cat([embeddings[name] for name in self.names], 1) @ self.weight + embeddings.block[:, 0, 0]
+        return logits + 1 if dense.sum() > 0 else logits - 1
+
+"""
+
+
+@dataclass(frozen=True)
+class ModelInMemory:
+    """A SavedModel, as far as an export asks it: random parameters, and random rows for about half of the ids of each table."""
+
+    job: TrainJob
+    features: FeatureSpec
+    layouts: Sequence[RowLayout]
+    stored: Sequence[tuple[np.ndarray, np.ndarray]]
+    parameters: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: str, features: dict[str, Any], **settings: object) -> ModelInMemory:
+        nowhere = {"schedule": "-", "run": "-", "store": "-", "namespace": "none"}
+        job, spec = TrainJob.of(nowhere | {"model": model, "dim": 12, "seed": 5} | settings), parse(features)
+        builder = load_model(model, job.model_folder)
+        random = np.random.default_rng(1)
+        rows = layouts(spec, builder, job.dim, job.row_optimizers(spec))
+        trained = []
+        for layout in rows:
+            ids = np.flatnonzero(random.random(layout.rows) < 0.5)
+            trained.append((ids, random.standard_normal((len(ids), layout.width), np.float32)))
+        module = build_model(builder, model_spec(spec, job.dim), job.model_options, job.seed)
+        return cls(job, spec, rows, trained, dict(module.named_parameters()))
+
+    def rows(self, since: int | None = None) -> Iterator[ModelRows]:
+        for table, (ids, weights) in enumerate(self.stored):
+            for part in np.array_split(np.arange(len(ids)), 3):
+                state = np.zeros((len(part), 1), np.float32)
+                yield ModelRows(table, ids[part], np.ones(len(part), np.int32), weights[part], state)
+
+    def row_counts(self) -> np.ndarray:
+        return np.array([len(ids) for ids, _ in self.stored])
+
+    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return {name: value.detach() for name, value in self.parameters.items()}, {}
+
+    def read(self, table: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        known, trained = self.stored[table]
+        weights, there = initial_rows(self, table, ids), np.isin(ids, known)  # type: ignore[arg-type]
+        weights[there] = trained[np.searchsorted(known, ids[there])]
+        return weights, there
+
+    def logits(self, columns: dict[str, list[Any]]) -> np.ndarray:
+        """Those of the trainer, of all records in one slice."""
+        spec = self.features.unlabelled()
+        records = convert({name: pa.array(values) for name, values in columns.items()}, spec, "test", lambda rows: rows)
+        samples = Encoder(spec).encode(records)
+        tables = np.array([feature.table for feature in spec.features])
+        index, rows = _local(samples, tables, _rows(self, len(self.layouts), [samples], tables))
+        assert samples.offsets is not None
+        forward = DenseForward(self)  # type: ignore[arg-type]
+        given = forward.outputs(rows, index, samples.offsets.astype(np.int32), samples.dense).numpy()
+        return given
+
+    def write(self, folder: Path, **options: Any) -> dict[str, Any]:
+        folder.mkdir()
+        about = {
+            "step": 3,
+            "seed": 5,
+            "state": "here",
+            "model": {"model": self.job.model, "model_options": {}, "dim": self.job.dim},
+        }
+        return write_folder(self, folder, about | {"inexact": None}, TorchOptions(**options))  # type: ignore[arg-type]
+
+
+def served(folder: Path) -> Any:
+    """The module model.py of a folder."""
+    spec = importlib.util.spec_from_file_location(f"served_{folder.name}", folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def records(count: int) -> dict[str, list[Any]]:
+    """Raw columns; many ids were never trained, some values are missing."""
+    random = np.random.default_rng(count)
+    return {
+        "age": [None if k % 9 == 0 else float(k % 70) for k in range(count)],
+        "x": [f"{value:.4f}" for value in random.standard_normal(count)],
+        "ad": random.integers(0, 30, count).tolist(),
+        "visited": ["|".join(f"p{j}" for j in random.integers(0, 99, k % 5)) for k in range(count)],
+        "user": ["" if k % 7 == 0 else f"u{k * k}" for k in range(count)],
+        "sites": [",".join(f"s{j}" for j in random.integers(0, 99, k % 4)) for k in range(count)],
+    }
+
+
+def onnx_logits(folder: Path, model: Any, columns: dict[str, list[Any]]) -> np.ndarray:
+    """What onnxruntime makes of the blocks that the program is given."""
+    given: list[tuple[Tensor, Tensor]] = []
+    model.program.register_forward_pre_hook(lambda module, arguments: given.append(arguments))
+    model.predict(columns, batch_size=1000)
+    session = onnxruntime.InferenceSession(folder / "dense.onnx")
+    ((dense, block),) = given
+    wanted = {entry.name for entry in session.get_inputs()}  # what a model does not use is no input
+    inputs = {name: value.numpy() for name, value in (("dense", dense), ("block", block)) if name in wanted}
+    (logits,) = session.run(None, inputs)
+    return np.asarray(logits)
+
+
+@pytest.mark.parametrize(
+    ("model", "features", "exact"),
+    [
+        ("dlrm", FEATURES, False),
+        pytest.param("deepfm", FEATURES, True, marks=pytest.mark.full),
+        pytest.param("wide_deep", FEATURES, True, marks=pytest.mark.full),
+        pytest.param("dcn", FEATURES, True, marks=pytest.mark.full),
+        pytest.param("model_cases:Sum", FEATURES, True, marks=pytest.mark.full),
+        pytest.param("plain_models:native_here", NATIVE, True, marks=pytest.mark.full),
+    ],
+)
+def test_logits_are_the_trainers_bit_for_bit_where_its_operations_are_torchs(
+    tmp_path: Path, model: str, features: dict[str, Any], exact: bool
+) -> None:
+    trained = ModelInMemory.of(model, features)
+    trained.write(tmp_path / "out", onnx=True)
+    loaded = served(tmp_path / "out").load()
+    for count in (1, 7, 256):
+        columns = records(count)
+        needed = {name: columns[name] for name in loaded.encoder.columns}
+        wanted, got = trained.logits(needed), loaded.predict(needed, logits=True)
+        if exact:
+            assert got.tobytes() == wanted.tobytes()
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(onnx_logits(tmp_path / "out", loaded, needed), wanted, rtol=1e-5, atol=1e-5)
+    scores = loaded.predict([dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)])
+    np.testing.assert_allclose(scores, 1 / (1 + np.exp(-wanted.astype(np.float64))), rtol=1e-6)
+
+
+def test_a_wrapped_module_is_served_and_parameters_alone_go_into_ones_own(tmp_path: Path) -> None:
+    features = tmp_path / "two_tower.toml"
+    plain_models.two_tower_here(None).write_features(features, label="clicked")  # type: ignore[arg-type]
+    trained = ModelInMemory.of("plain_models:two_tower_here", tomllib.loads(features.read_text()))
+    columns: dict[str, list[Any]] = {
+        "user": [3, 119, 7], "ad": [1, 29, None], "ad_before": [0, 5, 5], "visited": ["1|2", "", "39"], "age": [0.5, None, 30.0],
+    }  # fmt: skip
+    wanted = trained.logits(columns)
+    trained.write(tmp_path / "out")
+    assert served(tmp_path / "out").load().predict(columns, logits=True).tobytes() == wanted.tobytes()
+    told = trained.write(tmp_path / "weights", program=False)
+    assert (told["program"], told["weights"]) == (None, "dense.safetensors")
+    module = served(tmp_path / "weights")
+    loaded = module.load(module=plain_models.two_tower_here)
+    assert loaded.predict(columns, logits=True).tobytes() == wanted.tobytes()
+    with pytest.raises(ValueError, match="has the parameters of plain_models:two_tower_here alone; give it, as module="):
+        module.load()
+    with pytest.raises(ValueError, match="module must have the parameters of"):
+        module.load(module=torch.nn.Linear(1, 1))
+
+
+def test_what_cannot_be_traced_is_told_in_one_line_with_what_can_be_done(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    trained = ModelInMemory.of("mine.py:Branching", FEATURES, model_folder=str(tmp_path))
+    with pytest.raises(ExportError) as error:
+        trained.write(tmp_path / "out")
+    assert str(error.value).startswith("--format torch: torch.export cannot follow forward of mine.py:Branching: ")
+    assert "give --dense weights" in str(error.value)
+    assert "\n" not in str(error.value)
+    trained.write(tmp_path / "weights", program=False)
+    loaded = served(tmp_path / "weights").load(module=load_model("mine.py:Branching", str(tmp_path)))
+    columns = records(20)
+    assert loaded.predict(columns, logits=True).tobytes() == trained.logits(columns).tobytes()
+
+
+def test_tables_may_stay_parquet_and_the_folder_is_checked(tmp_path: Path) -> None:
+    trained = ModelInMemory.of("model_cases:Sum", FEATURES)
+    about = trained.write(tmp_path / "out", most_rows=20)
+    assert {table["name"]: table["at"] for table in about["tables"]} == {
+        "place": "parquet",
+        "ad": "safetensors",
+        "sites": "parquet",
+    }
+    module, columns = served(tmp_path / "out"), records(64)
+    assert module.load().predict(columns, logits=True).tobytes() == trained.logits(columns).tobytes()
+    # A forward of one's own ids.
+    loaded = module.load()
+    dense, lookups = loaded.encode(columns)
+    with pytest.raises(ValueError, match=r"table ad: ids must be in 0 \.\. 29; got 0 \.\. 30"):
+        loaded(dense, lookups | {"ad": torch.arange(64) % 31})
+    with pytest.raises(ValueError, match="feature ad must have a bag for each of 64 samples, with a value in each"):
+        loaded(dense, lookups | {"ad": (torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64))})
+    assert "example" not in json.dumps(about)
+    with zipfile.ZipFile(tmp_path / "out" / "dense.pt2") as archive:
+        (samples,) = [item for item in archive.infolist() if "sample_inputs" in item.filename]
+        assert samples.file_size == 0
+        copied = io.BytesIO()
+        with zipfile.ZipFile(copied, "w") as other:
+            for item in archive.infolist():
+                other.writestr(item, b"anything" if item is samples else archive.read(item))
+    (tmp_path / "out" / "rows-place.parquet").unlink()
+    with pytest.raises(ValueError, match=r"rows-place.parquet must have \d+ bytes; it is missing; copy it again"):
+        module.load()
+    (tmp_path / "dense.pt2").write_bytes(copied.getvalue())
+    with pytest.raises(ValueError, match=r"must hold nothing pickled; got .*sample_inputs"):
+        module._program(tmp_path / "dense.pt2")
+
+
+def test_several_labels_come_by_name_and_numbers_as_they_are(tmp_path: Path) -> None:
+    """A module of two outputs, whatever says so: model.py has it from features.json."""
+    trained = ModelInMemory.of("model_cases:Sum", FEATURES)
+    trained.write(tmp_path / "out")
+    module = served(tmp_path / "out")
+    loaded = module.load()
+    labels = [{"name": "clicked", "kind": "click"}, {"name": "price", "kind": "number"}]
+    one = loaded.program
+    twice = SimpleNamespace(stack=lambda dense, block: torch.stack([one(dense, block), 2 * one(dense, block)], 1))
+    both = module.Model(loaded.about | {"labels": labels}, loaded.encoder, list(loaded.tables), twice.stack)
+    columns = records(30)
+    logits = trained.logits(columns)
+    told = both.predict(columns, batch_size=30)
+    assert told["price"].tobytes() == (2 * logits).tobytes()
+    assert told["clicked"].tobytes() == loaded.predict(columns).tobytes()
+    assert both.predict([])["price"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"most_rows": -1}, "--most-rows: must be at least 0; got -1"),
+        ({"onnx": True, "program": False}, "--onnx: is made of the program"),
+        ({"key": "emb:{table}"}, "--key: is for --rows-at"),
+        ({"rows_at": "redis://here"}, "--rows-at: is for the tables of more rows than --most-rows"),
+        ({"rows_at": "redis://here", "most_rows": 0}, "--key: is missing"),
+        ({"rows_at": "redis://here", "most_rows": 0, "key": "emb"}, "--key: must have {table}"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message.split("{")[0]) as error:
+        export_torch.run(str(tmp_path / "none"), None, str(tmp_path / "out"), TorchOptions(**options))
+    assert str(error.value).startswith(message)
+
+
+def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_program, "_ONNX_PACKAGES", ("onnx", "not_there"))
+    with pytest.raises(ExportError, match=r"--onnx: needs not_there, which is not installed: pip install 'foreload\[onnx\]'"):
+        export_torch.run(str(tmp_path / "none"), None, str(tmp_path / "out"), TorchOptions(onnx=True))

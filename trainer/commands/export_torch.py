@@ -1,0 +1,56 @@
+"""`foreload export --format torch`: a model that can be served, in a folder that needs neither foreload nor the model's class."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.checkpoints.saved_checkpoint import open_model
+from foreload.trainer.commands.export import dense_files, told_of
+from foreload.trainer.serving.format import DENSE_STATE, MODEL, check_new, new_folder, state_of
+from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
+
+_OF_MODEL = ("step", "seed", "model", "inexact")
+
+
+def run(path: str, store: str | None, out: str, options: TorchOptions, schedule: str | None = None) -> dict[str, Any]:
+    """Write the folder `out`, whole or not at all; returns what stands in its features.json.
+
+    path: of a run, or of a checkpoint. schedule: where that of a checkpoint is now. Raises SettingError, and ExportError if `out` exists, cannot be
+    written, or the model's forward cannot be traced.
+    """
+    target, options = check_new(out), _checked(options)
+    with open_model(path, store, schedule) as model:
+        told, dense = told_of(model), dense_files(model)
+        state = state_of(told, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
+        with new_folder(target) as folder:
+            return write_folder(model, folder, {name: told[name] for name in _OF_MODEL} | {"state": state}, options)
+
+
+def _checked(options: TorchOptions) -> TorchOptions:
+    """The options, if they go together; without the password of the server. Raises SettingError and ExportError."""
+    if options.most_rows is not None and options.most_rows < 0:
+        raise SettingError(f"--most-rows: must be at least 0; got {options.most_rows}")
+    if options.onnx:
+        from foreload.trainer.serving.dense_program import check_onnx
+
+        if not options.program:
+            raise SettingError("--onnx: is made of the program of the dense part; give it without --dense weights")
+        check_onnx()
+    if options.rows_at is None:
+        if options.key is not None:
+            raise SettingError("--key: is for --rows-at; leave it out")
+        return options
+    from foreload.cache.client.url import parse_url
+    from foreload.trainer.serving.redis_keys import Keys
+
+    if options.most_rows is None:
+        raise SettingError("--rows-at: is for the tables of more rows than --most-rows says; give that, 0 for all")
+    if options.key is None:
+        raise SettingError(
+            "--key: is missing: what keys are called at --rows-at, as `foreload apply --key` was told, such as 'emb:{table}:{id}'"
+        )
+    Keys(options.key)
+    return replace(options, rows_at=parse_url(options.rows_at).plain)

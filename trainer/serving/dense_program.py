@@ -1,0 +1,118 @@
+"""The dense part of a model as a program that needs neither its class nor foreload: of torch.export, and of ONNX."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.compute.layouts import BlockLayout
+from foreload.trainer.errors import ExportError
+
+_TRACED, _TRIED = 5, (1, 3, 64)  # made-up samples that are traced, and with which what was written is tried
+_NEAR = 1e-5  # a logit of the program to that of the module, relative and absolute; other products may be chosen for it
+_MOST_TEXT = 300  # characters of what torch says that are told
+_ONNX_PACKAGES = ("onnx", "onnxscript")
+
+
+class BlockModel(nn.Module):
+    """A model of (dense [b, n], block [b, F, W]): what each feature is called with is cut out of the block, as in training."""
+
+    def __init__(self, module: nn.Module, layout: BlockLayout) -> None:
+        super().__init__()
+        self.module, self._layout = module, layout
+
+    def forward(self, dense: Tensor, block: Tensor) -> Tensor:
+        """Logits [b], or [b, L] of several labels."""
+        logits: Tensor = self.module(dense, self._layout.embeddings(block))
+        return logits
+
+
+def check_onnx() -> None:
+    """Raise ExportError where what writes ONNX is not installed."""
+    missing = [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ExportError(f"--onnx: needs {' and '.join(missing)}, which is not installed: pip install 'foreload[onnx]'")
+
+
+def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.ExportedProgram:
+    """The program of a model in evaluation mode, for any number of samples. name: of the model, for errors. Raises ExportError."""
+    batch = torch.export.Dim("batch")
+    try:
+        with torch.no_grad(), _quiet():
+            program = torch.export.export(model, _made_up(model, dense_width, _TRACED), dynamic_shapes=({0: batch}, {0: batch}))
+    except Exception as error:  # a user's module may do anything
+        raise ExportError(
+            f"--format torch: torch.export cannot follow forward of {name}: {type(error).__name__}: {_reason(error)}; make it operations of "
+            "torch on tensors of any number of samples, or give --dense weights, for its parameters alone"
+        ) from error
+    # They would be the only thing in the file that is pickled.
+    program.example_inputs = None
+    return program
+
+
+def write_program(program: torch.export.ExportedProgram, path: Path, model: BlockModel, dense_width: int, name: str) -> None:
+    """Write a program, and try what was written beside the module. Raises ExportError where it gives other logits, and OSError."""
+    with _quiet():
+        torch.export.save(program, path)
+        written = torch.export.load(path).module()
+    for samples in _TRIED:
+        given = _made_up(model, dense_width, samples)
+        with torch.no_grad():
+            wanted, got = model(*given), written(*given)
+        if wanted.shape != got.shape or not torch.allclose(wanted, got, rtol=_NEAR, atol=_NEAR):
+            raise ExportError(
+                f"--format torch: forward of {name} gives other logits than what torch.export made of it, for {samples} made-up samples; it depends "
+                "on more than its inputs' values, such as how many there are; give --dense weights, for its parameters alone"
+            )
+
+
+def write_onnx(program: torch.export.ExportedProgram, path: Path, name: str) -> None:
+    """Write a program as ONNX, of inputs dense and block and output logits, for any number of samples. Raises ExportError and OSError."""
+    try:
+        with _quiet():
+            written = torch.onnx.export(
+                program, dynamo=True, input_names=["dense", "block"], output_names=["logits"], verbose=False
+            )
+        assert written is not None
+        written.save(path)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ExportError(
+            f"--onnx: the operations of {name} cannot be written as ONNX: {type(error).__name__}: {_reason(error)}; leave it out"
+        ) from error
+
+
+def _made_up(model: BlockModel, dense_width: int, samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    layout = model._layout
+    return (
+        torch.randn(samples, dense_width, generator=generator),
+        torch.randn(samples, len(layout.names), layout.width, generator=generator),
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, in one line; what follows behind the first two is how to look further."""
+    lines = [line.strip(" -.") for line in str(error).splitlines() if line.strip()]
+    return f"{': '.join(lines[:2]):.{_MOST_TEXT}}" or "it says nothing"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing of what torch's compiler says to those who write it."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,252 @@
+"""Raw records to ids and dense values, in NumPy alone: docs/definitions.md (Mixing; Encoding; Rows), for a model that is served without foreload.
+
+`foreload export --format torch` writes this file, joined with standalone.py, as model.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+_U64 = np.uint64
+_LARGEST = float(np.finfo(np.float32).max)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_WHOLE = re.compile(r"-?\d+", re.ASCII)
+_SPACES = " \t\n\v\f\r"
+_MOST_DIGITS = 4000  # of an id; Python reads no integer of more
+_DENSE_RULE = "a dense value must be a finite number within float32"
+_CATEGORICAL_RULE = "a categorical value must be a text or a whole number"
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """The splitmix64 step: uint64 [n] -> uint64 [n]."""
+    x = x + _U64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+def hash64(texts: Sequence[bytes]) -> np.ndarray:
+    """The hash of each text: uint64 [n]."""
+    sizes = np.fromiter(map(len, texts), np.uint64, len(texts))
+    words = (sizes.astype(np.int64) + 7) // 8
+    data = np.frombuffer(b"".join(text + bytes(-len(text) % 8) for text in texts), "<u8")
+    starts, hashes = np.cumsum(words) - words, mix(sizes)
+    for place in range(words.max(initial=0)):
+        longer = np.flatnonzero(words > place)
+        hashes[longer] = mix(hashes[longer] ^ data[starts[longer] + place])
+    return hashes
+
+
+def initial_rows(seed: int, table: int, ids: np.ndarray, table_rows: int, columns: int, width: int) -> np.ndarray:
+    """What rows (ids int64 [n]) hold before they are trained: float32 [n, width], zeros from `columns` on."""
+    prefix = mix(mix(np.array([seed & (1 << 64) - 1], np.uint64)) ^ _U64(table))
+    h = mix(prefix ^ ids.astype(np.uint64))
+    bits = mix(h[:, None] ^ np.arange((columns + 1) // 2, dtype=np.uint64))
+    draws = np.stack([bits >> _U64(40), (bits >> _U64(16)) & _U64(0xFFFFFF)], 2).reshape(len(ids), 2 * bits.shape[1])[:, :columns]
+    rows = np.zeros((len(ids), width), np.float32)
+    rows[:, :columns] = (draws.astype(np.int64) - (1 << 23)).astype(np.float32) * np.float32(2.0**-23)
+    rows[:, :columns] *= np.float32(1.0 / math.sqrt(table_rows))
+    return rows
+
+
+class Malformed(Exception):
+    """A value that breaks a rule: the rule."""
+
+
+def number_of(value: Any, missing: frozenset[str]) -> float:
+    """A raw dense value as a float64, NaN where it is missing. Raises Malformed."""
+    text = _decoded(value)
+    if isinstance(text, str):
+        if not text or text in missing:
+            return math.nan
+        if not _NUMBER.fullmatch(text.strip(_SPACES)):
+            raise Malformed(_DENSE_RULE)
+        number = float(text.strip(_SPACES))
+    elif _is_missing(value):
+        return math.nan
+    elif isinstance(value, Real | Decimal | np.bool_):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise Malformed(_DENSE_RULE) from None
+    else:
+        raise Malformed(_DENSE_RULE)
+    if abs(number) > _LARGEST:
+        raise Malformed(_DENSE_RULE)
+    return number
+
+
+def text_of(value: Any, missing: frozenset[str]) -> bytes:
+    """A raw categorical value as the text that is encoded, empty where it is missing. Raises Malformed."""
+    text = _decoded(value)
+    if isinstance(text, str):
+        return b"" if text in missing else _encoded(text)
+    if _is_missing(value):
+        return b""
+    whole = _whole(value)
+    if whole is None:
+        raise Malformed(_CATEGORICAL_RULE)
+    return b"%d" % whole
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value that is no text is None, NaN, or what data frames have for that."""
+    if isinstance(value, Real | Decimal):
+        return bool(value != value)
+    return value is None or type(value).__name__ in ("NAType", "NaTType")
+
+
+def _whole(value: Any) -> int | None:
+    """The integer that a number is; None for a fraction, a float from 2^63 on, or what is no number."""
+    if type(value) is bool:
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    number: Any = value if isinstance(value, Real | Decimal) else math.nan
+    if not math.isfinite(number) or number != int(number):
+        return None
+    return int(number) if isinstance(value, Decimal) or abs(number) < 2.0**63 else None
+
+
+def _decoded(value: Any) -> Any:
+    """Bytes as text, anything else as it is."""
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise Malformed("a text must be UTF-8") from None
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise Malformed("a text must be UTF-8") from None
+
+
+class Encoder:
+    """Raw records to what the model takes, by features.json. vocabularies: by place of the table, the id of each text."""
+
+    def __init__(self, about: Mapping[str, Any], vocabularies: Mapping[int, Mapping[bytes, int]]) -> None:
+        self._about, self._vocabularies = about, vocabularies
+        self._missing = frozenset(about["text"]["missing"])
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that records must have, each once."""
+        return list(dict.fromkeys(entry["column"] for entry in (*self._about["dense"], *self._about["features"])))
+
+    def encode(
+        self, columns: Mapping[str, Sequence[Any]], first: int = 0
+    ) -> tuple[np.ndarray, dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Dense values float32 [b, n], and per feature ids int64 [lookups] and offsets int64 [b], where each record's begin.
+
+        columns: raw values by column; first: the number of the first record. Raises ValueError where a value is malformed.
+        """
+        count = len(next(iter(columns.values())))
+        dense: np.ndarray = np.empty((count, len(self._about["dense"])), np.float32)
+        for place, entry in enumerate(self._about["dense"]):
+            dense[:, place] = _transformed(self._numbers(columns[entry["column"]], entry["column"], first), entry)
+        lookups = {
+            feature["name"]: self._lookups(columns[feature["column"]], feature, first) for feature in self._about["features"]
+        }
+        return dense, lookups
+
+    def _numbers(self, values: Sequence[Any], column: str, first: int) -> np.ndarray:
+        if set(map(type, values)) <= {float, int, bool, type(None)}:
+            try:
+                numbers = np.array(values, np.float64)
+                if not (np.abs(numbers) > _LARGEST).any():
+                    return numbers
+            except OverflowError:
+                pass  # said below
+        return np.array(_each(values, column, first, lambda value: number_of(value, self._missing)), np.float64)
+
+    def _lookups(self, values: Sequence[Any], feature: Mapping[str, Any], first: int) -> tuple[np.ndarray, np.ndarray]:
+        separator, missing = feature.get("separator"), self._missing
+
+        def one(value: Any) -> list[bytes]:
+            if separator is None:
+                return [text_of(value, missing)]
+            value = value.tolist() if isinstance(value, np.ndarray) else _decoded(value)
+            if isinstance(value, str):
+                value = [] if not value or value in missing else value.split(separator)
+            several = value if isinstance(value, list | tuple) else [value]
+            return [text_of(part, missing) for part in several] or [b""]
+
+        bags = _each(values, feature["column"], first, one)
+        counts = np.fromiter(map(len, bags), np.int64, len(bags))
+        texts, offsets = [text for bag in bags for text in bag], np.cumsum(counts) - counts
+        table_rows = self._about["tables"][feature["table"]]["table_rows"]
+        if feature["encoding"] == "hash":
+            ids = (hash64(texts) % _U64(table_rows - 1)).astype(np.int64) + 1
+            ids[np.fromiter(map(len, texts), np.int64, len(texts)) == 0] = 0
+        elif feature["encoding"] == "vocabulary":
+            known = self._vocabularies[feature["table"]]
+            ids = np.fromiter((known.get(text, 1) if text else 0 for text in texts), np.int64, len(texts))
+        else:
+            whole = _each(bags, feature["column"], first, lambda bag: [_id(text, table_rows) for text in bag], values)
+            ids = np.array([row for bag in whole for row in bag], np.int64)
+        return ids, offsets
+
+
+def _id(text: bytes, table_rows: int) -> int:
+    stripped = text.decode().strip(_SPACES)
+    if text and not (_WHOLE.fullmatch(stripped) and len(stripped) <= _MOST_DIGITS and 0 <= int(stripped) < table_rows):
+        raise Malformed(f"an id must be a whole number in 0 .. {table_rows - 1}")
+    return int(stripped) if text else 0
+
+
+def _each(
+    values: Sequence[Any], column: str, first: int, convert: Callable[[Any], Any], shown: Sequence[Any] | None = None
+) -> list[Any]:
+    """What each value converts to. Raises ValueError with record, column, rule and value. shown: the values for that, if others."""
+    converted: list[Any] = []
+    try:
+        for value in values:
+            converted.append(convert(value))
+    except Malformed as error:
+        place = len(converted)
+        value = (values if shown is None else shown)[place]
+        raise ValueError(f"records[{first + place}]: {column}: {error}; got {value!r:.80}") from None
+    return converted
+
+
+def _transformed(values: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
+    """float64 [n], NaN where missing -> what the model gets, to be rounded to float32."""
+    if entry["transform"] == "log":
+        values = np.log1p(np.maximum(values, 0.0))
+    elif entry["transform"] == "standard":
+        values = (values - float.fromhex(entry["mean"])) / float.fromhex(entry["deviation"])
+    return np.where(np.isnan(values), 0.0, values)
+
+
+def columns_of(records: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """The columns with these names of a list of dicts, a dict of columns, a table of Arrow, or a data frame. Raises ValueError."""
+    if isinstance(records, Mapping) or hasattr(records, "columns"):
+        there = records if isinstance(records, Mapping) else getattr(records, "column_names", None) or list(records.columns)
+        for name in names:
+            if name not in there:
+                raise ValueError(f"records: must have the column {name}; got {', '.join(map(str, there))}")
+        listed = {name: records[name] for name in names}
+        columns = {
+            name: next((getattr(c, to)() for to in ("to_pylist", "tolist") if hasattr(c, to)), c) for name, c in listed.items()
+        }
+        for name in names:
+            if len(columns[name]) != len(columns[names[0]]):
+                raise ValueError(
+                    f"records: columns must be of one length; {name} has {len(columns[name])}, {names[0]} {len(columns[names[0]])}"
+                )
+        return columns
+    records = list(records)
+    for place, record in enumerate(records):
+        for name in names:
+            if not isinstance(record, Mapping) or name not in record:
+                raise ValueError(f"records[{place}]: must be a dict with {name}, None where that is missing; got {record!r:.80}")
+    return {name: [record[name] for record in records] for name in names}

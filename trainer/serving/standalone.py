@@ -1,0 +1,387 @@
+"""A model that foreload trained, to be called: `load(FOLDER)` gives a torch.nn.Module that takes raw records. foreload need not be installed.
+
+`foreload export --format torch` writes this file, joined with raw_values.py, as model.py. It needs torch and NumPy; PyArrow where features.json names
+files of Parquet, and redis where tables stay on a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_rows
+
+FORMAT, ABOUT = 1, "features.json"
+
+_AT_ONCE = 256  # rows that one command gets from a server
+_CHUNK = 1 << 14  # records of a file that are predicted at once
+_STEP_BYTES = 8  # before each version of a row there
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file, float32 and int64, mapped: of what is not read nothing is in memory."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    tensors = {}
+    for name, told in header.items():
+        if name != "__metadata__":
+            kind, shape = {"F32": "<f4", "I64": "<i8"}[told["dtype"]], tuple(told["shape"])
+            tensors[name] = np.empty(shape, kind)
+            if tensors[name].size:
+                tensors[name] = np.memmap(path, kind, "c", 8 + size + told["data_offsets"][0], shape)
+    return tensors
+
+
+class ParquetRows:
+    """A table's rows in Parquet, by ascending id: the groups of rows that hold what is asked for are read, a few are kept."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        import pyarrow.parquet as parquet
+
+        self._file, self._width = parquet.ParquetFile(path), width
+        groups = [self._file.metadata.row_group(group).column(0) for group in range(self._file.num_row_groups)]
+        self._last = np.array([group.statistics.max for group in groups], np.int64)
+        self._group = lru_cache(8)(self._read_group)
+
+    def _read_group(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._file.read_row_group(group, ["id", "weight"]).combine_chunks()
+        weights = rows["weight"].chunk(0).flatten().to_numpy().reshape(-1, self._width)
+        return rows["id"].to_numpy(), weights
+
+    def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Weights float32 [n, W] of rows with these ids, int64 [n], each once and ascending, and which were trained, bool [n]."""
+        weights, found = np.zeros((len(ids), self._width), np.float32), np.zeros(len(ids), bool)
+        groups = np.searchsorted(self._last, ids)
+        for group in np.unique(groups[groups < len(self._last)]):
+            known, rows = self._group(int(group))
+            here = np.flatnonzero(groups == group)
+            places = np.searchsorted(known, ids[here])
+            there = known[places] == ids[here]
+            weights[here[there]], found[here[there]] = rows[places[there]], True
+        return weights, found
+
+
+class RedisRows:
+    """A table's rows under the keys of a server, as `foreload apply` writes them: those of one step, checked with every read."""
+
+    def __init__(self, url: str, key: str, about: Mapping[str, Any], table: str, width: int) -> None:
+        import redis
+
+        self._server, self._where = redis.Redis.from_url(url), f"{key} of the server"
+        self._step, self._state, self._width = about["step"], about["state"], width
+        self._template, self._version = key.replace("{table}", table), key.partition("{")[0] + "~version"
+        self.read(np.empty(0, np.int64))
+
+    def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See ParquetRows. Raises RuntimeError where the server has the rows of this model's step no more."""
+        asked = self._server.pipeline(transaction=False)
+        for first in range(0, len(ids), _AT_ONCE):
+            piece = [str(row) for row in ids[first : first + _AT_ONCE].tolist()]
+            if "{id}" in self._template:
+                asked.mget([self._template.replace("{id}", row) for row in piece])
+            else:
+                asked.hmget(self._template, piece)
+        asked.get(self._version)  # behind the rows: they go after it has said so
+        *replies, version = asked.execute()
+        self._check(json.loads(version or b"{}"))
+        weights, found = np.zeros((len(ids), self._width), np.float32), np.zeros(len(ids), bool)
+        for place, value in enumerate(value for reply in replies for value in reply):
+            for start in range(0, len(value or b""), _STEP_BYTES + 4 * self._width):
+                if int.from_bytes(value[start : start + _STEP_BYTES], "little") <= self._step:
+                    weights[place] = np.frombuffer(value, "<f4", self._width, start + _STEP_BYTES)
+                    found[place] = True
+                    break
+        return weights, found
+
+    def _check(self, version: Mapping[str, Any]) -> None:
+        there = [*([version["step"]] if "step" in version else []), *version.get("kept", [])]
+        if self._step not in there or (version["step"] == self._step and version["state"] != self._state):
+            steps = ", ".join(map(str, there)) or "nothing"
+            raise RuntimeError(
+                f"rows: {self._where} must have this model's, after step {self._step}; it has {steps}, or another model's"
+            )
+
+
+Rows = Mapping[str, np.ndarray] | ParquetRows | RedisRows
+"""Of a table: ids int64 [n], ascending, and weights float32 [n, W], where they are in memory; else what reads them."""
+
+
+class Table(nn.Module):
+    """A table: sums of its rows, trained or not. known: the ids of those in memory, which are bag's."""
+
+    def __init__(self, number: int, told: Mapping[str, Any], seed: int, rows: Rows) -> None:
+        super().__init__()
+        self.name, self.table_rows, self.width = told["name"], told["table_rows"], sum(columns for _, columns in told["parts"])
+        self._initial = (seed, number), (self.table_rows, told["parts"][0][1], self.width)
+        self._reader = None if isinstance(rows, Mapping) else rows
+        self.known = rows["ids"] if isinstance(rows, Mapping) else np.empty(0, np.int64)
+        weights = rows["weights"] if isinstance(rows, Mapping) else np.empty((0, self.width), np.float32)
+        self.bag = nn.EmbeddingBag.from_pretrained(torch.from_numpy(weights), mode="sum")
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """The sum of each bag's rows, in order: float32 [bags, W]. ids: int64 [lookups]; offsets: int64 [bags], where a bag begins; none is empty."""
+        values = ids.numpy()
+        if values.size and not 0 <= values.min() <= values.max() < self.table_rows:
+            raise ValueError(
+                f"table {self.name}: ids must be in 0 .. {self.table_rows - 1}; got {values.min()} .. {values.max()}"
+            )
+        places = np.searchsorted(self.known, values)
+        if places.max(initial=-1) < len(self.known) and (self.known[places] == values).all() and self._reader is None:
+            return self.bag(torch.from_numpy(places), offsets)
+        distinct, inverse = np.unique(values, return_inverse=True)
+        return nn.functional.embedding_bag(torch.from_numpy(inverse), torch.from_numpy(self.rows(distinct)), offsets, mode="sum")
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Rows by id, int64 [n], each once and ascending: float32 [n, W]."""
+        if self._reader is not None:
+            weights, found = self._reader.read(ids)
+        else:
+            places = np.minimum(np.searchsorted(self.known, ids), max(len(self.known) - 1, 0))
+            found = self.known[places] == ids if len(self.known) else np.zeros(len(ids), bool)
+            weights = np.zeros((len(ids), self.width), np.float32)
+            weights[found] = self.bag.weight.numpy()[places[found]]
+        weights[~found] = initial_rows(*self._initial[0], ids[~found], *self._initial[1])
+        return weights
+
+
+class Model(nn.Module):
+    """A trained model. about: features.json; tables: in order; program: what gives logits from dense values [b, n] and the block [b, F, W]."""
+
+    def __init__(
+        self, about: Mapping[str, Any], encoder: Encoder, tables: Sequence[Table], program: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.about, self.encoder, self.tables, self.program = about, encoder, nn.ModuleList(tables), program
+        self._width = max(table.width for table in tables)
+        self.labels: list[str] = [label["name"] for label in about["labels"]]
+
+    def forward(self, dense: Tensor, lookups: Mapping[str, Tensor | tuple[Tensor, Tensor]]) -> Tensor:
+        """Logits float32 [b], or [b, L] of several labels.
+
+        dense: float32 [b, n], transformed. lookups: per feature ids int64 [b]; or ids int64 [lookups] and offsets int64 [b], as nn.EmbeddingBag takes
+        them, of which no bag may be empty. `encode` gives both.
+        """
+        features = self.about["features"]
+        block = torch.zeros((len(dense), len(features), self._width))
+        for place, feature in enumerate(features):
+            given, table = lookups[feature["name"]], self.tables[feature["table"]]
+            ids, offsets = (given, torch.arange(len(dense))) if isinstance(given, Tensor) else given
+            counts = torch.diff(offsets, append=torch.tensor([len(ids)]))
+            if len(counts) != len(dense) or not bool((counts > 0).all()):
+                raise ValueError(
+                    f"lookups: feature {feature['name']} must have a bag for each of {len(dense)} samples, with a value in each"
+                )
+            sums = table(ids, offsets)
+            block[:, place, : table.width] = sums / counts[:, None] if feature["pooling"] == "mean" else sums
+        logits: Tensor = self.program(dense, block)
+        return logits
+
+    def encode(self, records: Any) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """What forward takes, of raw records as `predict` has them. Raises ValueError where a value is malformed."""
+        return self._encoded(columns_of(records, self.encoder.columns), 0)
+
+    def _encoded(self, columns: Mapping[str, Sequence[Any]], first: int) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        values, lookups = self.encoder.encode(columns, first)
+        dense = torch.empty(values.shape)  # where torch puts it: the bits of a product depend on its alignment
+        dense.numpy()[...] = values
+        return dense, {name: (torch.from_numpy(ids), torch.from_numpy(offsets)) for name, (ids, offsets) in lookups.items()}
+
+    @torch.no_grad()
+    def predict(self, records: Any, batch_size: int = 1024, logits: bool = False) -> Any:
+        """The probability that each record's label is 1, float32 [n], in order; of a label that is a number, the number. Of several: a dict by label.
+
+        records: raw values, as a list of dicts, a dict of columns, a table of Arrow or a data frame; None or an empty text is a missing value.
+        logits: give these. Raises ValueError where a value is malformed.
+        """
+        columns = columns_of(records, self.encoder.columns)
+        count = len(next(iter(columns.values())))
+        parts = [np.empty((0, len(self.labels)), np.float32)]
+        for first in range(0, count, batch_size):
+            piece = {name: values[first : first + batch_size] for name, values in columns.items()}
+            parts.append(self(*self._encoded(piece, first)).numpy().reshape(-1, len(self.labels)))
+        whole = np.concatenate(parts)
+        by_label = {}
+        for place, label in enumerate(self.about["labels"]):
+            by_label[label["name"]] = whole[:, place] if logits or label["kind"] == "number" else probabilities(whole[:, place])
+        return by_label if len(by_label) > 1 else by_label[self.labels[0]]
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-logit)), computed in float64: float32 [n]."""
+    exponentials = np.exp(-np.abs(logits.astype(np.float64)))
+    return (np.where(logits >= 0, 1.0, exponentials) / (1.0 + exponentials)).astype(np.float32)
+
+
+def load(
+    folder: str | Path | None = None, *, rows_at: str | None = None, module: nn.Module | Callable[..., nn.Module] | None = None
+) -> Model:
+    """The model in a folder that `foreload export --format torch` wrote, by default that of this file.
+
+    rows_at: the URL of the server that has the rows of tables that are not in the folder, where it is another one now, or needs a password. module:
+    of a model that was exported with --dense weights, its own, of forward(dense, embeddings), or what builds that; the parameters are loaded into it.
+    Raises ValueError where a file is not what it was when it was written.
+    """
+    folder = Path(__file__).parent if folder is None else Path(folder)
+    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    if about["format"] != FORMAT:
+        raise ValueError(f"{folder}: format must be {FORMAT}; got {about['format']!r}; use the model.py that is in the folder")
+    for name, told in about["files"].items():
+        size = (folder / name).stat().st_size if (folder / name).exists() else None
+        if size != told["bytes"]:
+            raise ValueError(
+                f"{folder}: {name} must have {told['bytes']} bytes; it {'is missing' if size is None else f'has {size}'}; copy it again"
+            )
+    tables = [
+        Table(number, told, about["seed"], _rows(folder, about, told, rows_at)) for number, told in enumerate(about["tables"])
+    ]
+    if about["program"] is None:
+        program: nn.Module = _Weights(about, folder, module)
+    else:
+        program = _program(folder / about["program"])
+    return Model(about, Encoder(about, _vocabularies(folder, about)), tables, program)
+
+
+def _rows(folder: Path, about: Mapping[str, Any], told: Mapping[str, Any], rows_at: str | None) -> Rows:
+    width = sum(columns for _, columns in told["parts"])
+    if told["at"] == "redis":
+        return RedisRows(rows_at or about["rows_at"]["url"], about["rows_at"]["key"], about, told["name"], width)
+    if told["at"] == "parquet":
+        return ParquetRows(folder / told["file"], width)
+    return read_safetensors(folder / told["file"])
+
+
+def _vocabularies(folder: Path, about: Mapping[str, Any]) -> dict[int, dict[bytes, int]]:
+    vocabularies = {}
+    for number, told in enumerate(about["tables"]):
+        if "vocabulary" in told:
+            from pyarrow import parquet
+
+            values = parquet.read_table(folder / told["vocabulary"], columns=["value"]).column(0).to_pylist()
+            vocabularies[number] = {value: place + 2 for place, value in enumerate(values)}
+    return vocabularies
+
+
+def _program(path: Path) -> nn.Module:
+    """The dense part as torch.export wrote it. Raises ValueError where a file in it would be unpickled, as none of `foreload export` is."""
+    with zipfile.ZipFile(path) as archive:
+        for item in archive.infolist():
+            pickled = "/sample_inputs/" in item.filename and item.file_size > 0
+            if item.filename.endswith("_config.json"):
+                pickled = any(entry["use_pickle"] for entry in json.loads(archive.read(item))["config"].values())
+            if pickled:
+                raise ValueError(f"{path}: must hold nothing pickled; got {item.filename}; export it again")
+    return torch.export.load(path).module()
+
+
+class _Embeddings(dict[str, Tensor]):
+    """What a module of foreload is called with beside the dense values: views of the block [b, F, W], by feature, and by feature.column."""
+
+    def __init__(self, block: Tensor, about: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.block = block
+        for place, feature in enumerate(about["features"]):
+            first = 0
+            for name, columns in about["tables"][feature["table"]]["parts"]:
+                self[f"{feature['name']}.{name}" if first else feature["name"]] = block[:, place, first : first + columns]
+                first += columns
+
+
+class _Weights(nn.Module):
+    """The dense part as a module of the caller's, with the parameters that it had when it was exported."""
+
+    def __init__(self, about: Mapping[str, Any], folder: Path, module: nn.Module | Callable[..., nn.Module] | None) -> None:
+        super().__init__()
+        if module is None:
+            raise ValueError(f"load: {folder} has the parameters of {about['model']['model']} alone; give it, as module=...")
+        if not isinstance(module, nn.Module):
+            module = module(_spec(about), **about["model"]["model_options"])
+        self.module, self._about = module.eval(), about
+        saved = {name: torch.from_numpy(values) for name, values in read_safetensors(folder / about["weights"]).items()}
+        own = dict(module.named_parameters())
+        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in saved.items()}:
+            raise ValueError(f"load: module must have the parameters of {about['model']['model']}; got others; give that one")
+        for name, parameter in own.items():
+            parameter.data.copy_(saved[name])
+
+    def forward(self, dense: Tensor, block: Tensor) -> Tensor:
+        """Logits [b], or [b, L]."""
+        logits: Tensor = self.module(dense, _Embeddings(block, self._about))
+        return logits
+
+
+def _spec(about: Mapping[str, Any]) -> SimpleNamespace:
+    """What a model's constructor is told about the data, as foreload's ModelSpec has it."""
+    tables = [about["tables"][feature["table"]] for feature in about["features"]]
+    features = tuple(
+        (feature["name"], table["parts"][0][1], table["name"]) for feature, table in zip(about["features"], tables, strict=True)
+    )
+    return SimpleNamespace(
+        dense_width=len(about["dense"]),
+        features=features,
+        names=tuple(name for name, _, _ in features),
+        width=sum(dimension for _, dimension, _ in features),
+        dense_names=tuple(entry["name"] for entry in about["dense"]),
+        poolings=tuple(feature["pooling"] for feature in about["features"]),
+        labels=tuple(label["name"] for label in about["labels"]),
+        label_kinds=tuple(label["kind"] for label in about["labels"]),
+    )
+
+
+# -- The command line -----------------------------------------------------------------------------------------------------------------
+
+
+def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """The records of a text file, read as features.json says. Raises ValueError where a line has too few columns or too many."""
+    text = about["text"]
+    tabs = text["delimiter"] is None and path.endswith((".tsv", ".tab"))
+    with open(path, encoding="utf-8", newline="") as file:
+        delimiter = "\t" if tabs else text["delimiter"] or ","
+        reader = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if text["quoting"] else csv.QUOTE_NONE)
+        lines = (line for line in reader if line)
+        first, headers = next(lines, []), about["headers"]
+        names = next((names for names in headers if len(names) == len(first)), headers[0]) if headers else first
+        for number, line in enumerate(chain([first], lines) if headers and first else lines):
+            if len(line) != len(names):
+                raise ValueError(f"{path}: records[{number}] must have {len(names)} columns; got {len(line)}")
+            yield dict(zip(names, line, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the predictions of a CSV file to stdout, as CSV; gives the exit status."""
+    parser = argparse.ArgumentParser(description="Predictions of the records of a CSV file, in order, as CSV.")
+    parser.add_argument("file", metavar="FILE.csv", help="raw records; labels are not needed")
+    parser.add_argument("--logits", action="store_true", help="write logits instead")
+    parser.add_argument("--rows-at", metavar="URL", help="the server that has the rows of tables that are not in the folder")
+    parsed = parser.parse_args(arguments)
+    try:
+        model = load(rows_at=parsed.rows_at)
+        records, out = read_csv(parsed.file, model.about), csv.writer(sys.stdout, lineterminator="\n")
+        several = len(model.labels) > 1
+        out.writerow(model.labels if several else ["logit" if parsed.logits else "score"])
+        while chunk := list(islice(records, _CHUNK)):
+            predicted = model.predict(chunk, logits=parsed.logits)
+            out.writerows(
+                zip(*(predicted[name] for name in model.labels), strict=True) if several else ([value] for value in predicted)
+            )
+    except (OSError, ValueError, RuntimeError, csv.Error) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""What `foreload export --format torch` writes into a folder: tables, the dense part, how raw values are encoded, and the code that reads it all."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save
+
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.files import write_json
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.trainer.compute.dense_average import to_serve
+from foreload.trainer.compute.layouts import BlockLayout, model_spec
+from foreload.trainer.run.manifest import inexact_text
+from foreload.trainer.run.model_rows import ModelRows
+from foreload.trainer.run.saved_model import SavedModel, encoder_of
+from foreload.trainer.run.trained_model import dense_module
+from foreload.trainer.serving import raw_values, standalone
+from foreload.trainer.serving.dense_program import BlockModel, trace, write_onnx, write_program
+from foreload.trainer.serving.format import ExportRows, TableWriter, file_entries
+
+PROGRAM, ONNX, WEIGHTS, CODE, README = "dense.pt2", "dense.onnx", "dense.safetensors", "model.py", "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """What the folder is to hold. program: the dense part by torch.export; else its parameters alone. onnx: as ONNX, too.
+
+    most_rows: tables of more trained rows stay Parquet, or, with rows_at, on the server with this URL, under keys as `foreload apply --key` has them;
+    None: no table does.
+    """
+
+    program: bool = True
+    onnx: bool = False
+    most_rows: int | None = None
+    rows_at: str | None = None
+    key: str | None = None
+
+    def place(self, rows: int) -> str:
+        """Where the rows of a table are, as features.json has it."""
+        if self.most_rows is None or rows <= self.most_rows:
+            return "safetensors"
+        return "parquet" if self.rows_at is None else "redis"
+
+
+def write_folder(model: SavedModel, folder: Path, of_model: Mapping[str, Any], options: TorchOptions) -> dict[str, Any]:
+    """Write the folder's files; returns what stands in features.json, written last.
+
+    of_model: "step", "state", "seed", "model" and "inexact" of the model. Raises ExportError and OSError.
+    """
+    features, encoder = encoder_of(model)
+    spec = model_spec(features, model.job.dim)
+    about = {
+        **of_model,
+        "format": standalone.FORMAT,
+        "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
+        "labels": [{"name": name, "kind": kind} for name, kind in zip(spec.labels, spec.label_kinds, strict=True)],
+        "headers": _headers(features),
+        **encoding_of(features, encoder),
+        "rows_at": None if options.rows_at is None else {"url": options.rows_at, "key": options.key},
+        **_write_dense(model, folder, options),
+    }
+    about["tables"] = list(_write_tables(model, folder, encoder, options))
+    (folder / CODE).write_text(standalone_source(), encoding="utf-8")
+    (folder / README).write_text(_readme(about), encoding="utf-8")
+    about["files"] = file_entries(folder)
+    write_json(folder / standalone.ABOUT, about, durable=True)
+    return about
+
+
+def standalone_source() -> str:
+    """model.py: raw_values.py and behind it standalone.py, without what that imports of foreload."""
+    first, second = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in (raw_values, standalone))
+    lines = second.splitlines(keepends=True)
+    docstring, *statements = ast.parse(second).body
+    gone = [docstring] + [
+        statement
+        for statement in statements
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] in ("__future__", "foreload")
+    ]
+    for statement in gone:
+        lines[statement.lineno - 1 : statement.end_lineno] = [""] * ((statement.end_lineno or 0) - statement.lineno + 1)
+    return f"{first}\n\n# -- {'-' * 130}\n{''.join(lines)}"
+
+
+# -- The dense part --------------------------------------------------------------------------------------------------------------------
+
+
+def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict[str, Any]:
+    written: dict[str, Any] = {"program": None, "onnx": None, "weights": None}
+    if not options.program:
+        (folder / WEIGHTS).write_bytes(save(to_serve(*model.dense())))
+        return written | {"weights": WEIGHTS}
+    name, width = model.job.model, len(model.features.dense)
+    block = BlockModel(dense_module(model).requires_grad_(False), BlockLayout.of(model.features, model.layouts)).eval()
+    program = trace(block, width, name)
+    write_program(program, folder / PROGRAM, block, width, name)
+    if options.onnx:
+        write_onnx(program, folder / ONNX, name)
+        written["onnx"] = ONNX
+    return written | {"program": PROGRAM}
+
+
+# -- Encoding --------------------------------------------------------------------------------------------------------------------------
+
+
+def encoding_of(features: FeatureSpec, encoder: Encoder) -> dict[str, Any]:
+    """What features.json says of how raw values are encoded, but for the tables' rows."""
+    return {"dense": _dense_columns(features, encoder), "features": _features(features), "text": asdict(features.text)}
+
+
+def _dense_columns(features: FeatureSpec, encoder: Encoder) -> list[dict[str, Any]]:
+    told = []
+    for place, dense in enumerate(features.dense):
+        scale = encoder.scales[place] if dense.transform == "standard" else None
+        told.append(asdict(dense) | ({} if scale is None else {"mean": scale.mean.hex(), "deviation": scale.deviation.hex()}))
+    return told
+
+
+def _headers(features: FeatureSpec) -> list[list[str]]:
+    """The columns of files without a header line: all, or without those of labels, or of labels and weights; none where files have one."""
+    labels, needed = {label.column for label in features.labels}, features.unlabelled().columns
+    choices = [
+        [name for name in features.text.columns if name not in left_out or name in needed]
+        for left_out in (set(), labels, labels | {features.weight})
+    ]
+    return choices if features.text.columns else []
+
+
+def _features(features: FeatureSpec) -> list[dict[str, Any]]:
+    return [
+        {name: getattr(feature, name) for name in ("name", "column", "table", "encoding", "pooling")}
+        | ({} if feature.pooling == "single" else {"separator": feature.separator})
+        for feature in features.features
+    ]
+
+
+# -- Tables ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: TorchOptions) -> Iterator[dict[str, Any]]:
+    """Write each table; gives what features.json says of it."""
+    batches = _Batches(model.rows())
+    for layout, rows in zip(model.layouts, model.row_counts().tolist(), strict=True):
+        name, at = quote(layout.name, safe=" "), options.place(rows)
+        told: dict[str, Any] = {
+            "name": layout.name, "table_rows": layout.rows, "parts": [list(part) for part in layout.parts], "rows": rows, "at": at,
+        }  # fmt: skip
+        if (vocabulary := encoder.vocabularies.get(layout.table)) is not None:
+            told["vocabulary"] = f"vocabulary-{name}.parquet"
+            pq.write_table(pa.table({"value": vocabulary.values}), folder / told["vocabulary"], compression="zstd")
+        own = batches.of(layout.table)
+        if at == "redis":
+            for _ in own:
+                pass  # they are checked as they are read, as all others
+        else:
+            told["file"] = f"rows-{name}.{at}"
+            (_write_tensors if at == "safetensors" else _write_parquet)(folder / told["file"], layout, rows, own)
+        yield told
+
+
+class _Batches:
+    """Rows by (table, id), one table after the other, of which any may have none."""
+
+    def __init__(self, batches: Iterator[ModelRows]) -> None:
+        self._batches = batches
+        self._next = next(batches, None)
+
+    def of(self, table: int) -> Iterator[ModelRows]:
+        """Those of a table; of the ones before it, all must have been taken."""
+        while self._next is not None and self._next.table == table:
+            yield self._next
+            self._next = next(self._batches, None)
+
+
+def _write_tensors(path: Path, layout: RowLayout, rows: int, batches: Iterable[ModelRows]) -> None:
+    """Write ids int64 [rows] and weights float32 [rows, W] as safetensors has them, with a batch in memory."""
+    ids_bytes, row_bytes = 8 * rows, 4 * layout.width
+    told = {
+        "ids": {"dtype": "I64", "shape": [rows], "data_offsets": [0, ids_bytes]},
+        "weights": {"dtype": "F32", "shape": [rows, layout.width], "data_offsets": [ids_bytes, ids_bytes + rows * row_bytes]},
+    }
+    header = json.dumps(told).encode()
+    header += b" " * (-len(header) % 8)
+    count = 0
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        first = file.tell()
+        for batch in batches:
+            file.seek(first + 8 * count)
+            file.write(np.ascontiguousarray(batch.ids, "<i8").data)
+            file.seek(first + ids_bytes + count * row_bytes)
+            file.write(np.ascontiguousarray(batch.weights, "<f4").data)
+            count += len(batch.ids)
+    assert count == rows
+
+
+def _write_parquet(path: Path, layout: RowLayout, rows: int, batches: Iterable[ModelRows]) -> None:
+    """Write them as an export does, without the optimizer's state."""
+    with TableWriter(path, replace(layout, optimizer="sgd"), has_values=False) as writer:
+        for batch in batches:
+            writer.add(ExportRows(batch.ids, batch.weights, batch.state[:, :0]))
+    assert writer.rows == rows
+
+
+# -- What its user reads first ---------------------------------------------------------------------------------------------------------
+
+
+def _readme(about: Mapping[str, Any]) -> str:
+    """README.md of the folder."""
+    columns = list(dict.fromkeys(entry["column"] for entry in (*about["dense"], *about["features"])))
+    given = "" if about["program"] else ", module=Net"
+    names = ", ".join(f'"{name}": ...' for name in columns[:3]) + (", ..." if len(columns) > 3 else "")
+    lines = [
+        f"# A model trained by foreload: {about['model']['model']}, after step {about['step']}",
+        "",
+        "```python",
+        "from model import load",
+        "",
+        f'model = load("."{given})',
+        f"model.predict([{{{names}}}])",
+        "```",
+        "",
+        "`predict` takes raw records: a list of dicts, a dict of columns, a table of Arrow or a data frame. `python model.py FILE.csv` writes the "
+        "predictions of a file to stdout. `model` is a `torch.nn.Module`; its `forward(dense, lookups)` takes what `model.encode(records)` gives.",
+        "",
+        f"- columns: {', '.join(columns)}",
+        f"- labels: {', '.join(label['name'] for label in about['labels'])}",
+        f"- written with foreload's format {about['format']}, torch {about['versions']['torch']}, NumPy {about['versions']['numpy']}",
+        "",
+    ]
+    if not about["program"]:
+        lines.insert(8, f"`Net` is {about['model']['model']}, or a module that it built: {WEIGHTS} has its parameters alone.\n")
+    if about["rows_at"] is not None:
+        lines.append(
+            f"Tables of which no file is here are looked up at {about['rows_at']['url']}, where `foreload apply` brings them.\n"
+        )
+    if about["inexact"] is not None:
+        lines.append(f"{inexact_text(about['inexact']).capitalize()}.\n")
+    return "\n".join(lines)

@@ -33,8 +33,8 @@ def synthetic_schedule(folder: Path, rows: int, lanes: int = 2, slots: int = 900
 
 
 def arguments(schedule: Path, run: Path, *further: str) -> list[str]:
-    """The command line, without the program's name, that trains a small model."""
-    return ["train", str(schedule), "--run", str(run), *SMALL, *further]
+    """The command line, without the program's name, that trains a small model, with a moving average of its dense part."""
+    return ["train", str(schedule), "--run", str(run), *SMALL, "--dense-ema", "0.9", *further]
 
 
 def train_undisturbed(schedule: Path, folder: Path) -> Path:

@@ -39,6 +39,7 @@ def test_it_is_the_base_and_what_its_lanes_take() -> None:
 )
 def test_it_grows_with_whatever_a_trainer_has_to_hold(load: LaneLoad, setup: Setup, snapshots: bool) -> None:
     assert MEMORY.peak_bytes(load, setup, snapshots) > MEMORY.peak_bytes(LOAD, SETUP)
+    assert replace(MEMORY, averaged=True).peak_bytes(load, setup, snapshots) > MEMORY.peak_bytes(load, setup, snapshots)
 
 
 def profile(peak_bytes: int, arrived: float = 1_200.0) -> Profile:

@@ -95,7 +95,7 @@ def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
     setups = _setups(job, settings, request.pool)
     known = _known(request, settings, setups, tell)
     step_model = StepModel.of_profiles(known.profiles)
-    memory = JobMemory.of(schedule, model.layouts, known.profiles, job.saves_checkpoints)
+    memory = JobMemory.of(schedule, model.layouts, known.profiles, job.saves_checkpoints, job.dense_ema is not None)
     state = settings["columns"] - settings["weights"]
     choices = []
     for counts in _by_slots(schedule, tell):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,12 +34,15 @@ class JobMemory:
     _stores: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, schedule: Schedule, layouts: Sequence[RowLayout], profiles: Iterable[Profile], snapshots: bool) -> JobMemory:
-        """profiles: of a like job; snapshots: checkpoints are to be saved while it trains."""
+    def of(
+        cls, schedule: Schedule, layouts: Sequence[RowLayout], profiles: Iterable[Profile], snapshots: bool, averaged: bool
+    ) -> JobMemory:
+        """profiles: of a like job; snapshots: checkpoints are to be saved while it trains; averaged: the dense part has a moving average."""
         ordinals = np.zeros((schedule.header.lanes, len(layouts)), np.int64)
         for batch in schedule.rows():
             np.maximum.at(ordinals, (batch["lane"].astype(np.int64), batch["table"].astype(np.int64)), batch["ordinal"] + 1)
-        return cls(layouts, ordinals, TrainerMemory.of(schedule, layouts).with_profiles(profiles), snapshots)
+        trainers = TrainerMemory.of(schedule, layouts).with_profiles(profiles)
+        return cls(layouts, ordinals, replace(trainers, averaged=averaged), snapshots)
 
     def trainer_bytes(self, setup: Setup, counts: StepCounts) -> int:
         """At most, of the trainer with most lanes."""

@@ -18,6 +18,7 @@ BASE_BYTES = 432 << 20  # of a trainer without lanes: interpreter, torch, compil
 _LEAST_BASE_BYTES = BASE_BYTES // 2
 _SEGMENTS = 3  # that are mapped at once: threads read ahead and behind by some steps
 _DENSE_COPIES = 5  # of a parameter: itself, its gradient, the sum of all trainers', and two of an optimizer's state
+_OF_AVERAGE = 2  # a moving average, and what is added to it
 _SHARD_BYTES = (1 << 17) + (1 << 18)  # buffers of a connection to a store shard
 _STEPS_ARRIVING, _STEPS_LEAVING = 8, 4  # whose rows are staged at most, on their way in and out
 
@@ -52,7 +53,7 @@ class TrainerMemory:
     """Of the trainers of a schedule.
 
     columns: of a slot; evaluation_slots: of a lane; batch_size: samples of a step; mapped_bytes: the most of the schedule that is mapped at once;
-    base_bytes: of a trainer without lanes.
+    base_bytes: of a trainer without lanes; averaged: the dense part has a moving average.
     """
 
     columns: int
@@ -60,6 +61,7 @@ class TrainerMemory:
     batch_size: int
     mapped_bytes: int
     base_bytes: int = BASE_BYTES
+    averaged: bool = False
 
     @classmethod
     def of(cls, schedule: Schedule, layouts: Sequence[RowLayout]) -> TrainerMemory:
@@ -92,7 +94,7 @@ class TrainerMemory:
         # Local rows of a step: their weights in a block, gradients, and what can be undone of them.
         block = 4 * (4 * self.columns + OCCUPANT_BYTES) * load.used
         held = lanes * (lane + block) + copies * (plain * load.occupied + block) + snapshots * lanes * plain * load.occupied
-        dense = 4 * _DENSE_COPIES * setup.dense
+        dense = 4 * (_DENSE_COPIES + _OF_AVERAGE * self.averaged) * setup.dense
         return self.base_bytes + round(held + at_end) + dense + setup.shards * _SHARD_BYTES + self.mapped_bytes
 
 

@@ -34,7 +34,7 @@ MARK = "FORELOAD_TEST_COMMAND"
 # What commands say on stderr besides errors.
 _PROGRESS = re.compile(
     r"prepare: .*|train: .*|store .*: does not answer yet; .*|"
-    r"\d+ lanes x .*|epoch \d+: log loss .*|foreload: stopped|stopped after step \d+; go on with: .*|resumed .*|"
+    r"\d+ lanes x .*|epoch \d+[^:]*: .*|foreload: stopped|stopped after step \d+; go on with: .*|resumed .*|"
 )
 
 

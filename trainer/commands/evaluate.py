@@ -17,6 +17,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.evaluation import EvaluationPass
+from foreload.trainer.compute.reports import without_calibration
 from foreload.trainer.errors import LossNotFinite, RunError
 from foreload.trainer.run.job_loss import training_loss
 from foreload.trainer.run.saved_model import SavedModel, check_fitting
@@ -52,8 +53,8 @@ def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
         evaluation = EvaluationPass(used.header.features.labels, training_loss(model.job, used.header.features))
         for one in evaluated(model, used):
             evaluation.add(one.slice, one.outputs)
-    told = evaluation.report(model.step, used.header.epochs - 1).to_dict()
-    del told["epoch"], told["calibration"]
+    told = without_calibration(evaluation.report(model.step, used.header.epochs - 1).to_dict())
+    del told["epoch"]
     return {"schedule": str(used.path), **told}
 
 

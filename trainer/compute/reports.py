@@ -61,6 +61,14 @@ class LabelMetrics:
         return {name: value for name, value in asdict(self).items() if value not in (None, ())}
 
 
+def without_calibration(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What `EvaluationReport.to_dict` tells but for the calibration, also of its labels: one number a metric."""
+    plain = {name: value for name, value in told.items() if name != "calibration"}
+    if "labels" in plain:
+        plain["labels"] = {name: without_calibration(label) for name, label in plain["labels"].items()}
+    return plain
+
+
 _ALWAYS_TOLD = ("log_loss", "auc", "normalized_entropy")  # null where the label has none
 
 

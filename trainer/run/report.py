@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from foreload.pipelines.base.files import is_full, write_json
 from foreload.pipelines.base.progress import Display
-from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.reports import EvaluationReport, StepReport, without_calibration
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 from foreload.trainer.run.metric_text import metric_lines
 
@@ -268,7 +268,7 @@ class RunReport:
 
     def summary(self, **further: Any) -> dict[str, Any]:
         """Write and return summary.json; further entries go in as they are. Metrics of a run without evaluation are null."""
-        last = self.evaluations[-1] if self.evaluations else {}
+        last = without_calibration(self.evaluations[-1]) if self.evaluations else {}
         totals = self.totals
         entries = {
             "steps": totals.steps,

@@ -27,6 +27,7 @@ from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.saved_run import open_saved
+from foreload.trainer.run.trained_model import dense_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,6 +141,9 @@ def test_a_run_evaluates_predicts_and_exports_its_average(
     assert all(torch.equal(beside[f"{name}/trained"], value) for name, value in parameters.items())
     assert not any(name.endswith("/ema") for name in beside)
     assert {name for name in state if not name.endswith("/ema")} < set(beside)
+    with open_saved("run", None) as model:
+        served = dict(dense_module(model).named_parameters())
+    assert all(torch.equal(served[name], value) for name, value in averages.items())
     capsys.readouterr()
     assert main([*common[:-1], "0.8", "--run", "run", "--resume"]) == 2
     assert "--dense-ema: must be what the run was started with, 0.9; got 0.8; leave it out" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     if rates:
         lines.append(f"labels        {', '.join(rates)} are 1")
     for which, told in summary["data"].items():
-        lines += [line + _FLAGS[which] for line in _label_lines(told)]
+        lines += _label_lines(told, _FLAGS[which])
     for kind in ("missing", "unknown"):
         for which, told in summary["data"].items():
             shares = {c["name"]: c[kind] / c["values"] for c in told["columns"] if c.get(kind)}
@@ -55,8 +55,8 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     return lines
 
 
-def _label_lines(told: Mapping[str, Any]) -> list[str]:
-    """Of several labels, or of numbers, and of weights."""
+def _label_lines(told: Mapping[str, Any], flag: str) -> list[str]:
+    """Of several labels, or of numbers, and of weights. flag: what is said behind the figures of the set."""
     labels, lines = told.get("labels", ()), []
     clicks = [f"{label['name'][:40]} {label['rate']:.2%}" for label in labels if "rate" in label]
     numbers = [
@@ -65,11 +65,11 @@ def _label_lines(told: Mapping[str, Any]) -> list[str]:
         if "mean" in label
     ]
     if clicks:
-        lines.append(f"labels        1 are {_first(clicks, ', ')}")
+        lines.append(f"labels        {_first(clicks, ', ')}{flag} are 1")
     if numbers:
-        lines.append(f"numbers       {_first(numbers, '; ')}")
+        lines.append(f"numbers       {_first(numbers, '; ')}{flag}")
     if "weights" in told:
-        lines.append(f"weights       {told['weights']['sum']:,.6g} in all, {_range(told['weights'])}")
+        lines.append(f"weights       {told['weights']['sum']:,.6g} in all, {_range(told['weights'])}{flag}")
     return lines
 
 

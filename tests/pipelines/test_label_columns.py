@@ -205,9 +205,9 @@ def test_the_summary_tells_what_a_plain_count_finds(tmp_path: Path, capsys: pyte
     assert told["weights"] == {"sum": math.fsum(weights), "least": 0.0, "largest": 12.75}
     assert summary["data"]["evaluation"] == told
     out = capsys.readouterr().out
-    line = f"labels        1 are clicked {clicked['rate']:.2%}, liked {liked['rate']:.2%}"
-    assert f"{line}\nnumbers       rating " in out
-    assert f"{line} of --eval-source\n" in out
+    line = f"labels        clicked {clicked['rate']:.2%}, liked {liked['rate']:.2%}"
+    assert f"{line} are 1\nnumbers       rating " in out
+    assert f"{line} of --eval-source are 1\nnumbers       rating " in out
     assert "-1000 to 1.67772e+07\nweights       " in out
 
 

@@ -80,6 +80,15 @@ CASES = {
         CLICK + SECONDS + LONG, "model_cases:Heads", {"label_weights": {"seconds": 0.1, "long": 3}}, ("min", "all", "min")
     ),
     "a number first, weighed, of groups": Case('weight = "worth"\ngroup = "user"\n' + SECONDS + CLICK, "model_cases:Heads"),
+    "three labels on a shared bottom": Case(
+        CLICK + SECONDS + LONG, "shared_bottom", {"model_options": {"bottom": "12", "tower": "6"}}
+    ),
+    "experts of two labels, weighed, of groups": Case(
+        'weight = "worth"\ngroup = "user"\n' + LONG + SECONDS,
+        "mmoe",
+        {"model_options": {"experts": 3, "expert": "10-6", "tower": ""}, "label_weights": {"long": 0.5}},
+        ("min", "all", "min"),
+    ),
     "a loss of two labels": Case(CLICK + SECONDS, "model_cases:Heads", {"loss": "loss_cases:clicks_and_huber"}),
     "a loss of clicks, weighed": Case('label = "click"\nweight = "worth"\n', "dcn", {"loss": "loss_cases:focal"}),
 }
@@ -99,7 +108,8 @@ def _expected(case: Case, clicks: Path, features: Path) -> reference.ReferenceRe
         reference.Config(
             log=reference_data.read_features(features), sources=(clicks,), model=load_model(case.model), dim=DIM, batch_size=BATCH, lanes=LANES,
             epochs=EPOCHS, seed=9, evaluation_fraction=0.25, row_optimizer="adagrad", lr=0.05, dense_optimizer="Adam", dense_options={"lr": 0.01},
-            label_weights=case.job.get("label_weights", {}), loss=None if own is None else load_loss(own),
+            label_weights=case.job.get("label_weights", {}), model_options=case.job.get("model_options", {}),
+            loss=None if own is None else load_loss(own),
         )
     )  # fmt: skip
 

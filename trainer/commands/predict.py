@@ -248,13 +248,13 @@ def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
 
 
 def _columns(sources: Sequence[str], text: TextFormat, spec: FeatureSpec) -> tuple[str, ...]:
-    """The columns of files without a header line: those of text, or where they have so many fewer, all but the labels', or labels' and weights'."""
+    """The columns of files without a header line: those of text or, where they have so many fewer, all but labels, weights, groups in turn."""
     files = match_files(sources)
     with open_stream(files[0].path) as stream:
         line = stream.readline().decode(errors="replace")
     fields = line.count(text.delimiter or delimiter_of(files[0].path)) + 1
     labels = {label.column for label in spec.labels}
-    for left_out in (labels, labels | {spec.weight}):
+    for left_out in (labels, labels | {spec.weight}, labels | {spec.weight, spec.group}):
         kept = tuple(name for name in text.columns if name not in left_out or name in spec.unlabelled().columns)
         if len(kept) == fields:
             return kept

@@ -173,6 +173,25 @@ def test_files_without_a_header_line_may_lack_the_label(tmp_path: Path) -> None:
     assert run.predict(tmp_path / "test.txt").tobytes() == run.predict(tmp_path / "train.tsv").tobytes()
 
 
+def test_files_without_a_header_line_may_lack_labels_weights_and_groups(tmp_path: Path) -> None:
+    columns = ["clicked", "seconds", "worth", "user", "ad"]
+    (tmp_path / "f.toml").write_text(
+        f"weight = 'worth'\ngroup = 'user'\n[text]\ncolumns = {columns}\n[[label]]\nname = 'clicked'\n[[label]]\nname = 'seconds'\n"
+        "kind = 'number'\n[[feature]]\nname = 'ad'\nrows = 40\n"
+    )
+    rows = [[str(k % 2), f"{k % 5}.5", str(k % 3), f"u{k % 7}", f"ad{k % 30}"] for k in range(120)]
+    for first in range(5):
+        (tmp_path / f"{first}.csv").write_text("".join(",".join(row[first:]) + "\n" for row in rows))
+    schedule = foreload.prepare(tmp_path / "0.csv", features=tmp_path / "f.toml", out=tmp_path / "out", batch_size=32, lanes=2)
+    run = foreload.train(schedule, run=tmp_path / "run", store="local:1", dim=4, model="mmoe")
+    whole = run.predict(tmp_path / "0.csv")
+    assert whole.shape == (120, 2)
+    for first in (2, 3, 4):
+        assert run.predict(tmp_path / f"{first}.csv").tobytes() == whole.tobytes()
+    with pytest.raises(RecordError, match="a line must have 5 columns, not '4'"):
+        run.predict(tmp_path / "1.csv")
+
+
 def test_what_cannot_be_predicted_is_refused(
     run: foreload.Run, schedule: foreload.Schedule, folder: Path, tmp_path: Path
 ) -> None:

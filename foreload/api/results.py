@@ -84,6 +84,7 @@ class TrainSummary(_Result):
     mixed_numerics: tuple[Mapping[str, Any], ...] = ()
     rates: tuple[Mapping[str, Any], ...] = ()
     inexact: Mapping[str, Any] | None = None
+    stopped_early: Mapping[str, Any] | None = None
     rebalanced: tuple[Mapping[str, Any], ...] = ()
     memory: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None

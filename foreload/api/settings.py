@@ -84,6 +84,7 @@ class TrainSettings(TypedDict, total=False):
     failures_a_day: float
     keep_best: str
     keep: int
+    stop_early: str
     history: Path | Literal["off"]
     no_report: bool
     until_full: bool

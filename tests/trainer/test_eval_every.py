@@ -6,46 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import reference
-import reference_data
 import small_terms
 from dying import Death, train_with_deaths
-from small_terms import LANES, assert_same
+from small_terms import assert_same
 from training import Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.models import load_model
-from foreload.trainer.run.job import TrainJob
 
 EVERY = 5
 EVALUATED = [4, 9, 11, 16, 21, 23]
 """Of two epochs of 12 steps, the steps before an evaluation."""
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def _reference(folder: Path, job: TrainJob, shuffle_seed: int | None, stop_after: int | None = None) -> reference.ReferenceResult:
-    return reference.train(
-        reference.Config(
-            log=reference_data.read_features(folder / "features.toml"),
-            sources=(folder / "log.csv",),
-            model=load_model(job.model),
-            dim=job.dim,
-            batch_size=32,
-            lanes=LANES,
-            epochs=2,
-            shuffle_seed=shuffle_seed,
-            seed=job.seed,
-            evaluation_fraction=40 / (12 * 32 + 40),
-            eval_every=EVERY,
-            stop_after=stop_after,
-            model_options=job.model_options,
-            row_optimizer=job.row_optimizer,
-            lr=job.lr,
-            dense_optimizer=job.dense_optimizer,
-            dense_options={"lr": job.dense_lr, **job.dense_options},
-        )
-    )
 
 
 def _prepared(folder: Path, *further: str) -> Schedule:
@@ -77,7 +49,8 @@ def test_model_and_metrics_are_those_of_plain_training(
 ) -> None:
     given = [*further] + ([] if shuffle_seed is None else [f"--shuffle-seed={shuffle_seed}"])
     given += ["--slots=100"] if "--window=200" in given and "--slots=100" not in given else []
-    expected = _reference_of(tmp_path, given, shuffle_seed)
+    _prepared(tmp_path, *given)
+    expected = small_terms.plainly(tmp_path, eval_every=EVERY, shuffle_seed=shuffle_seed)
     outcome = train(
         small_terms.job(), Schedule(tmp_path / "schedule"), servers.urls[:2], trainers, copies=2 if trainers > 1 else 1
     )
@@ -87,12 +60,6 @@ def test_model_and_metrics_are_those_of_plain_training(
     assert [e.epoch for e in outcome.evaluations] == [0, 0, 0, 1, 1, 1]
     for name in ("auc", "log_loss", "normalized_entropy"):
         assert [getattr(e, name) for e in outcome.evaluations] == pytest.approx([getattr(e, name) for e in expected.evaluations])
-
-
-def _reference_of(folder: Path, given: Sequence[str], shuffle_seed: int | None) -> reference.ReferenceResult:
-    """Of a schedule that is prepared there."""
-    _prepared(folder, *given)
-    return _reference(folder, small_terms.job(), shuffle_seed)
 
 
 def test_the_model_is_that_without_evaluations_amid_epochs(

@@ -69,7 +69,7 @@ class Contents:
 
     def write(self, folder: AnyFolder) -> bytes:
         """Put the manifest into the folder of a checkpoint, last of all, durably; returns it. Raises OSError and CheckpointUnreachable."""
-        run = {name: value for name, value in asdict(self.run).items() if name not in _ELSEWHERE}
+        run = {name: value for name, value in self.run.to_dict().items() if name not in _ELSEWHERE}
         told = asdict(self) | {"format": FORMAT, "run": run, "tables": [asdict(table) for table in self.tables]}
         data = sealed(told)
         write_whole(folder / MANIFEST, data)

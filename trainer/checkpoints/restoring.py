@@ -86,6 +86,7 @@ def restored_manifest(
         fingerprint=contents.run.fingerprint,
         mixed_numerics=contents.run.mixed_numerics,
         rates=going_on.rates,
+        watched=going_on.watched,
         inexact=_restored_once_more(contents.inexact),
     )
 

@@ -135,6 +135,12 @@ class StopAgreement:
                 self._board.publish(self._after)
         return self._after is not None and step >= self._after.step
 
+    def stop_now(self, step: int) -> None:
+        """Training stops after `step`, the last one trained, as every trainer knows; a further term is to know it, too."""
+        self._after = StopAfter(step)
+        if self._leads:
+            self._board.publish(self._after)
+
     def goes_on(self) -> bool:
         """Whether it is the term alone that ends, and not training."""
         return self._after is not None and self._after.term is not None

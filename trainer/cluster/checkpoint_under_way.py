@@ -58,7 +58,7 @@ class CheckpointUnderWay:
         stage = replace(manifest.stages[-1], segments=taken.segments, prefix=taken.prefix)
         given = {lane: ordinals for one in self.taken.values() for lane, ordinals in one.given.items()}
         ordinals = np.array([given[lane] for lane in range(manifest.lanes)], np.int64)
-        run = replace(manifest, stages=(*manifest.stages[:-1], stage))
+        run = replace(manifest, stages=(*manifest.stages[:-1], stage), watched=taken.watched)
         base = () if increment is None else (increment.base, increment.sizes)
         encoded = header.features.to_dict(), header.settings.get("encoding")
         return Contents.made(run, *encoded, taken.step, totals, layouts, ordinals, files, dense, *base)

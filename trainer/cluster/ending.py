@@ -11,11 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError, RowsLost
+from foreload.cache.traffic import Traffic
 from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
@@ -28,12 +30,13 @@ from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.event_log import CallEnded, EventLog
 from foreload.trainer.run.kept import keep_schedule
-from foreload.trainer.run.manifest import Stage, Status
+from foreload.trainer.run.manifest import Manifest, Stage, Status
 from foreload.trainer.run.report import Totals
 
 # Of StepReport and Totals: each trainer tells of its own rows and bytes, so they add up; samples are of the whole step on every trainer, and
 # times of one trainer stand for all.
 ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent")
+_IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
 SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
@@ -49,6 +52,12 @@ class Ending:
     signal_number: int | None
     told: tuple[TrainerEnd | Departed, ...] = ()
     full: str | None = None
+
+    @property
+    def early(self) -> str | None:
+        """Why evaluations stopped it early; None where they did not."""
+        told = self.summary["stopped_early"]
+        return None if told is None else told["why"]
 
     @property
     def uses(self) -> list[ProcessUse]:
@@ -92,10 +101,25 @@ def figures_told(told: Sequence[TrainerEnd | Departed], steps: int, slots: int, 
     }
 
 
-def stage_of(schedule: Schedule, ended: Mapping[int, TrainerEnd]) -> Stage:
-    """The stage of a schedule that trainers have trained on."""
+def manifest_of(manifest: Manifest, schedule: Schedule, ended: Mapping[int, TrainerEnd]) -> Manifest:
+    """The manifest of a run whose trainers have all ended."""
     first = first_of(ended)
-    return replace(Stage.of(schedule), segments=first.segments, prefix=first.prefix)
+    stage = replace(Stage.of(schedule), segments=first.segments, prefix=first.prefix)
+    return replace(manifest, stages=(*manifest.stages[:-1], stage), watched=first.watched)
+
+
+def early_stop(manifest: Manifest, stopped: bool) -> dict[str, Any] | None:
+    """For the summary, where evaluations are why a run stopped. manifest: as `manifest_of` gives it."""
+    watched = manifest.watched if stopped else None
+    return watched.told() if watched is not None and watched.ends(manifest.training_job.stop_early) else None
+
+
+def counters_of(traffic: Traffic) -> dict[str, int | float]:
+    """What the traffic with the store has counted, by the names of the summary."""
+    return {
+        _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
+        for name, value in asdict(traffic.counters()).items()
+    }
 
 
 def shared_totals(totals: Totals) -> Totals:
@@ -115,8 +139,7 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
     for name in SHARED:
         setattr(totals, name, getattr(totals, name) + getattr(first_of(ended).totals, name))
     status = status_of(ended, totals, run.saved_status().term, run.placement.removed)
-    manifest = run.manifest
-    run.come_to_rest(replace(manifest, stages=(*manifest.stages[:-1], stage_of(schedule, ended))), status)
+    run.come_to_rest(manifest_of(run.manifest, schedule, ended), status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
     keep_schedule(run, schedule, status.step)
     told = f"its launcher was killed; {status.state} after step {status.step}, with everything saved"

@@ -39,4 +39,5 @@ def launch_spec(
         faults=tuple(faults),
         totals=Totals(**start.totals),  # type: ignore[arg-type]
         hosts=run_facts(run, manifest) if over_hosts else None,
+        watched=manifest.watched,
     )

@@ -210,12 +210,14 @@ class Launcher:
             raise SettingError(
                 f"--trainers: must be at most the schedule's lanes, {lanes}; got {job.trainers}; prepare with more --lanes"
             )
-        if job.keep_best is not None and not schedule.header.evaluation_samples:
-            raise SettingError(
-                f"--keep-best: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
-            )
-        if job.keep_best is not None:
-            check_metric("--keep-best", job.keep_best, schedule.header.features)
+        metrics = {"--keep-best": job.keep_best, "--stop-early": None if job.stop_early is None else job.stop_early.metric}
+        for flag, metric in metrics.items():
+            if metric is not None and not schedule.header.evaluation_samples:
+                raise SettingError(
+                    f"{flag}: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
+                )
+            if metric is not None:
+                check_metric(flag, metric, schedule.header.features)
         return schedule, self._check_model(schedule)
 
     @contextlib.contextmanager
@@ -337,7 +339,7 @@ class Launcher:
                         hosts,
                     )
                     ending = group.train(self._rendezvous, self._spawned)
-                    if shards.memory is not None and ending.stopped and ending.signal_number is None:
+                    if shards.memory is not None and ending.stopped and ending.signal_number is None and not ending.early:
                         ending = replace(ending, full=shards.memory.why_stopped(ending.step))
                     self._profiling.leave(ending, group.status, shards.urls)
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.

@@ -15,6 +15,7 @@ from foreload.cache.repair.inspection import Lag, Scrubbed
 from foreload.trainer.checkpoints.part import PartFiles
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.compute.reports import EvaluationReport, ProcessUse, StepReport
+from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.manifest import Stage
 from foreload.trainer.run.report import Totals
 
@@ -35,7 +36,7 @@ class LaunchSpec:
     first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
     batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
     prefix, to go on from. faults: as RunObserver has them. totals: of the run before this call. hosts: where trainers are on several
-    hosts, and only some have the run's folder.
+    hosts, and only some have the run's folder. watched: as in Manifest.
     """
 
     job: dict[str, Any]
@@ -50,6 +51,7 @@ class LaunchSpec:
     faults: tuple[Fault | TrainerFault, ...] = ()
     totals: Totals = field(default_factory=Totals)
     hosts: RunFacts | None = None
+    watched: Watched | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class TrainerEnd:
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
     last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
     shards that are not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
-    use: what its process used. loads: of the store shards, by their numbers.
+    use: what its process used. loads: of the store shards, by their numbers. watched: as in Manifest.
     """
 
     step: int
@@ -74,6 +76,7 @@ class TrainerEnd:
     totals: Totals
     use: ProcessUse = ProcessUse()
     loads: dict[int, ShardLoad] = field(default_factory=dict)
+    watched: Watched | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +250,7 @@ class CheckpointTaken:
     """The trainer has in memory what the checkpoint of that number needs of it.
 
     seconds: how long training stood still for that; step: of which it is; segments, prefix: as in TrainerEnd, of a stop behind it; given: of each of
-    its lanes, how many ordinals each table has.
+    its lanes, how many ordinals each table has; watched: as in Manifest.
     """
 
     number: int
@@ -256,6 +259,7 @@ class CheckpointTaken:
     segments: int
     prefix: str
     given: dict[int, tuple[int, ...]]
+    watched: Watched | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from foreload.trainer.cluster.step_pace import StepPace
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.run.dense_file import dense_tensors, encode_dense
+from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.storage import place
 
@@ -69,6 +70,9 @@ class TrainerCheckpoints:
     def __init__(self, board: Board, events: EventSender, come_to: Callable[[str], None]) -> None:
         self._board, self._events, self._come_to = board, events, come_to
         self._begun: Callable[[], int] = lambda: 0
+        self.watched: Callable[[], Watched | None] = lambda: (
+            None
+        )  # what evaluations have been, asked behind the step that a checkpoint is of
         self._wanted: TakeCheckpoint | None = None
         self._at: int | None = None
         self._taken: _Taken | None = None
@@ -170,7 +174,7 @@ class TrainerCheckpoints:
         seconds = time.monotonic() - began
         prefix = parts.schedule.prefix(segments)
         given = {lane: tuple(ordinals.tolist()) for lane, (_, ordinals) in held.items()}
-        self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given))
+        self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given, self.watched()))
         self._come_to("checkpoint taken")
         self._begin_writing()
 

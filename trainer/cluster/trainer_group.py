@@ -21,7 +21,7 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
-from foreload.trainer.cluster.ending import Ending, figures_told, first_of, reason, stage_of, status_of
+from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, manifest_of, reason, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
 from foreload.trainer.cluster.faults import RunObserver
@@ -179,10 +179,9 @@ class TrainerGroup:
             ending = self._finish(report, left)
             save_over_hosts(board, self._run, spec, members.term.number, self._ended.values())
             # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
-            stages = (*self.manifest.stages[:-1], stage_of(self._schedule, self._ended))
-            self._run.come_to_rest(replace(self.manifest, stages=stages), self.status)
+            self._run.come_to_rest(self.manifest, self.status)
             self.at_rest = True
-            self._events.note(CallEnded(state=self.status.state, cause=self.failure))
+            self._events.note(CallEnded(state=self.status.state, cause=self.failure or ending.early))
             keep_schedule(self._run, self._schedule, self.status.step)
             board.publish(RunSaved())
             self._scaling.end_starting()
@@ -368,6 +367,7 @@ class TrainerGroup:
         first = first_of(self._ended)
         self.failure = first.failure
         self._moves.finish(self._ended)
+        self.manifest = manifest_of(self.manifest, self._schedule, self._ended)
         self.status = status_of(self._ended, report.totals, self._start.term, self._moves.removed)
         if self.status.lost:
             sys.stderr.write(
@@ -382,6 +382,7 @@ class TrainerGroup:
             checkpoints=self._checkpointing.summary(),
             **figures_told(told, first.totals.steps, max(self._schedule.slots), columns, protected),
             **self.manifest.caveats,
+            stopped_early=early_stop(self.manifest, first.stopped),
         )
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
         return Ending(summary, first.step, first.stopped, stopped_by, told)

@@ -6,8 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board, StopAgreement
 from foreload.trainer.cluster.coordinator_link import BOARD_PAUSE, CoordinatorLink
-from foreload.trainer.cluster.ending import end_alone, shared_totals
+from foreload.trainer.cluster.ending import counters_of, end_alone, shared_totals
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import Fingerprint, Orphaned, RunSaved
 from foreload.trainer.cluster.faults import FaultPoints, TrainerFault
@@ -52,13 +51,12 @@ from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
 from foreload.trainer.run.directory import LOG, Run
+from foreload.trainer.run.early_stopping import EarlyStopping
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.next_term import continue_term, segment_after
 from foreload.trainer.run.report import Totals
 from foreload.trainer.run.servers import asked
 from foreload.trainer.run.state_transfer import receive_state, send_state
-
-_IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
 
 
 class TrainerProcess:
@@ -97,10 +95,12 @@ class TrainerProcess:
             self._points.come_to,
         )  # fmt: skip
         self._checkpoints = TrainerCheckpoints(board, events, self._points.come_to)
+        self._checkpoints.watched = lambda: self._early.so_far
         further = commands or 0, self._checkpoints
         self._link = CoordinatorLink(board, events, trainer, self._run, spec, store_urls, interrupts, *further)
         self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
         self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
+        self._early = EarlyStopping(self._job.stop_early, spec.watched)
         # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
         self._over: PeerLost | CopyLost | None = None
         self._hosted: HostedLanes | None = None  # once there are any
@@ -194,7 +194,7 @@ class TrainerProcess:
                 self._next_term(before, why)
                 self._points.come_to("rolled back")
                 if not terms.is_member:
-                    terms.depart(Departed(self._totals, self._counters(hosted), ProcessUse.now(), hosted.stored.store.loads))
+                    terms.depart(Departed(self._totals, counters_of(hosted.traffic), ProcessUse.now(), hosted.stored.store.loads))
                     return
 
     def _serve(self, hosted: HostedLanes, parts: TrainerParts, stack: contextlib.ExitStack) -> None:
@@ -242,11 +242,11 @@ class TrainerProcess:
         """Take part in a further term, after the step that is committed. before: who trained in the last; None where this trainer joins."""
         term = self._terms.term
         if before is None:
-            self._totals = receive_state(session.transport, term.members.index(term.leader), parts)
+            self._totals, self._early.so_far = receive_state(session.transport, term.members.index(term.leader), parts)
             self._last_step = term.committed
         elif term.joined and session.leads:
             ranks = [term.members.index(trainer) for trainer in term.joined]
-            send_state(session.transport, ranks, parts, term.committed, shared_totals(self._totals))
+            send_state(session.transport, ranks, parts, term.committed, shared_totals(self._totals), self._early.so_far)
         self._terms.await_handed_over([lane for lane in session.hosted if lane not in hosted.partitions])
         self._link.catch_up()  # who had these lanes may know of servers that this trainer was not told of yet
         access = replace(access, ownership=replace(access.ownership, term=term.number))
@@ -289,8 +289,8 @@ class TrainerProcess:
             self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
         end = TrainerEnd(
             step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(), lost=tuple(lost),
-            traffic=self._counters(lanes), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals, use=ProcessUse.now(),
-            loads=lanes.stored.store.loads,
+            traffic=counters_of(lanes.traffic), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals,
+            use=ProcessUse.now(), loads=lanes.stored.store.loads, watched=self._early.so_far,
         )  # fmt: skip
         self._board.publish(end, term.number, self._trainer)
         self._events.send(Ended())
@@ -298,14 +298,6 @@ class TrainerProcess:
         if session.leads or terms.survives or self._on_host is not None:
             self._see_run_saved(session)
         return False
-
-    @staticmethod
-    def _counters(lanes: HostedLanes) -> dict[str, int | float]:
-        """What the traffic with the store has counted, by the names of the summary."""
-        return {
-            _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
-            for name, value in asdict(lanes.traffic.counters()).items()
-        }
 
     def _see_run_saved(self, session: TermSession) -> None:
         """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
@@ -351,6 +343,12 @@ class TrainerProcess:
             self._checkpoints.after_step(trainer, step)
             return agreement.stop_after(step)
 
+        def ends_after(step: int, report: EvaluationReport | None) -> bool:
+            ended = self._early.ends_after(trainer.session, step, report)
+            if ended and step < self._schedule.header.end_step - 1:
+                agreement.stop_now(step)
+            return ended
+
         def while_waiting() -> None:
             self._terms.check()
             self._events.flush()
@@ -359,7 +357,7 @@ class TrainerProcess:
         if agreement.reached(self._last_step):
             trainer.commit_last()
             return True, None, False
-        events = gate.events(while_waiting)
+        trainer.ends_after, events = ends_after, gate.events(while_waiting)
         try:
             stopped = trainer.run(events, stop_after, on_step, on_evaluation, agreement.goes_on) is not None
             return stopped, None, agreement.goes_on() and stopped

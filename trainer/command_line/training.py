@@ -182,7 +182,9 @@ def _train(parsed: argparse.Namespace) -> int:
     if ending is None:
         return 0
     tell(parsed, ending.summary, _summary_text(ending.summary))
-    if ending.stopped:
+    if ending.early is not None:
+        print(f"stopped early after step {ending.step}: {ending.early}", file=sys.stderr)
+    elif ending.stopped:
         why = "" if ending.full is None else f", for {ending.full}"
         print(
             f"stopped after step {ending.step}{why}; go on with: foreload train {job.schedule} --run {job.run} --resume",

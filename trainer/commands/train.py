@@ -65,7 +65,7 @@ def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[
     if values.get("from_checkpoint"):
         before = _remembered(Checkpoint.open(values["from_checkpoint"]).contents.run)
         # Where it was trained says nothing of where it is to be.
-        elsewhere = set(FREE_SETTINGS) - {"schedule", "model_folder"}
+        elsewhere = set(FREE_SETTINGS) - {"schedule", "model_folder", "stop_early"}
         return {name: value for name, value in before.items() if name not in elsewhere} | values, summary
     return values, summary
 

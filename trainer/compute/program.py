@@ -41,6 +41,8 @@ class Trainer:
         self.commits = commits
         lanes.keeps = commits is not None
         self.on_point: Callable[[str, int], None] = lambda point, step: None
+        # Asked on every trainer after an evaluation pass behind a step, with its metrics where this trainer leads: whether training ends there.
+        self.ends_after: Callable[[int, EvaluationReport | None], bool] = lambda step, report: False
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
         self._last_step = last_step
         self._evaluation: EvaluationPass | None = None
@@ -57,7 +59,7 @@ class Trainer:
     ) -> int | None:
         """Run events until they end, or until stop_after(step), asked after every training step, says so.
 
-        stop_after must answer alike on all trainers. goes_on: asked then, whether it is the term alone that ends. Returns the
+        stop_after must answer alike on all trainers, and so must ends_after. goes_on: asked then, whether it is the term alone that ends. Returns the
         last step if stopped, None at the end. on_step is called when a step is committed, which is at once where lanes have no copies; on_evaluation
         on the trainer that leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the
         last step applied left them, which `commit_last` then commits; and PeerLost, after which the term is over.
@@ -79,7 +81,10 @@ class Trainer:
             else:
                 following = next(events, None)
                 last = following is None or following.kind == "train"
-                self._evaluate(event, last, on_evaluation)
+                report = self._evaluate(event, last, on_evaluation)
+                if last and self.ends_after(self._last_step, report) and following is not None:
+                    self.commit_last(stopping=not goes_on())
+                    return self._last_step
             event = following
         self.commit_last()
         return None
@@ -126,8 +131,10 @@ class Trainer:
             self.commit_last(stopping=False)
         return next(events, None), False
 
-    def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> None:
-        """An evaluation step, the last of its pass or not; it changes nothing that is trained."""
+    def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> EvaluationReport | None:
+        """An evaluation step, the last of its pass or not; it changes nothing that is trained. Returns, after the last one, its metrics on the
+        trainer that leads.
+        """
         parts, exchange = self.parts, self.session.exchange
         segment = parts.schedule.segment(event.segment)
         assert segment is not None
@@ -156,9 +163,12 @@ class Trainer:
                     self._not_finite = event.step, lane
         if last:
             self._agree_on_evaluation()
-        if last and self._evaluation is not None:
-            evaluation, self._evaluation = self._evaluation, None
-            on_evaluation(evaluation.report(self._last_step, event.epoch))
+        if not last or self._evaluation is None:
+            return None
+        evaluation, self._evaluation = self._evaluation, None
+        report = evaluation.report(self._last_step, event.epoch)
+        on_evaluation(report)
+        return report
 
     def _agree_on_evaluation(self) -> None:
         """At the end of an evaluation pass: raise LossNotFinite, on every trainer alike, if the leader saw an output that is not finite."""

@@ -182,7 +182,7 @@ class Run:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Publish the manifest, whole and on the disk."""
-        write_json(self.path / MANIFEST, asdict(manifest), durable=True)
+        write_json(self.path / MANIFEST, manifest.to_dict(), durable=True)
 
     @property
     def status(self) -> Status | None:

@@ -28,6 +28,7 @@ from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.run.early_stopping import StopEarly
 from foreload.trainer.run.job_checks import check_together
 from foreload.trainer.run.job_values import (
     Interval,
@@ -47,7 +48,7 @@ from foreload.trainer.run.metric_choice import metric_name
 from foreload.trainer.run.scheduler import address_towards, under_scheduler
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
-_WRITTEN = Servers | Parity | Size | Place | Interval | RateSchedule
+_WRITTEN = Servers | Parity | Size | Place | Interval | RateSchedule | StopEarly
 _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
 
 
@@ -212,6 +213,11 @@ class TrainJob:
     keep: int = setting(
         2, integer(1), "how many of these checkpoints stay, the newest, and what they need", _CALL, metavar="N", stated=False
     )
+    stop_early: StopEarly | None = setting(
+        None, StopEarly.parse,
+        "end training after PATIENCE evaluations in a row that are not better, by more than MIN_CHANGE, than the best, such as auc:3; off", _CALL,
+        metavar="METRIC:PATIENCE[:MIN_CHANGE]",
+    )  # fmt: skip
     history: str = setting(
         "", text, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
         metavar="FILE|off", stated=False,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from foreload.pipelines.base.settings import settings_of, spelled
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.job import TrainJob
 
 VERSION = 1
@@ -85,7 +86,8 @@ class Manifest:
 
     fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
     in order, step the first under it; else empty. rates: the same where it went on with other learning rates, {"step"} and RATE_SETTINGS of each.
-    inexact: None where its model is that of the data and the settings, to the bit.
+    inexact: None where its model is that of the data and the settings, to the bit. watched: where it may stop early, what evaluations of its last
+    schedule have been, up to where it rests or, in a checkpoint, that was saved.
     """
 
     run_id: str
@@ -100,13 +102,22 @@ class Manifest:
     version: int = VERSION
     inexact: Inexact | None = None
     rates: tuple[dict[str, Any], ...] = ()
+    watched: Watched | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; `watched` only where there is any."""
+        told = asdict(self)
+        if self.watched is None:
+            del told["watched"]
+        return told
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Manifest:
-        """The inverse of `dataclasses.asdict`, from JSON. Raises TypeError and KeyError for what is none."""
+        """The inverse of `to_dict`, from JSON. Raises TypeError and KeyError for what is none."""
         stages = tuple(Stage(**stage) for stage in stored["stages"])
         listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics", "rates")}
-        return cls(**{**stored, **listed, "stages": stages, "inexact": Inexact.of(stored.get("inexact"))})
+        further = {"inexact": Inexact.of(stored.get("inexact")), "watched": Watched.of(stored.get("watched"))}
+        return cls(**{**stored, **listed, "stages": stages, **further})
 
     @property
     def identity(self) -> dict[str, Any]:

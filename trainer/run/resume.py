@@ -27,6 +27,7 @@ FREE_SETTINGS = (
     "copies",
     "peer_timeout",
     "checkpoint",
+    "stop_early",
 )
 
 # Settings of the numerics fingerprint: a run may go on with other ones where that is accepted.
@@ -64,7 +65,8 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
     check_place(run, job)
     status = run.saved_status()
     manifest, step = continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule)
-    return replace(manifest, job=manifest.job | {"checkpoint": remembered_folder(job)}), step
+    remembered = {"checkpoint": remembered_folder(job), "stop_early": job.to_dict()["stop_early"]}
+    return replace(manifest, job=manifest.job | remembered), step
 
 
 def check_place(run: Run, job: TrainJob) -> None:
@@ -109,10 +111,18 @@ def continued(
                 f"{what}: is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, "
                 "and give that schedule"
             )
+        if manifest.watched is not None and state == "stopped" and goes_on and manifest.watched.ends(job.stop_early):
+            raise RunError(
+                f"{what}: was stopped early after step {step}: {manifest.watched.why()}; to go on, give --stop-early with more patience, "
+                "or --stop-early off"
+            )
         if schedule.complete:  # else trainers find out, who wait for it
             check_same(last, schedule)
         stage = replace(stage, segments=last.segments, prefix=last.prefix)
-        return replace(manifest.with_rates(job, step + 1), stages=(*manifest.stages[:-1], stage)), step
+        watched = manifest.watched
+        if watched is not None and (job.stop_early is None or job.stop_early.metric != watched.metric):
+            watched = None
+        return replace(manifest.with_rates(job, step + 1), stages=(*manifest.stages[:-1], stage), watched=watched), step
     if stage.path == last.path:
         raise RunError(
             f"schedule {schedule.path}: is not the one that the run was trained on, but was prepared in its place since; prepare that one "
@@ -124,7 +134,9 @@ def continued(
         )
     if state != "ended":
         raise RunError(f"{what}: stopped after step {step}, before the end of {last.path}; go on with that one first")
-    return replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage)), stage.first_step - 1
+    # What is evaluated may be other data now.
+    going_on = replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage), watched=None)
+    return going_on, stage.first_step - 1
 
 
 def check_same(stage: Stage, schedule: Schedule) -> None:

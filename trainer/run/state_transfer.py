@@ -12,19 +12,23 @@ from foreload.trainer.compute.exchange import STATE
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.transport import Transport
 from foreload.trainer.run.dense_file import dense_bytes, load_dense_bytes
+from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.report import Totals
 
 
-def send_state(transport: Transport, ranks: Sequence[int], parts: TrainerParts, step: int, totals: Totals) -> None:
-    """Send trainers of the term the dense part as it is after `step`, and totals. Raises PeerLost."""
-    head, data = json.dumps(asdict(totals)).encode(), dense_bytes(parts.module, parts.optimizer, step)
+def send_state(
+    transport: Transport, ranks: Sequence[int], parts: TrainerParts, step: int, totals: Totals, watched: Watched | None = None
+) -> None:
+    """Send trainers of the term the dense part as it is after `step`, totals, and what evaluations have been. Raises PeerLost."""
+    told = {"totals": asdict(totals), "watched": None if watched is None else asdict(watched)}
+    head, data = json.dumps(told).encode(), dense_bytes(parts.module, parts.optimizer, step)
     sizes = torch.tensor([len(head), len(data)], dtype=torch.int64, device=transport.device)
     message = torch.frombuffer(bytearray(head + data), dtype=torch.uint8).to(transport.device)
     transport.post(dict.fromkeys(ranks, sizes), {}, STATE).wait()
     transport.post(dict.fromkeys(ranks, message), {}, STATE).wait()
 
 
-def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> Totals:
+def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> tuple[Totals, Watched | None]:
     """The other side of `send_state`; puts the dense part in its place. Raises PeerLost, after which nothing has changed."""
     sizes = torch.zeros(2, dtype=torch.int64, device=transport.device)
     transport.post({}, {rank: sizes}, STATE).wait()
@@ -33,4 +37,5 @@ def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> Total
     transport.post({}, {rank: message}, STATE).wait()
     received = message.cpu().numpy().tobytes()
     load_dense_bytes(received[head:], parts.module, parts.optimizer)
-    return Totals(**json.loads(received[:head]))
+    told = json.loads(received[:head])
+    return Totals(**told["totals"]), Watched.of(told["watched"])

@@ -1,0 +1,110 @@
+"""Training that ends when evaluations get no better (`--stop-early`): the rule, what it has seen so far, and how all trainers decide alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from foreload.pipelines.base.settings import number
+from foreload.pipelines.errors import SettingError
+from foreload.trainer.compute.reports import EvaluationReport
+from foreload.trainer.compute.term_session import TermSession
+from foreload.trainer.run.metric_choice import MetricValue, metric_name, metric_of
+
+_MOST_PATIENCE = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class StopEarly:
+    """After so many evaluations in a row that were not better than the best by more than min_change, in a metric, training ends."""
+
+    metric: str
+    patience: int
+    min_change: float = 0.0
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> StopEarly | None:
+        """METRIC:PATIENCE or METRIC:PATIENCE:MIN_CHANGE; off: None. Raises SettingError."""
+        if isinstance(value, StopEarly) or value == "off":
+            return None if value == "off" else value
+        match = re.fullmatch(r"([^:]+):(\d{1,7})(?::([^:]+))?", str(value))
+        if match is None or not 1 <= int(match[2]) <= _MOST_PATIENCE:
+            raise SettingError(
+                f"{flag}: must be off, METRIC:PATIENCE or METRIC:PATIENCE:MIN_CHANGE, such as auc:3 or log_loss:5:0.0001, with a patience from 1 to "
+                f"{_MOST_PATIENCE}; got {value!r}"
+            )
+        return cls(metric_name(flag, match[1]), int(match[2]), 0.0 if match[3] is None else number(0)(flag, match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{self.patience}" + (f":{self.min_change!r}" if self.min_change else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What evaluations of a schedule have been so far, in a metric: best, the best value, after step best_step (None: no value was any number yet);
+    worse, how many in a row since were not better; step: the training step before the last one.
+    """
+
+    metric: str
+    step: int
+    best: float | None = None
+    best_step: int | None = None
+    worse: int = 0
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any] | None) -> Watched | None:
+        """The inverse of `dataclasses.asdict`, from JSON, where None stands for no evaluation."""
+        return None if stored is None else cls(**stored)
+
+    def ends(self, rule: StopEarly | None) -> bool:
+        """Whether training ends by a rule."""
+        return rule is not None and rule.metric == self.metric and self.worse >= rule.patience
+
+    def told(self) -> dict[str, Any]:
+        """For the summary of a run that was stopped early."""
+        return {name: value for name, value in asdict(self).items() if name != "step"} | {"why": self.why()}
+
+    def why(self) -> str:
+        """In words, behind which it says of a run that it was stopped early."""
+        if self.best is None:
+            return f"{self.metric} was no number in {self.worse} evaluation(s)"
+        return f"{self.metric} has not been better than {self.best:.6g}, after step {self.best_step}, in {self.worse} evaluation(s) since"
+
+
+def after_evaluation(before: Watched | None, rule: StopEarly, step: int, measured: MetricValue) -> Watched:
+    """What was seen, with one evaluation more, after training step `step`. One that is told again, since training went back, is counted once."""
+    before = Watched(rule.metric, -1) if before is None else before
+    if step <= before.step:
+        return before
+    bar = before.best
+    if bar is not None:
+        bar += rule.min_change if measured.higher_is_better else -rule.min_change
+    if measured.is_better_than(bar):
+        return Watched(rule.metric, step, measured.value, step)
+    return Watched(rule.metric, step, before.best, before.best_step, before.worse + 1)
+
+
+class EarlyStopping:
+    """A trainer's side. Every trainer of a call has one, and all have seen the same: of each evaluation the leader tells the others the value.
+
+    rule: None: training does not end so; so_far: what was seen before.
+    """
+
+    def __init__(self, rule: StopEarly | None, so_far: Watched | None) -> None:
+        self._rule, self.so_far = rule, so_far
+
+    def ends_after(self, session: TermSession, step: int, report: EvaluationReport | None) -> bool:
+        """Whether training ends, after an evaluation behind step `step`; report: of it, where this trainer leads. Raises PeerLost."""
+        if self._rule is None:
+            return False
+        measured = MetricValue(0.0, False) if report is None else metric_of(report, self._rule.metric)
+        told = torch.tensor(
+            [measured.value, float(measured.higher_is_better)], dtype=torch.float64, device=session.transport.device
+        )
+        value, higher = session.exchange.agree(told).tolist()
+        self.so_far = after_evaluation(self.so_far, self._rule, step, MetricValue(value, bool(higher)))
+        return step == self.so_far.step and self.so_far.ends(self._rule)

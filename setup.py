@@ -8,6 +8,10 @@ ONNX = ["onnx>=1.17", "onnxscript>=0.2"]
 TEST = [
     *ONNX,
     "onnxruntime>=1.20",
+    # For the example that is a notebook.
+    "nbclient>=0.10",
+    "nbformat>=5.10",
+    "ipykernel>=6.29",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",

@@ -33,12 +33,12 @@ NUMERICS = ENVIRONMENTS["avx2"] | {LINEAR: "torch"}
 
 def sources(revision: str, folder: Path) -> tuple[Path, str]:
     """A copy of a revision's files in a folder of its own, and the commit that it is. Raises SystemExit where there is no such revision."""
-    found = subprocess.run(
+    asked = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", f"{revision}^{{commit}}"], capture_output=True, text=True, check=False
     )
-    if found.returncode:
+    if asked.returncode:
         raise SystemExit(f"--base: must be a revision of this repository; got {revision!r}")
-    commit = found.stdout.strip()
+    commit = asked.stdout.strip()
     out = folder / f"sources-{commit}"
     shutil.rmtree(out, ignore_errors=True)
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit], capture_output=True, check=True).stdout

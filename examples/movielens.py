@@ -81,7 +81,9 @@ def main() -> None:
         epochs=3,
     )
     if schedule.summary is not None:
-        print(f"{schedule.summary.training_samples:,} ratings to train on, {schedule.summary.evaluation_samples:,} to evaluate on")
+        print(
+            f"{schedule.summary.training_samples:,} ratings to train on, {schedule.summary.evaluation_samples:,} to evaluate on"
+        )
 
     # 3. Four learning rates: the one that tells best what will be liked stays.
     runs = {}

@@ -58,7 +58,7 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page of the documentation."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 
 
 def blocks(page: Path) -> list[Block]:

@@ -30,7 +30,7 @@ class ParquetSource:
     """An OrderedSource of one Parquet file, read as it is asked for."""
 
     evaluation_samples = 0
-    shuffled = False
+    shuffled, slices = False, None
 
     def __init__(self, path: Path, spec: FeatureSpec) -> None:
         self._file = pq.ParquetFile(path, memory_map=True)

@@ -68,6 +68,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
         from foreload.pipelines.beam import (
             run as beam_run,  # takes seconds, so that mistakes above are told first, and the help page is quick
         )
+        from foreload.pipelines.beam.again import compile_again
     beam_run.check_flags(flags)
     if not beam_run.runs_locally(flags):  # workers elsewhere stand in other folders
         options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute(options.eval_sources))
@@ -77,6 +78,8 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
         try:
             splits = {which: [task.split for task in tasks if task.which == which] for which in ("training", "evaluation")}
             rows = {which: estimate_rows(of_set) for which, of_set in splits.items()}
+            if options.again and parent is not None:
+                rows = {"training": parent.header.training_samples, "evaluation": parent.header.evaluation_samples}
             shape = _shape(options, plan, rows)
             needed_bytes = schedule_bytes(shape, plan.spec)
             check_disk(options.out, needed_bytes)
@@ -88,7 +91,10 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
                 encoding_state.copy(parent.path / encoding_state.FOLDER, plan.encoding, expected)
             counted = not plan.max_rejects and all(map(is_counted, chain(*splits.values())))
             with Progress(plan.pieces, plan.work / PROGRESS, sum(rows.values()), plan.piece_rows):
-                beam_run.run_pipeline(plan, tasks, rows, counted, flags, wrap)
+                if options.again and parent is not None:
+                    compile_again(plan, parent)
+                else:
+                    beam_run.run_pipeline(plan, tasks, rows, counted, flags, wrap)
             plan.raise_failure()
             if not (options.out / MANIFEST).exists():
                 raise ScheduleError(

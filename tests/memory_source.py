@@ -19,6 +19,7 @@ class MemorySource:
     held_out: Samples
     chunk: int
     shuffle_seed: int | None
+    slices = None
 
     @property
     def expected_samples(self) -> int:

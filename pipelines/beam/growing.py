@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class GrowingSource:
     """
 
     shuffled = False
+    slices: Path | None = None
 
     def __init__(self, plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], counted: bool) -> None:
         self._plan, self._rows, self._counted = plan, rows, counted

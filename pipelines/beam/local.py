@@ -27,14 +27,14 @@ def compiling(plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], co
     if plan.spec.order_by is not None or plan.settings.shuffle_seed is not None:
         yield
         if not plan.failed():
-            _compile(plan, source_of(plan))
+            compile_here(plan, source_of(plan))
         return
     source = GrowingSource(plan, tasks, rows, counted)
 
     def begin() -> None:
         if plan.counted:  # what is counted is needed first
             source.wait_for_samples()
-        _compile(plan, source, source.check)
+        compile_here(plan, source, source.check)
 
     with ThreadPoolExecutor(1) as thread:
         task = thread.submit(begin)
@@ -48,8 +48,8 @@ def compiling(plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], co
             raise
 
 
-def _compile(plan: Plan, source: OrderedSource, check: Callable[[], object] = lambda: None) -> None:
-    """check: called every now and then, and may end it by an error of its own."""
+def compile_here(plan: Plan, source: OrderedSource, check: Callable[[], object] = lambda: None) -> None:
+    """Compile a source, in this process. check: called every now and then, and may end it by an error of its own."""
     keep_freed()
     note = progress_of(plan, _NAME)
 

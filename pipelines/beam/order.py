@@ -128,7 +128,7 @@ class SortRuns(Stage):
         seed = self.plan.settings.shuffle_seed
         assert seed is not None
         for epoch in range(self.plan.settings.epochs):
-            places = stable_order(shuffle_keys(seed, epoch, numbers + self.plan.first_number))
+            places = stable_order(shuffle_keys(seed, self.plan.first_epoch + epoch, numbers + self.plan.first_number))
             write_piece(self.plan.pieces / _run_name(epoch, element), samples.take(places), pa.array(numbers[places]), {})
         yield element
 
@@ -165,7 +165,7 @@ class ShuffleBucket(Stage):
         for index in range(self.plan.load("runs")):
             run_numbers = read_piece(self.plan.pieces / _run_name(epoch, index))[1]
             assert run_numbers is not None
-            keys = ShuffledKeys(seed, epoch, run_numbers.to_numpy(), self.plan.first_number)
+            keys = ShuffledKeys(seed, self.plan.first_epoch + epoch, run_numbers.to_numpy(), self.plan.first_number)
             start, end = bisect_left(keys, low), bisect_left(keys, high)
             if end > start:
                 names.append(_run_name(epoch, index))
@@ -175,7 +175,7 @@ class ShuffleBucket(Stage):
             return
         samples, column = gather(self.plan.pieces, PieceOrder(tuple(names), np.array(starts), np.array(ends)))
         numbers = column.to_numpy()
-        places = stable_order(shuffle_keys(seed, epoch, numbers + self.plan.first_number))
+        places = stable_order(shuffle_keys(seed, self.plan.first_epoch + epoch, numbers + self.plan.first_number))
         name = piece_name("epoch", epoch, bucket)
         write_piece(self.plan.pieces / name, samples.take(places), pa.array(numbers[places]), {})
         yield epoch, bucket, name, len(samples)

@@ -41,7 +41,7 @@ class CompileSettings:
     continue. placement: of a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly
     (RowTable); None: by how many samples there are. threads: that plan lanes at once. settings: kept in the header as they are.
     slots_at_most: the number of slots is what there is room for; not more are given than there can be rows. eval_every: steps of an epoch between
-    evaluation passes amid it; None: there are none.
+    evaluation passes amid it; None: there are none. again: the samples are the parent's.
     """
 
     features: FeatureSpec
@@ -59,6 +59,17 @@ class CompileSettings:
     settings: dict[str, Any] = field(default_factory=dict)
     slots_at_most: bool = False
     eval_every: int | None = None
+    again: bool = False
+
+    def first_number(self, parent: Schedule | None) -> int:
+        """The number of the first training sample."""
+        if parent is None:
+            return 0
+        return parent.header.first_number + (0 if self.again else parent.header.training_samples)
+
+    def first_epoch(self, parent: Schedule | None) -> int:
+        """The number of the first epoch of these samples."""
+        return parent.header.first_epoch + parent.header.epochs if parent is not None and self.again else 0
 
     @property
     def slots_wanted(self) -> SlotsWanted:
@@ -92,11 +103,12 @@ def _header(settings: CompileSettings, parent: Schedule | None) -> Header:
         training_samples=0,
         evaluation_samples=0,
         first_step=0 if parent is None else parent.header.end_step,
-        first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
+        first_number=settings.first_number(parent),
         parent=None if parent is None else parent.checksum,
         settings=settings.settings,
         placement=settings.placement,
         eval_every=settings.eval_every,
+        first_epoch=settings.first_epoch(parent),
     )
 
 
@@ -192,6 +204,8 @@ class Compilation:
             header = replace(header, slots=(slots,) * settings.lanes)
             again = settings.epochs > 1 and not source.shuffled
             slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
+            if source.slices is not None:
+                slices = KeptSlices(source.slices, filled=True)
             windowed = WindowedCompiler(
                 source, header, serial, slices, settings.window_accesses, settings.segment_bytes, self._out, work / _ACCESSES
             )

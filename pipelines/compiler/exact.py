@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.compiler.lane_oracle import LaneOracle, too_few_slots
 from foreload.pipelines.compiler.next_uses import AccessWriter, LaneAccesses
 from foreload.pipelines.compiler.oracle import NEVER
@@ -145,9 +146,14 @@ class _Reader:
         return Program(header, self._source.shuffled, tuple(self._segments(header)), ordinals, minimum_slots, rows)
 
     def _read(self, progress: Callable[[], object]) -> None:
+        path, size = self._source.slices, self._header.batch_size
+        with nullcontext() if path is None else KeptSlices(path, filled=True) as slices:
+            self._read_with(slices, size, progress)
+
+    def _read_with(self, slices: KeptSlices | None, size: int, progress: Callable[[], object]) -> None:
         for epoch in range(self._header.epochs if self._source.shuffled else 1):
-            for samples, numbers in batches(self._source.training(epoch), self._header.batch_size):
-                step = self._serial.train(samples)
+            for place, (samples, numbers) in enumerate(batches(self._source.training(epoch), size)):
+                step = self._serial.train(samples, None if slices is None else slices.order(place * size, len(samples)))
                 self._samples.train(epoch, samples, numbers, self._serial, step)
                 for lane, of_lane in zip(self._lanes, step.lanes, strict=True):
                     lane.add(of_lane)

@@ -12,9 +12,11 @@ from foreload.pipelines.compiler.serial_pass import Step
 class KeptSlices:
     """Which lane took each sample: a file of one byte a sample. What the disk has no room for raises OSError."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, filled: bool = False) -> None:
+        """filled: it is there, with all of an epoch; nothing is kept any more."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w+b")
+        self.filled = filled
+        self._file = path.open("rb" if filled else "w+b")
 
     def keep(self, step: Step) -> None:
         """Add the step after the last one kept."""
@@ -23,6 +25,10 @@ class KeptSlices:
         # Which lane each place of the batch went to, from which places went to each lane: the inverse, in an eighth of the room.
         lane = np.empty(len(step.order), np.uint8)
         lane[step.order] = np.repeat(np.arange(len(step.firsts) - 1, dtype=np.uint8), np.diff(step.firsts))
+        self.keep_lanes(lane)
+
+    def keep_lanes(self, lane: np.ndarray) -> None:
+        """Add a step, of whose places in the batch these lanes are: uint8 [samples]."""
         self._file.write(lane.data)
 
     def order(self, first: int, samples: int) -> np.ndarray:

@@ -186,7 +186,7 @@ class WindowedCompiler:
         """A training step in the serial pass; in later epochs in the same order, with the first one's slices."""
         if self._slices is None:
             return self.serial.train(samples)
-        if epoch > 0:
+        if epoch > 0 or self._slices.filled:
             return self.serial.train(samples, self._slices.order(place * self.header.batch_size, len(samples)))
         step = self.serial.train(samples)
         self._slices.keep(step)

@@ -130,7 +130,7 @@ class PrepareOptions:
     after: Path | None = setting(
         None, path,
         "continue the model of this schedule with new data; format, features, batch size and lanes are its, unless given. "
-        "With --eval-source and no SOURCE: for `foreload evaluate RUN` alone", _TRAINING, metavar="SCHEDULE",
+        "With no SOURCE: --eval-source for `foreload evaluate RUN` alone, --epochs for more epochs of its own samples", _TRAINING, metavar="SCHEDULE",
     )  # fmt: skip
     slots: LaneSize | None = setting(
         None, LaneSize.parse, "rows it holds: a number, a size (2GiB), min (as few as a step needs) or all (default: --memory)", _CACHE, metavar="N"
@@ -180,7 +180,7 @@ class PrepareOptions:
                 raise SettingError(
                     f"--out: must not be the schedule that --after continues, {stated['out']}; choose another folder"
                 )
-            stated = _inherited(Schedule(after)) | stated
+            stated = _inherited(Schedule(after), again=not stated.keys() & {"sources", "eval_source", "rows"}) | stated
         elif "features" in stated:  # else only criteo's columns are known, whose files may end in anything
             stated = _by_ending(stated.get("sources", ())) | stated
         options = cls(**to_fields(cls, stated))
@@ -197,6 +197,11 @@ class PrepareOptions:
         """Whether there is nothing to train on: a schedule for `foreload evaluate`."""
         return self.after is not None and bool(self.eval_sources) and not self.sources and self.format != "synthetic"
 
+    @property
+    def again(self) -> bool:
+        """Whether there are to be more epochs of the parent's samples."""
+        return self.after is not None and not self.eval_sources and not self.sources and self.rows is None
+
     def to_dict(self) -> dict[str, Any]:
         """Every option as provenance.json holds it: slots a number, min, all, or None where memory_bytes says how many."""
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -211,11 +216,14 @@ def _by_ending(sources: str | Sequence[str]) -> dict[str, Any]:
     return {"format": endings.pop()} if len(endings) == 1 and endings <= {"csv", "parquet"} else {}
 
 
-def _inherited(parent: Schedule) -> dict[str, Any]:
-    """What a schedule that continues another one takes from it where nothing else is said; its features and placement it takes, too."""
-    kind = parent.made_with("format")
-    known = {} if kind is None else {"format": kind}
-    return {**known, "batch_size": parent.header.batch_size, "lanes": parent.header.lanes}
+def _inherited(parent: Schedule, again: bool) -> dict[str, Any]:
+    """What a schedule that continues another one takes from it where nothing else is said; its features and placement it takes, too. again: it has
+    the same samples.
+    """
+    kind, header = parent.made_with("format"), parent.header
+    known = {"format": kind} | ({"shuffle_seed": header.shuffle_seed, "eval_every": header.eval_every} if again else {})
+    stated = {name: value for name, value in known.items() if value is not None}
+    return {**stated, "batch_size": header.batch_size, "lanes": header.lanes}
 
 
 def _check_together(options: PrepareOptions, given: set[str]) -> None:
@@ -225,26 +233,28 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
         raise SettingError(
             f"SOURCE: --format synthetic reads none, got {options.sources[0]}; leave it out, or name the file's format"
         )
-    if synthetic and options.rows is None:
+    if options.again:
+        _check_again(given)
+    elif synthetic and options.rows is None:
         raise SettingError("--rows: --format synthetic needs a number of rows; add --rows N")
     if options.evaluation_only:
         for name in ("epochs", "shuffle_seed", "eval_fraction", "eval_every"):
             if name in given:
                 raise SettingError(f"{'--' + spelled(name)}: is for training samples, and there is no SOURCE; leave it out")
-    elif not synthetic and not options.sources:
+    elif not synthetic and not options.sources and not options.again:
         raise SettingError(
             f"SOURCE: --format {options.format} needs at least one file or glob; name one, or --eval-source with --after alone"
         )
     if options.table_rows is not None and (options.features is not None or options.format not in ("criteo", "synthetic")):
         raise SettingError("--table-rows: is for the built-in features of criteo and synthetic; write rows into the feature file")
     for name in ("rows", "seed", "values"):
-        if not synthetic and name in given:
+        if not synthetic and name in given and not options.again:
             raise SettingError(f"{'--' + spelled(name)}: is for --format synthetic, not {options.format}; leave it out")
     if synthetic and options.eval_sources:
         raise SettingError("--eval-source: --format synthetic reads no files; use --eval-fraction, or name the files' --format")
     if options.eval_sources and options.eval_fraction:
         raise SettingError("--eval-fraction: cannot be given with --eval-source; choose one of them")
-    if options.eval_every is not None and not (options.eval_sources or options.eval_fraction):
+    if options.eval_every is not None and not (options.eval_sources or options.eval_fraction or options.again):
         raise SettingError("--eval-every: needs something to evaluate on; give --eval-source or --eval-fraction, or leave it out")
     if options.format in ("csv", "tsv", "parquet") and options.features is None and options.after is None:
         raise SettingError(f"--features: --format {options.format} needs a feature file that says what its columns are")
@@ -256,6 +266,33 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
         )
     if options.json is not None and (why := unwritable(options.json)):
         raise SettingError(f"--json: cannot write {options.json}: {why}")
+
+
+_OF_NEW_SAMPLES = (
+    "format",
+    "features",
+    "seed",
+    "values",
+    "table_rows",
+    "max_rejects",
+    "eval_fraction",
+    "shuffle_seed",
+    "placement",
+)
+
+
+def _check_again(given: set[str]) -> None:
+    """Rules where the samples are the parent's."""
+    if "epochs" not in given:
+        raise SettingError(
+            "SOURCE: is missing; name a file or glob of new samples, --eval-source to evaluate alone, or --epochs K for K more epochs of the samples "
+            "that --after has"
+        )
+    for name in _OF_NEW_SAMPLES:
+        if name in given:
+            raise SettingError(
+                f"{'--' + spelled(name)}: is for new samples; more epochs of those that --after has are as these were; leave it out"
+            )
 
 
 def feature_spec(options: PrepareOptions, parent: FeatureSpec | None) -> FeatureSpec:

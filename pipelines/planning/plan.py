@@ -24,6 +24,7 @@ from foreload.pipelines.planning.sizing import (
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import WORK
+from foreload.pipelines.schedule.kept import POSITION
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import (
     PIECE_ROWS,
@@ -51,7 +52,8 @@ class Plan:
 
     spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
     features stand only where there is a parent. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
-    writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training sample.
+    writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training
+    sample; first_epoch: as in Header.
     """
 
     out: Path
@@ -63,6 +65,7 @@ class Plan:
     piece_rows: int
     counted: bool
     first_number: int
+    first_epoch: int = 0
 
     @property
     def work(self) -> Path:
@@ -158,7 +161,7 @@ def plan_reading(options: PrepareOptions, spec: FeatureSpec) -> list[ReadTask]:
     kind: Format = "csv" if options.format == "tsv" else options.format
     rows = options.rows or 0
     tasks = []
-    if not options.evaluation_only:
+    if not options.evaluation_only and not options.again:
         source = Source(kind, options.sources, rows, options.seed, options.values)
         tasks += [ReadTask("training", s) for s in plan_splits(source, spec)]
     if options.eval_sources:
@@ -183,6 +186,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
         slots_at_most=size.slots is None,
         epochs=options.epochs,
         eval_every=options.eval_every,
+        again=options.again,
         shuffle_seed=options.shuffle_seed,
         placement=options.placement or ("locality" if parent is None else parent.header.placement),
         segment_bytes=options.segment_bytes,
@@ -200,7 +204,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
     )
     tasks = plan_reading(options, spec)
     for which, flag, wanted in (
-        ("training", "SOURCE", not options.evaluation_only),
+        ("training", "SOURCE", not options.evaluation_only and not options.again),
         ("evaluation", "--eval-source", bool(options.eval_sources)),
     ):
         if wanted and not any(task.which == which for task in tasks):
@@ -214,9 +218,29 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
         max_rejects=options.max_rejects,
         piece_rows=PIECE_ROWS,
         counted=parent is None and encoding_state.needs_state(spec),
-        first_number=0 if parent is None else parent.header.first_number + parent.header.training_samples,
+        first_number=settings.first_number(parent),
+        first_epoch=settings.first_epoch(parent),
     )
     return plan, tasks
+
+
+def _check_again(parent: Schedule, options: PrepareOptions) -> None:
+    """Raise ScheduleError where there cannot be more epochs of a parent's samples."""
+    if options.batch_size != parent.header.batch_size:
+        raise ScheduleError(
+            f"--batch-size: must be the schedule's {parent.header.batch_size}, is {options.batch_size}; leave it out, or give SOURCE for a "
+            "schedule of other steps"
+        )
+    if not parent.header.training_samples:
+        raise ScheduleError(
+            f"--after {options.after}: has evaluation steps only, so there are no samples to train on; give SOURCE"
+        )
+    if (parent.path / POSITION).exists():
+        raise ScheduleError(
+            f"--after {options.after}: is what a run keeps of a schedule, without its samples; give the whole schedule, or SOURCE"
+        )
+    if options.eval_every is not None and not parent.header.evaluation_samples:
+        raise ScheduleError(f"--eval-every: needs something to evaluate on, and {options.after} has nothing; leave it out")
 
 
 def _row_bytes(options: PrepareOptions, spec: FeatureSpec) -> int:
@@ -249,6 +273,8 @@ def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> 
         raise ScheduleError(
             f"--placement: must be the parent's {parent.header.placement}, is {options.placement}; leave it out with --after"
         )
+    if options.again:
+        _check_again(parent, options)
     theirs = parent.header.features
     sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}  # without ids 0 and 1
     # How files are laid out, and in what order they are read, may change from one schedule to the next.

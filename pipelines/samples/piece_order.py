@@ -41,6 +41,10 @@ class OrderedSource(Protocol):
     def shuffled(self) -> bool:
         """Whether each epoch has an order of its own; otherwise every epoch gives the same arrays."""
 
+    @property
+    def slices(self) -> Path | None:
+        """Of samples that were trained before, in this order: a file of which lane took each (`compiler/kept_slices`). None: to be decided."""
+
     def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
         """Chunks of the epoch's training samples in order, each with its samples' numbers (int64)."""
 
@@ -131,12 +135,13 @@ def read_order(folder: Path, order: PieceOrder) -> Iterator[tuple[Samples, pa.Ar
 
 @dataclass(frozen=True)
 class PieceSource:
-    """An OrderedSource of pieces in a folder. epochs: empty, or each epoch's order of pieces, whose keys are sample numbers."""
+    """An OrderedSource of pieces in a folder. epochs: empty, or each epoch's order of pieces, whose keys are sample numbers; slices: see there."""
 
     folder: Path
     training_order: PieceOrder
     evaluation_order: PieceOrder
     epochs: tuple[PieceOrder, ...] = ()
+    slices: Path | None = None
 
     @property
     def expected_samples(self) -> int:

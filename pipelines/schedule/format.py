@@ -73,6 +73,7 @@ class Header:
     number of its first training sample; parent: SHA-256 of the parent's schedule.json, or None; settings: what was asked for (slots, memory_bytes,
     row_bytes, ..), and as "encoding" the identity of the encoding state; placement: of a training step's samples in its slices, in order where a
     header does not say; eval_every: steps of an epoch between evaluations amid it; None, which a header does not say: there are none.
+    first_epoch: the number of its first epoch, of the samples that it has; not said where that is 0, since they are new ones.
     """
 
     version: int
@@ -90,6 +91,7 @@ class Header:
     settings: dict[str, Any]
     placement: SampleAssignment = "order"
     eval_every: int | None = None
+    first_epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -97,8 +99,8 @@ class Header:
             "features": self.features.to_dict(),
             "slots": list(self.slots),
         }
-        if self.eval_every is None:
-            del told["eval_every"]
+        for name in [name for name in ("eval_every", "first_epoch") if not told[name]]:
+            del told[name]
         return told
 
     @classmethod

@@ -277,7 +277,7 @@ class Schedule:
             if segment is None:
                 return
             for row, samples in enumerate(segment.samples):
-                yield Event(segment.kind, segment.first + row, samples, place, segment.epoch, k, row)
+                yield Event(segment.kind, segment.first + row, samples, place, self.header.first_epoch + segment.epoch, k, row)
                 place += 1
             k += 1
 

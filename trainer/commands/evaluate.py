@@ -14,6 +14,7 @@ from torch import Tensor
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.sitting import empty_slots, rows_used
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.evaluation import EvaluationPass
@@ -23,12 +24,10 @@ from foreload.trainer.run.job_loss import training_loss
 from foreload.trainer.run.saved_model import SavedModel, check_fitting
 from foreload.trainer.run.trained_model import DenseForward
 
-_KEY = np.dtype([("table", np.int16), ("id", np.int64)])
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStep:
-    """An evaluation step: its number, its lanes' parts, and per lane what row sits in each slot of its list, _KEY [U]."""
+    """An evaluation step: its number, its lanes' parts, and per lane what row sits in each slot of its list, ROW [U]."""
 
     number: int
     lanes: tuple[LaneEvent, ...]
@@ -75,8 +74,7 @@ def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
     segments = last_evaluation(schedule)
     if not segments:
         raise RunError(f"schedule {schedule.path}: has no evaluation steps; prepare one with --eval-source or --eval-fraction")
-    total = schedule.slots, schedule.manifest["evaluation_slots"]
-    held = [np.zeros(slots + further, _KEY) for slots, further in zip(*total, strict=True)]
+    held = empty_slots(schedule)
     for rows, (table, row_id) in zip(held, last_occupants(schedule), strict=True):
         rows["table"][: len(table)], rows["id"][: len(table)] = table, row_id
     for event in schedule.events(segments[0].index):
@@ -84,15 +82,11 @@ def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
 
 
 def _step(schedule: Schedule, event: Event, held: list[np.ndarray]) -> EvaluationStep:
-    lanes = tuple(schedule.lane(event, lane) for lane in range(schedule.header.lanes))
-    for moves, rows in zip(lanes, held, strict=True):
-        rows["table"][moves.arrivals.slot] = moves.arrivals.table
-        rows["id"][moves.arrivals.slot] = moves.arrivals.id
-    return EvaluationStep(event.step, lanes, tuple(rows[moves.slots] for moves, rows in zip(lanes, held, strict=True)))
+    return EvaluationStep(event.step, *rows_used(schedule, event, held))
 
 
 def _distinct_rows(schedule: Schedule) -> np.ndarray:
-    """All rows that the pass uses, by (table, id): _KEY [n]."""
+    """All rows that the pass uses, by (table, id): ROW [n]."""
     of_steps = [np.unique(np.concatenate(step.rows)) for step in last_pass(schedule)]
     return np.unique(np.concatenate(of_steps))
 

@@ -70,6 +70,8 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
         )
         from foreload.pipelines.beam.again import compile_again
     beam_run.check_flags(flags)
+    if options.again and not beam_run.runs_locally(flags):
+        raise SettingError("--runner: more epochs of a schedule's own samples are compiled by this process; leave it out")
     if not beam_run.runs_locally(flags):  # workers elsewhere stand in other folders
         options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute(options.eval_sources))
     parent = None if options.after is None else Schedule(options.after)

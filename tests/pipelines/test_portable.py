@@ -51,6 +51,7 @@ OPTIONS = (
     "--epochs=2",
     "--shuffle-seed=5",
     "--eval-fraction=0.2",
+    "--eval-every=4",
     "--max-rejects=9",
     "--segment-bytes=4000",
 )

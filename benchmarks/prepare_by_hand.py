@@ -30,6 +30,7 @@ class ParquetSource:
     """An OrderedSource of one Parquet file, read as it is asked for."""
 
     evaluation_samples = 0
+    evaluation_sets = ()
     shuffled, slices = False, None
 
     def __init__(self, path: Path, spec: FeatureSpec) -> None:

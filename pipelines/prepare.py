@@ -23,12 +23,15 @@ from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
 from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
 from foreload.pipelines.planning.disk import check_disk, estimate_rows, is_counted
+from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.plan import (
+    EVALUATION,
     FOLDERS,
     PROGRESS,
     RESERVE,
     RESERVE_BYTES,
+    TRAINING,
     Plan,
     make_plan,
 )
@@ -73,15 +76,15 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
     if options.again and not beam_run.runs_locally(flags):
         raise SettingError("--runner: more epochs of a schedule's own samples are compiled by this process; leave it out")
     if not beam_run.runs_locally(flags):  # workers elsewhere stand in other folders
-        options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute(options.eval_sources))
+        options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute_sets(options.eval_sources))
     parent = None if options.after is None else Schedule(options.after)
     plan, tasks = make_plan(options, parent)
     with _output(options) as held:
         try:
-            splits = {which: [task.split for task in tasks if task.which == which] for which in ("training", "evaluation")}
+            splits = {which: [task.split for task in tasks if task.which == which] for which in plan.sets}
             rows = {which: estimate_rows(of_set) for which, of_set in splits.items()}
             if options.again and parent is not None:
-                rows = {"training": parent.header.training_samples, "evaluation": parent.header.evaluation_samples}
+                rows = {TRAINING: parent.header.training_samples, EVALUATION: parent.header.evaluation_samples}
             shape = _shape(options, plan, rows)
             needed_bytes = schedule_bytes(shape, plan.spec)
             check_disk(options.out, needed_bytes)
@@ -137,11 +140,11 @@ def main() -> int:
 
 
 def _shape(options: PrepareOptions, plan: Plan, rows: Mapping[str, int]) -> Shape:
-    """What the schedule's size depends on; rows: of "training" and "evaluation" sources, about."""
-    held = held_out(rows["training"], options.eval_fraction)
-    steps = -(-(rows["training"] - held) // options.batch_size)
+    """What the schedule's size depends on; rows: of the sources of each of the plan's sets, about."""
+    training = rows[TRAINING] - held_out(rows[TRAINING], options.eval_fraction)
+    steps = -(-training // options.batch_size)
     amid = 0 if options.eval_every is None else options.epochs * (max(steps - 1, 0) // options.eval_every)
-    evaluated_amid = amid * (rows["evaluation"] + held)
+    evaluated_amid = amid * (sum(rows.values()) - training)
     return Shape(
         sum(rows.values()), options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None, evaluated_amid
     )
@@ -150,6 +153,12 @@ def _shape(options: PrepareOptions, plan: Plan, rows: Mapping[str, int]) -> Shap
 def _absolute(patterns: Sequence[str]) -> tuple[str, ...]:
     """Paths and globs as they are from any folder; URLs stay."""
     return tuple(pattern if "://" in pattern else os.path.abspath(pattern) for pattern in patterns)
+
+
+def _absolute_sets(sources: Sequence[str]) -> tuple[str, ...]:
+    """Evaluation sources likewise, with the names of their sets."""
+    named = evaluation_sets(sources)
+    return tuple(f"{name}={path}" if name else path for name, paths in named.items() for path in _absolute(paths))
 
 
 @contextmanager
@@ -202,6 +211,7 @@ def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: flo
         "checksum": schedule.checksum,
         "training_samples": schedule.header.training_samples,
         "evaluation_samples": schedule.header.evaluation_samples,
+        **({"evaluation_sets": dict(schedule.header.evaluation_sets)} if schedule.header.evaluation_sets else {}),
         "rejected": results["rejected"]["count"],
         "epochs": schedule.header.epochs,
         "training_steps": counts["training_steps"],
@@ -240,6 +250,8 @@ def _lookahead_lines(summary: dict[str, Any]) -> list[str]:
 def _text(summary: dict[str, Any]) -> str:
     rejected = f" ({summary['rejected']:,} malformed left out)" if summary["rejected"] else ""
     evaluation = f", {summary['evaluation_samples']:,} for evaluation" if summary["evaluation_samples"] else ""
+    if sets := summary.get("evaluation_sets"):
+        evaluation += f": {', '.join(f'{name} {samples:,}' for name, samples in sets.items())}"
     return "\n".join(
         (
             f"schedule      {summary['schedule']}  {summary['bytes'] / 1e6:,.1f} MB, in {summary['seconds']:.1f} s",

@@ -187,7 +187,7 @@ class _Training:
         self.logs = Path(tempfile.mkdtemp())
         self.checked = CopyCheck()
         self.steps: dict[int, StepReport] = {}
-        self.evaluations: dict[int, EvaluationReport] = {}
+        self.evaluations: dict[tuple[int, str], EvaluationReport] = {}  # by step and set
         self.last_batches: dict[int, int] = {}
         self.stopped_at: int | None = None
         self.failure: str | None = None
@@ -198,7 +198,8 @@ class _Training:
         start = Start(step, tuple(self.last_batches[lane] for lane in range(self.schedule.header.lanes)))
         dense = self.denses[self.coordinator.term.hosts[0]]
         store = (self.job, self.schedule, dense, self.urls, start, self.placement)
-        steps, evaluations = [self.steps[k] for k in sorted(self.steps)], [self.evaluations[k] for k in sorted(self.evaluations)]
+        steps = [self.steps[k] for k in sorted(self.steps)]
+        evaluations = sorted(self.evaluations.values(), key=lambda told: told.step)  # of a step, sets as they came
         return Trained(
             digest(*store),
             steps,
@@ -306,7 +307,7 @@ class _OneTrainer:
             return shared.stopped_at == step
 
         def on_evaluation(report: EvaluationReport) -> None:
-            shared.evaluations[report.step] = report
+            shared.evaluations[report.step, report.set] = report
 
         if shared.stopped_at is not None and shared.stopped_at == before:
             stopped = before

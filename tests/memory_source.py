@@ -20,6 +20,7 @@ class MemorySource:
     chunk: int
     shuffle_seed: int | None
     slices = None
+    evaluation_sets = ()
 
     @property
     def expected_samples(self) -> int:

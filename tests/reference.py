@@ -66,6 +66,9 @@ class Config:
     shuffle_seed: int | None = None
     evaluation_sources: tuple[Path, ...] = ()
     evaluation_fraction: float = 0.0
+    evaluation_sets: Mapping[str, tuple[Path, ...]] = field(
+        default_factory=dict
+    )  # in the place of both: the sources of each, by name
     eval_every: int | None = None  # steps of an epoch between evaluations amid it
     stop_after: int | None = None  # the last step; no evaluation comes behind it
     model_options: Mapping[str, object] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class Config:
 class Evaluation:
     """Metrics of one pass over the evaluation samples: of the first label, with NaN for those that it has not; and all of each label, by name.
 
-    loss: the mean of what is trained.
+    loss: the mean of what is trained; set: the evaluation set's name, "" of one without.
     """
 
     log_loss: float
@@ -96,12 +99,13 @@ class Evaluation:
     normalized_entropy: float
     labels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loss: float = float("nan")
+    set: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """digest: hex; log_losses: per training step; evaluations, evaluated: in order, and after which step each; logits: float32 [n] or, of several
-    labels, [n, labels], of the last one, by sample number.
+    """digest: hex; log_losses: per training step; evaluations, evaluated: in order, of a pass those of each set, and after which step each; logits:
+    float32 [n] or, of several labels, [n, labels], of the last pass, by sample number.
     """
 
     digest: str
@@ -570,7 +574,10 @@ def metrics(logits: np.ndarray, labels: np.ndarray) -> Evaluation:
 
 def train(config: Config) -> ReferenceResult:
     """Read, train and evaluate. The caller has applied the numerics settings (foreload.trainer.compute.numerics) to the process."""
-    data = load(config.log, config.sources, config.evaluation_sources, config.evaluation_fraction)
+    data = load(
+        config.log, config.sources, config.evaluation_sources, config.evaluation_fraction, [*config.evaluation_sets.values()]
+    )
+    evaluated_sets = [data.evaluation.take(np.arange(*of_set)) for of_set in data.sets]
     trainer = Trainer(config, data)
     log_losses: list[float] = []
     evaluations: list[Evaluation] = []
@@ -591,9 +598,11 @@ def train(config: Config) -> ReferenceResult:
             place = first // config.batch_size + 1
             at_end = first + config.batch_size >= count
             if len(data.evaluation) and (at_end or (config.eval_every is not None and place % config.eval_every == 0)):
-                logits = trainer.evaluate(data.evaluation)
-                evaluations.append(evaluation_of(config, logits, data.evaluation))
-                evaluated.append(len(log_losses) - 1)
+                outputs = [trainer.evaluate(of_set) for of_set in evaluated_sets]
+                logits = np.concatenate(outputs)
+                for name, of_set, samples in zip(config.evaluation_sets or [""], outputs, evaluated_sets, strict=True):
+                    evaluations.append(replace(evaluation_of(config, of_set, samples), set=name))
+                    evaluated.append(len(log_losses) - 1)
     return ReferenceResult(trainer.digest(), log_losses, evaluations, logits, evaluated)
 
 

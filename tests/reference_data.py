@@ -12,6 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,12 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Training and evaluation samples, and the rows of every table."""
+    """Training and evaluation samples, and the rows of every table. sets: where in the evaluation samples each set begins and ends."""
 
     training: Samples
     evaluation: Samples
     rows: tuple[int, ...]
+    sets: tuple[tuple[int, int], ...]
 
 
 KAGGLE_ROWS = (
@@ -304,8 +306,14 @@ def encode(feature: Feature, rows: int, vocabulary: dict[str, int] | None, value
     return int(value)
 
 
-def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] = (), evaluation_fraction: float = 0.0) -> Data:
-    """Read, order, split and encode a log. Evaluation is a second source or the tail of the first one's order."""
+def load(
+    log: Log,
+    sources: Sequence[Path],
+    evaluation_sources: Sequence[Path] = (),
+    evaluation_fraction: float = 0.0,
+    evaluation_sets: Sequence[Sequence[Path]] = (),
+) -> Data:
+    """Read, order, split and encode a log. Evaluation is a second source, or the sources of several sets, or the tail of the first one's order."""
     columns = read_columns(sources, log)
 
     def in_order(read: dict[str, list[str]], files: Sequence[Path]) -> list[int]:
@@ -318,10 +326,15 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
     order = in_order(columns, sources)
     held_out = math.floor(evaluation_fraction * len(order))
     training, evaluation = order[: len(order) - held_out], order[len(order) - held_out :]
-    evaluation_columns = columns
-    if evaluation_sources:
-        evaluation_columns = read_columns(evaluation_sources, log)
-        evaluation = in_order(evaluation_columns, evaluation_sources)
+    evaluation_columns, ends = columns, [0, len(evaluation)]
+    if evaluation_sources or evaluation_sets:
+        evaluation_columns, evaluation, ends = {}, [], [0]
+        for of_set in evaluation_sets or [evaluation_sources]:
+            read, first = read_columns(of_set, log), ends[-1]
+            for name, values in read.items():
+                evaluation_columns.setdefault(name, []).extend(values)
+            evaluation += [first + place for place in in_order(read, of_set)]
+            ends.append(len(evaluation))
 
     words = vocabularies(log, columns, training)
     rows = []
@@ -357,7 +370,7 @@ def load(log: Log, sources: Sequence[Path], evaluation_sources: Sequence[Path] =
                 bags[sample].append(known[text])
         return Samples(labels, dense, bags, weights, groups)
 
-    return Data(samples(columns, training), samples(evaluation_columns, evaluation), tuple(rows))
+    return Data(samples(columns, training), samples(evaluation_columns, evaluation), tuple(rows), tuple(pairwise(ends)))
 
 
 def slice_bounds(samples: int, lanes: int) -> list[tuple[int, int]]:

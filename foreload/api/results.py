@@ -27,6 +27,7 @@ class PrepareSummary(_Result):
 
     fewest_arrivals: that these slots can have; None where a window was given, and there is no memory to count them.
     tables: {"name", "rows"} of each, rows that are ever trained; malformed: {"column", "value", "rule", "records"} of each cause.
+    evaluation_sets: the samples of each that has a name.
     """
 
     schedule: str
@@ -51,11 +52,15 @@ class PrepareSummary(_Result):
     malformed: tuple[Mapping[str, Any], ...] = ()
     tables: tuple[Mapping[str, Any], ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+    evaluation_sets: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSummary(_Result):
-    """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to tell."""
+    """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to tell.
+
+    Metrics are those of the first evaluation set; sets: of each that has a name.
+    """
 
     state: str
     steps: int
@@ -94,6 +99,7 @@ class TrainSummary(_Result):
     mae: float | None = None
     loss: float | None = None
     labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,8 @@ class StepMetrics(_Result):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMetrics(_Result):
-    """One evaluation pass, a line of metrics.jsonl; step: the training step that it follows. Of the first label, and of several in `labels` by name.
+    """One evaluation set of a pass, a line of metrics.jsonl; step: the training step that it follows; set: its name. Of the first label, and of
+    several in `labels` by name.
 
     calibration: of up to 20 bins of samples, by what is predicted of them: [samples, mean prediction, share of clicks]. None: there is no such
     metric, or it is not defined for these samples; loss: of what is trained, where that is not the log loss.
@@ -140,11 +147,15 @@ class EvaluationMetrics(_Result):
     mae: float | None = None
     loss: float | None = None
     labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    set: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(_Result):
-    """A model measured on the evaluation steps of a schedule, as EvaluationMetrics has it; step: the training step that the model is of."""
+    """A model measured on the evaluation steps of a schedule, as EvaluationMetrics has it; step: the training step that the model is of.
+
+    Metrics are those of the first evaluation set; sets: of each that has a name.
+    """
 
     schedule: str
     step: int
@@ -158,6 +169,7 @@ class Evaluation(_Result):
     mae: float | None = None
     loss: float | None = None
     labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

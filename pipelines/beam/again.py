@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.beam.local import compile_here
-from foreload.pipelines.beam.order import CollectShuffled, CutShuffle, ShuffleBucket, SortRuns, save_orders, source_of
+from foreload.pipelines.beam.order import CollectShuffled, CutShuffle, ShuffleBucket, SortRuns, save_cut, source_of
 from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.plan import Plan, piece_name
@@ -61,14 +62,16 @@ def _write_samples(plan: Plan, parent: Schedule) -> Path | None:
             pieces.add(
                 Samples.concat([samples for samples, _ in lanes]), numbers - (header.first_number if kind == "train" else 0)
             )
-    save_orders(plan, "cut", {"training": training.in_order(), "evaluation": evaluation.in_order()})
+    order, ends = evaluation.in_order(), list(accumulate((samples for _, samples in header.evaluation_sets), initial=0))
+    sets = [order.slice(first, last) for first, last in pairwise(ends)] or [order]
+    save_cut(plan, training.in_order(), sets)
     return path if kept else None
 
 
 def _first_of_all(parent: Schedule) -> Iterator[tuple[str, list[tuple[Samples, np.ndarray]]]]:
     """Every step of the first epoch, and of the first evaluation pass: its kind, and per lane samples and their numbers."""
     header, sitting = parent.header, empty_slots(parent)
-    pass_steps = -(-header.evaluation_samples // header.batch_size)
+    pass_steps = sum(header.set_steps)
     for event in parent.events():
         if event.kind == "train" and event.step >= header.first_step + header.steps_per_epoch:
             return

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from foreload.pipelines.beam.order import source_of
-from foreload.pipelines.planning.plan import Plan, ReadTask, names_of, piece_of
+from foreload.pipelines.planning.plan import TRAINING, Plan, ReadTask, names_of, piece_of
 from foreload.pipelines.samples.piece_order import Abandoned, PieceSource, held_out, read_order
 from foreload.pipelines.samples.pieces import Samples, read_piece
 
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.01  # between two looks for a piece
 class GrowingSource:
     """An OrderedSource of what `Encode` writes, task by task, as it comes. Of a tail that is held out it gives what cannot be part of it any more.
 
-    rows: of "training" and "evaluation" sources, about; counted: exactly, so that all numbers of samples are known from the beginning.
+    rows: of the sources of each of the plan's sets, about; counted: exactly, so that all numbers of samples are known from the beginning.
     """
 
     shuffled = False
@@ -28,7 +28,7 @@ class GrowingSource:
 
     def __init__(self, plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], counted: bool) -> None:
         self._plan, self._rows, self._counted = plan, rows, counted
-        self._tasks = sorted(task.name for task in tasks if task.which == "training")
+        self._tasks = sorted(task.name for task in tasks if task.is_training)
         self._over = threading.Event()
         self._whole = False
 
@@ -45,7 +45,7 @@ class GrowingSource:
     @property
     def expected_samples(self) -> int:
         """Samples of one epoch, about."""
-        return self._rows["training"] - held_out(self._rows["training"], self._plan.evaluation_fraction)
+        return self._rows[TRAINING] - held_out(self._rows[TRAINING], self._plan.evaluation_fraction)
 
     @property
     def training_samples(self) -> int:
@@ -57,7 +57,14 @@ class GrowingSource:
         """Samples of one pass; waits for them to be read unless they are counted. Raises Abandoned."""
         if not self._counted:
             return self._read().evaluation_samples
-        return self._rows["evaluation"] + held_out(self._rows["training"], self._plan.evaluation_fraction)
+        return sum(self._rows.values()) - self.expected_samples
+
+    @property
+    def evaluation_sets(self) -> tuple[int, ...]:
+        """Samples of each set that has a name; waits for them to be read unless they are counted. Raises Abandoned."""
+        if not self._counted:
+            return self._read().evaluation_sets
+        return tuple(self._rows[which] for which in self._plan.sets[1:]) if self._plan.settings.evaluation_sets else ()
 
     def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
         """Chunks of the training samples in order, with their numbers from 0, as they come. Raises Abandoned."""

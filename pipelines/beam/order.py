@@ -8,7 +8,7 @@ writes them twice for every epoch, as runs and as buckets. What is put out are n
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,24 +16,30 @@ import pyarrow as pa
 
 from foreload.pipelines.beam.stages import GroupStage, Stage
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.planning.plan import Plan, piece_name
+from foreload.pipelines.planning.plan import EVALUATION, TRAINING, Plan, piece_name
 from foreload.pipelines.samples.external_sort import buckets, stable_order
 from foreload.pipelines.samples.order_keys import ShuffledKeys, shuffle_keys
 from foreload.pipelines.samples.piece_order import PieceOrder, PieceRuns, PieceSource, gather, held_out, read_order
 from foreload.pipelines.samples.pieces import read_piece, write_piece
 
-SETS = ("training", "evaluation")
-"""The samples of the training sources and of the evaluation sources: ordered apart, in the same way."""
-
 
 def load_orders(plan: Plan, name: str) -> dict[str, PieceOrder]:
-    """The order of both sets after a stage, by set. name: what the stage saved it as: read, sorted or cut."""
+    """The order of each set after a stage, by set. name: what the stage saved it as: read or sorted, of `Plan.sets`, or cut, of all training and all
+    evaluation samples.
+    """
     return {which: PieceOrder.from_dict(order) for which, order in plan.load(name).items()}
 
 
 def save_orders(plan: Plan, name: str, orders: dict[str, PieceOrder]) -> None:
-    """Write the order of both sets after a stage, under a name for the next one."""
+    """Write the order of each set after a stage, under a name for the next one."""
     plan.save(name, {which: order.to_dict() for which, order in orders.items()})
+
+
+def save_cut(plan: Plan, training: PieceOrder, sets: Sequence[PieceOrder]) -> None:
+    """Write the orders "cut": of the training samples, and of the evaluation samples, of one set after the other."""
+    save_orders(plan, "cut", {TRAINING: training, EVALUATION: PieceOrder.joined(sets)})
+    if plan.settings.evaluation_sets:
+        plan.save("sets", [order.rows for order in sets])
 
 
 def source_of(plan: Plan) -> PieceSource:
@@ -42,7 +48,8 @@ def source_of(plan: Plan) -> PieceSource:
     epochs: tuple[PieceOrder, ...] = ()
     if plan.settings.shuffle_seed is not None:
         epochs = tuple(PieceOrder.from_dict(order) for order in plan.load("epochs"))
-    return PieceSource(plan.pieces, orders["training"], orders["evaluation"], epochs)
+    sets = tuple(plan.load("sets")) if plan.settings.evaluation_sets else ()
+    return PieceSource(plan.pieces, orders[TRAINING], orders[EVALUATION], epochs, evaluation_sets=sets)
 
 
 class CutBuckets(Stage):
@@ -85,7 +92,9 @@ class CollectSorted(GroupStage):
     """All sorted pieces -> the orders that they make."""
 
     def together(self, values: list[Any]) -> Iterator[Any]:
-        orders = {which: PieceOrder.whole([(name, rows) for of, _, name, rows in values if of == which]) for which in SETS}
+        orders = {
+            which: PieceOrder.whole([(name, rows) for of, _, name, rows in values if of == which]) for which in self.plan.sets
+        }
         save_orders(self.plan, "sorted", orders)
         yield "sorted"
 
@@ -100,18 +109,18 @@ class HoldOut(Stage):
     def outputs(self, element: str) -> Iterator[Any]:
         orders = load_orders(self.plan, element)
         if self.plan.evaluation_fraction:
-            order = orders["training"]
+            order = orders[TRAINING]
             kept = order.rows - held_out(order.rows, self.plan.evaluation_fraction)
-            orders = {"training": order.slice(0, kept), "evaluation": order.slice(kept, order.rows)}
-        if orders["training"].rows == 0 and not self.plan.evaluation_only:
+            orders = {TRAINING: order.slice(0, kept), EVALUATION: order.slice(kept, order.rows)}
+        if orders[TRAINING].rows == 0 and not self.plan.evaluation_only:
             raise SourceError("source: has no training samples; give files with at least one well-formed record")
-        if self.plan.evaluation_fraction and orders["evaluation"].rows == 0:
+        if self.plan.evaluation_fraction and orders[EVALUATION].rows == 0:
             raise SourceError(
-                f"--eval-fraction: must hold out at least one of {orders['training'].rows} samples, "
+                f"--eval-fraction: must hold out at least one of {orders[TRAINING].rows} samples, "
                 f"is {self.plan.evaluation_fraction}; give a larger one, or --eval-source"
             )
-        save_orders(self.plan, "cut", orders)
-        yield from range(max(len(orders["training"].names), 1))  # at least one, or the stages that follow would never run
+        save_cut(self.plan, orders[TRAINING], [orders[which] for which in self.plan.sets if which != TRAINING])
+        yield from range(max(len(orders[TRAINING].names), 1))  # at least one, or the stages that follow would never run
 
 
 class SortRuns(Stage):
@@ -121,7 +130,7 @@ class SortRuns(Stage):
         return str(element)
 
     def outputs(self, element: int) -> Iterator[Any]:
-        order = load_orders(self.plan, "cut")["training"]
+        order = load_orders(self.plan, "cut")[TRAINING]
         first = int((order.ends[:element] - order.starts[:element]).sum())  # samples in the ranges before
         samples, _ = next(read_order(self.plan.pieces, order.range(element)))
         numbers = np.arange(first, first + len(samples), dtype=np.int64)
@@ -145,7 +154,7 @@ class CutShuffle(GroupStage):
 
     def together(self, values: list[Any]) -> Iterator[Any]:
         self.plan.save("runs", len(values))
-        count = -(-load_orders(self.plan, "cut")["training"].rows // self.plan.piece_rows)
+        count = -(-load_orders(self.plan, "cut")[TRAINING].rows // self.plan.piece_rows)
         for epoch in range(self.plan.settings.epochs):
             yield from ((epoch, bucket, count) for bucket in range(count))
 

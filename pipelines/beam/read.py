@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.base.files import write_atomically, write_json
-from foreload.pipelines.beam.order import SETS, save_orders
+from foreload.pipelines.beam.order import save_orders
 from foreload.pipelines.beam.stages import (
     GroupStage,
     Stage,
@@ -29,7 +29,7 @@ from foreload.pipelines.beam.stages import (
     grouped,
 )
 from foreload.pipelines.errors import RecordError, SourceError
-from foreload.pipelines.planning.plan import REJECTS, Plan, ReadTask, names_of, piece_of
+from foreload.pipelines.planning.plan import EVALUATION, REJECTS, TRAINING, Plan, ReadTask, names_of, piece_of
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.dense import DenseStatistics
@@ -112,7 +112,7 @@ class CollectStage(GroupStage):
     def together(self, values: list[Any]) -> Iterator[Any]:
         rejected = sum(count for _, _, count in values)
         # Training records first; within a set the tasks' names are in the order in which the user gave the files.
-        names = [name for which in SETS for name, _, count in values if count and name.startswith(which)]
+        names = [name for which in self.plan.sets for name, _, count in values if count and name.startswith(which)]
         rejects = [json.loads((self.plan.work / REJECTS / f"{name}.json").read_bytes()) for name in names]
         kept = [reject for part in rejects for reject in part["first"]][:_MOST_KEPT]
         counted: Counter[Cause] = Counter()
@@ -283,14 +283,14 @@ class CollectPieces(CollectStage):
     """All encoded pieces -> the orders as read; puts out their name, "read". Raises SourceError where a set has no well-formed record."""
 
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
-        orders = {which: PieceOrder.whole([piece for piece in pieces if piece[0].startswith(which)]) for which in SETS}
+        orders = {which: PieceOrder.whole([piece for piece in pieces if piece[0].startswith(which)]) for which in self.plan.sets}
         for task in self.tasks:
             if orders[task.which].rows == 0:
-                flag = "SOURCE" if task.which == "training" else "--eval-source"
-                raise SourceError(f"{flag}: has no well-formed record; check the files and --format")
-        columns = {which: ColumnCounts.none(self.plan.spec) for which in SETS}
+                raise SourceError(f"{self.plan.flag_of(task.which)}: has no well-formed record; check the files and --format")
+        columns = {which: ColumnCounts.none(self.plan.spec) for which in (TRAINING, EVALUATION)}
         for task in self.tasks:
-            columns[task.which] += ColumnCounts.from_dict(json.loads((self.plan.pieces / _columns_name(task.name)).read_bytes()))
+            which = TRAINING if task.is_training else EVALUATION
+            columns[which] += ColumnCounts.from_dict(json.loads((self.plan.pieces / _columns_name(task.name)).read_bytes()))
         self.plan.save("columns", {which: counts.to_dict() for which, counts in columns.items()})
         save_orders(self.plan, "read", orders)
         yield "read"
@@ -298,7 +298,7 @@ class CollectPieces(CollectStage):
 
 def add_reading(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap) -> beam.PCollection:
     """Add the stages from the tasks to the name of the orders as read, which the collection returned has as its one element."""
-    training = [task for task in tasks if task.which == "training"]
+    training = [task for task in tasks if task.is_training]
     # Create spreads its elements over all workers; without that they would be read by one.
     current = pipeline | "Tasks" >> beam.Create(training if plan.counted else list(tasks))
     spread = False

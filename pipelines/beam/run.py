@@ -48,7 +48,7 @@ def run_pipeline(
 ) -> None:
     """Run to the end. The plan's work folder exists; failures that the user can see to are noted there, others are raised.
 
-    rows: of "training" and "evaluation" sources, about; counted: exactly.
+    rows: of the sources of each of the plan's sets, about; counted: exactly.
     """
     local = runs_locally(flags)
     # Beam's own default first tries to download another runner, so name the one in this process.

@@ -41,7 +41,8 @@ class CompileSettings:
     continue. placement: of a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly
     (RowTable); None: by how many samples there are. threads: that plan lanes at once. settings: kept in the header as they are.
     slots_at_most: the number of slots is what there is room for; not more are given than there can be rows. eval_every: steps of an epoch between
-    evaluation passes amid it; None: there are none. again: the samples are the parent's.
+    evaluation passes amid it; None: there are none. again: the samples are the parent's. evaluation_sets: the names of the sets that the evaluation
+    samples are; empty: one without a name.
     """
 
     features: FeatureSpec
@@ -60,6 +61,7 @@ class CompileSettings:
     slots_at_most: bool = False
     eval_every: int | None = None
     again: bool = False
+    evaluation_sets: tuple[str, ...] = ()
 
     def first_number(self, parent: Schedule | None) -> int:
         """The number of the first training sample."""
@@ -91,7 +93,7 @@ def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Pat
 
 
 def _header(settings: CompileSettings, parent: Schedule | None) -> Header:
-    """The header but for its slots and its numbers of samples."""
+    """The header but for its slots and its numbers of samples, those of evaluation sets too."""
     return Header(
         version=FORMAT_VERSION,
         features=settings.features,
@@ -109,6 +111,7 @@ def _header(settings: CompileSettings, parent: Schedule | None) -> Header:
         placement=settings.placement,
         eval_every=settings.eval_every,
         first_epoch=settings.first_epoch(parent),
+        evaluation_sets=tuple((name, 0) for name in settings.evaluation_sets),
     )
 
 

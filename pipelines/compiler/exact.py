@@ -162,7 +162,7 @@ class _Reader:
                 progress()
             self._samples.end_epoch(epoch)
             if epoch == 0:  # each evaluation pass is the same
-                for samples, numbers in batches(self._source.evaluation(), self._header.batch_size):
+                for samples, numbers in batches(self._source.evaluation(), self._header.batch_size, self._source.evaluation_sets):
                     step = self._serial.look_up(samples)
                     self._samples.evaluate(samples, numbers, self._serial, step)
                     for lane, of_lane in zip(self._lanes, step.lanes, strict=True):

@@ -42,6 +42,9 @@ class SlotsWanted:
 def counted(header: Header, source: OrderedSource) -> Header:
     """The header with its numbers of samples, for which the source may have to read on. Raises ScheduleError where there are too many steps."""
     header = replace(header, training_samples=source.training_samples, evaluation_samples=source.evaluation_samples)
+    if header.evaluation_sets:
+        of_sets = zip(header.set_names, source.evaluation_sets, strict=True)
+        header = replace(header, evaluation_sets=tuple(of_sets))
     if header.end_step >= 2**31 - 2:
         raise ScheduleError(f"steps: must be below 2^31, are {header.end_step}: use a larger --batch-size")
     return header

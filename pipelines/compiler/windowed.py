@@ -247,7 +247,7 @@ class WindowedCompiler:
         with ExitStack() as files:
             for writer in writers:
                 files.callback(writer.close)
-            for samples, numbers in batches(self.source.evaluation(), self.header.batch_size):
+            for samples, numbers in batches(self.source.evaluation(), self.header.batch_size, self.source.evaluation_sets):
                 step = self.serial.look_up(samples)
                 self._samples.evaluate(samples, numbers, self.serial, step)
                 for lane, writer, of_lane in zip(self.lanes, writers, step.lanes, strict=True):

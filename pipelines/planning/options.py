@@ -101,7 +101,13 @@ class PrepareOptions:
         0, integer(0), "malformed records to leave out before giving up (default 0: none)", _DATA, metavar="N"
     )
     eval_sources: tuple[str, ...] = setting(
-        (), texts, "evaluate on this; may be repeated", _DATA, form="repeated", metavar="SOURCE", name="eval_source"
+        (),
+        texts,
+        "evaluate on this; may be repeated. NAME=SOURCE: on several sets, each with metrics of its own",
+        _DATA,
+        form="repeated",
+        metavar="[NAME=]SOURCE",
+        name="eval_source",
     )
     eval_fraction: float = setting(
         0.0, _fraction, "or hold out the last part of the data's order: 0.1 is a tenth (default none)", _DATA, metavar="X"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.compiler.compile import CompileSettings
 from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError, SourceError, error_of
+from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.planning.options import PrepareOptions, feature_spec
 from foreload.pipelines.planning.sizing import (
     DEFAULT_DIMENSION,
@@ -73,6 +75,19 @@ class Plan:
         return self.out / WORK
 
     @property
+    def sets(self) -> tuple[str, ...]:
+        """The sets that are ordered apart, as a ReadTask names them: training samples first, evaluation sets in their order."""
+        names = self.settings.evaluation_sets
+        return (TRAINING, *(evaluation_set(place) for place in range(len(names)))) if names else (TRAINING, EVALUATION)
+
+    def flag_of(self, which: str) -> str:
+        """What the user gave a set's sources by."""
+        if which == TRAINING:
+            return "SOURCE"
+        names = self.settings.evaluation_sets
+        return f"--eval-source {names[self.sets.index(which) - 1]}" if names else "--eval-source"
+
+    @property
     def pieces(self) -> Path:
         """The folder of pieces."""
         return self.work / PIECES
@@ -128,6 +143,15 @@ class Plan:
             raise error_of(failure["code"], failure["message"])
 
 
+TRAINING, EVALUATION = "training", "evaluation"
+"""Training samples, and those to evaluate on, of all evaluation sets."""
+
+
+def evaluation_set(place: int) -> str:
+    """What an evaluation set that has a name is called here: by its place, so that pieces are named in order."""
+    return piece_name(EVALUATION, place)
+
+
 def piece_name(*parts: int | str) -> str:
     """A piece's file name; names sort as their parts do."""
     return "-".join(part if isinstance(part, str) else f"{part:08d}" for part in parts)
@@ -145,7 +169,7 @@ def names_of(task: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """A split, and which set it belongs to: "training" or "evaluation"."""
+    """A split, and which set it belongs to, one of `Plan.sets`."""
 
     which: str
     split: Split
@@ -155,18 +179,30 @@ class ReadTask:
         """Names sort as the samples of a set are ordered."""
         return piece_name(self.which, self.split.file_index, self.split.split_index)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether its samples are training samples."""
+        return self.which == TRAINING
 
-def plan_reading(options: PrepareOptions, spec: FeatureSpec) -> list[ReadTask]:
-    """The splits of all sources. Raises SourceError."""
+
+def plan_reading(options: PrepareOptions, spec: FeatureSpec, sets: Mapping[str, tuple[str, ...]]) -> list[ReadTask]:
+    """The splits of all sources; sets: the evaluation sources by set. Raises SourceError where a set has no records."""
     kind: Format = "csv" if options.format == "tsv" else options.format
     rows = options.rows or 0
     tasks = []
     if not options.evaluation_only and not options.again:
         source = Source(kind, options.sources, rows, options.seed, options.values)
-        tasks += [ReadTask("training", s) for s in plan_splits(source, spec)]
-    if options.eval_sources:
-        tasks += [ReadTask("evaluation", s) for s in plan_splits(Source(kind, options.eval_sources), spec)]
+        tasks += [ReadTask(TRAINING, s) for s in _some("SOURCE", plan_splits(source, spec))]
+    for place, (name, sources) in enumerate(sets.items()):
+        which, flag = (evaluation_set(place), f"--eval-source {name}") if name else (EVALUATION, "--eval-source")
+        tasks += [ReadTask(which, s) for s in _some(flag, plan_splits(Source(kind, sources), spec))]
     return tasks
+
+
+def _some(flag: str, splits: list[Split]) -> list[Split]:
+    if not splits:
+        raise SourceError(f"{flag}: has no records; give files that hold some")
+    return splits
 
 
 def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
@@ -177,7 +213,8 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
     spec = feature_spec(options, None if parent is None else parent.header.features)
     if parent is not None:
         spec = _continued(parent, spec, options)
-    row_bytes, size = _row_bytes(options, spec), options.lane_size
+    row_bytes, size, sets = _row_bytes(options, spec), options.lane_size, evaluation_sets(options.eval_sources)
+    names = parent.header.set_names if parent is not None and options.again else tuple(sets)
     settings = CompileSettings(
         features=spec if parent is None else parent.header.features,
         batch_size=options.batch_size,
@@ -187,6 +224,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
         epochs=options.epochs,
         eval_every=options.eval_every,
         again=options.again,
+        evaluation_sets=tuple(filter(None, names)),
         shuffle_seed=options.shuffle_seed,
         placement=options.placement or ("locality" if parent is None else parent.header.placement),
         segment_bytes=options.segment_bytes,
@@ -202,13 +240,7 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
             **({} if options.window is None else {"window": options.window}),
         },
     )
-    tasks = plan_reading(options, spec)
-    for which, flag, wanted in (
-        ("training", "SOURCE", not options.evaluation_only and not options.again),
-        ("evaluation", "--eval-source", bool(options.eval_sources)),
-    ):
-        if wanted and not any(task.which == which for task in tasks):
-            raise SourceError(f"{flag}: has no records; give files that hold some")
+    tasks = plan_reading(options, spec, sets)
     plan = Plan(
         out=options.out.absolute(),
         spec=spec,

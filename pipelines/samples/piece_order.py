@@ -38,6 +38,10 @@ class OrderedSource(Protocol):
         """Samples of one pass."""
 
     @property
+    def evaluation_sets(self) -> tuple[int, ...]:
+        """Samples of each of the sets that the evaluation samples are, one after the other; empty: they are one, without a name."""
+
+    @property
     def shuffled(self) -> bool:
         """Whether each epoch has an order of its own; otherwise every epoch gives the same arrays."""
 
@@ -65,6 +69,15 @@ class PieceOrder:
         """All rows of pieces given as (name, rows)."""
         rows = np.array([rows for _, rows in pieces], np.int64)
         return cls(tuple(name for name, _ in pieces), np.zeros(len(rows), np.int64), rows)
+
+    @classmethod
+    def joined(cls, orders: Sequence[PieceOrder]) -> PieceOrder:
+        """Orders (at least one), one after the other."""
+        return cls(
+            tuple(name for order in orders for name in order.names),
+            np.concatenate([order.starts for order in orders]),
+            np.concatenate([order.ends for order in orders]),
+        )
 
     @property
     def rows(self) -> int:
@@ -135,13 +148,16 @@ def read_order(folder: Path, order: PieceOrder) -> Iterator[tuple[Samples, pa.Ar
 
 @dataclass(frozen=True)
 class PieceSource:
-    """An OrderedSource of pieces in a folder. epochs: empty, or each epoch's order of pieces, whose keys are sample numbers; slices: see there."""
+    """An OrderedSource of pieces in a folder. epochs: empty, or each epoch's order of pieces, whose keys are sample numbers; slices, evaluation_sets:
+    see there.
+    """
 
     folder: Path
     training_order: PieceOrder
     evaluation_order: PieceOrder
     epochs: tuple[PieceOrder, ...] = ()
     slices: Path | None = None
+    evaluation_sets: tuple[int, ...] = ()
 
     @property
     def expected_samples(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -179,22 +180,35 @@ def _values(batch: pa.RecordBatch, name: str) -> pa.Array:
     return batch.column(name).flatten()
 
 
-def batches(chunks: Iterator[tuple[Samples, np.ndarray]], size: int) -> Iterator[tuple[Samples, np.ndarray]]:
-    """Cut chunks of any size into batches of `size` samples, the last one shorter."""
+def batches(
+    chunks: Iterator[tuple[Samples, np.ndarray]], size: int, sets: Sequence[int] = ()
+) -> Iterator[tuple[Samples, np.ndarray]]:
+    """Cut chunks of any size into batches of `size` samples, the last one shorter. sets: the samples, at least one, of each of the sets that they
+    are, one after the other: then the last batch of each is shorter.
+    """
+    sizes = _sizes(size, sets)
+    wanted = next(sizes)
     held: list[tuple[Samples, np.ndarray]] = []
     count = 0
     for samples, numbers in chunks:
         start = 0
-        while count + len(samples) - start >= size:
-            stop = start + size - count
+        while count + len(samples) - start >= wanted:
+            stop = start + wanted - count
             held.append((samples.slice(start, stop), numbers[start:stop]))
             yield _join(held)
-            held, count, start = [], 0, stop
+            held, count, start, wanted = [], 0, stop, next(sizes)
         if start < len(samples):
             held.append((samples.slice(start, len(samples)), numbers[start:]))
             count += len(samples) - start
     if held:
         yield _join(held)
+
+
+def _sizes(size: int, sets: Sequence[int]) -> Iterator[int]:
+    """How many samples each batch has, if there are so many."""
+    for samples in sets:
+        yield from (min(size, samples - first) for first in range(0, samples, size))
+    yield from repeat(size)
 
 
 def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +24,9 @@ WORK, LOCK = ".work", "lock"  # the folder in a schedule's where `prepare` works
 
 PROVENANCE = "provenance.json"
 """How the schedule came to be: the one file of it that is not a function of the data and the settings."""
+
+SET_NAME = r"[A-Za-z0-9_-]+"
+"""A regular expression of what an evaluation set can be called."""
 
 Kind = Literal["train", "evaluate"]
 SampleAssignment = Literal["order", "locality"]
@@ -73,7 +78,8 @@ class Header:
     number of its first training sample; parent: SHA-256 of the parent's schedule.json, or None; settings: what was asked for (slots, memory_bytes,
     row_bytes, ..), and as "encoding" the identity of the encoding state; placement: of a training step's samples in its slices, in order where a
     header does not say; eval_every: steps of an epoch between evaluations amid it; None, which a header does not say: there are none.
-    first_epoch: the number of its first epoch, of the samples that it has; not said where that is 0, since they are new ones.
+    first_epoch: the number of its first epoch, of the samples that it has; not said where that is 0, since they are new ones. evaluation_sets: where
+    they have names, the sets that the evaluation samples are, in order: name and samples of each; no step has samples of two.
     """
 
     version: int
@@ -92,6 +98,7 @@ class Header:
     placement: SampleAssignment = "order"
     eval_every: int | None = None
     first_epoch: int = 0
+    evaluation_sets: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -99,7 +106,7 @@ class Header:
             "features": self.features.to_dict(),
             "slots": list(self.slots),
         }
-        for name in [name for name in ("eval_every", "first_epoch") if not told[name]]:
+        for name in [name for name in ("eval_every", "first_epoch", "evaluation_sets") if not told[name]]:
             del told[name]
         return told
 
@@ -110,7 +117,9 @@ class Header:
             raise ScheduleError(
                 f"schedule format version: must be {FORMAT_VERSION}, is {value.get('version')}: prepare the schedule again with this version"
             )
-        return cls(**{**value, "features": FeatureSpec.from_dict(value["features"]), "slots": tuple(value["slots"])})
+        sets = tuple((name, samples) for name, samples in value.get("evaluation_sets", ()))
+        features = FeatureSpec.from_dict(value["features"])
+        return cls(**{**value, "features": features, "slots": tuple(value["slots"]), "evaluation_sets": sets})
 
     @property
     def program(self) -> str:
@@ -126,6 +135,21 @@ class Header:
     def steps_per_epoch(self) -> int:
         """Training steps of one epoch."""
         return -(-self.training_samples // self.batch_size)
+
+    @property
+    def set_names(self) -> tuple[str, ...]:
+        """Of the evaluation sets, in order; "" alone where they have no names."""
+        return tuple(name for name, _ in self.evaluation_sets) or ("",)
+
+    @property
+    def set_steps(self) -> tuple[int, ...]:
+        """Steps of each evaluation set in a pass."""
+        sizes = [samples for _, samples in self.evaluation_sets] or [self.evaluation_samples]
+        return tuple(-(-samples // self.batch_size) for samples in sizes)
+
+    def set_of(self, step: int) -> str:
+        """The name of the evaluation set that evaluation step `step` has samples of, "" where it has none."""
+        return self.set_names[bisect_right(list(accumulate(self.set_steps)), step % sum(self.set_steps))]
 
     @property
     def end_step(self) -> int:

@@ -31,13 +31,19 @@ LANES, STEPS = 4, 24
 HELD_OUT = 40 / (12 * 32 + 40)
 
 
-def schedule(folder: Path, *further: str) -> Schedule:
-    """Two epochs of 12 steps, each with its evaluation, in segments of a few steps, with as few slots as can be. further: options of `prepare`."""
+def log_lines(samples: int) -> list[str]:
+    """A log without its header."""
     generator = torch.Generator().manual_seed(5)
-    lines = ["label,who,what"]
-    for _ in range(12 * 32 + 40):
+    lines = []
+    for _ in range(samples):
         who, what = (torch.rand(2, generator=generator) ** 2 * torch.tensor([400, 60])).long().tolist()
         lines.append(f"{(who + what) % 2},{who},{what}")
+    return lines
+
+
+def schedule(folder: Path, *further: str) -> Schedule:
+    """Two epochs of 12 steps, each with its evaluation, in segments of a few steps, with as few slots as can be. further: options of `prepare`."""
+    lines = ["label,who,what", *log_lines(12 * 32 + 40)]
     (folder / "log.csv").write_text("\n".join(lines) + "\n")
     (folder / "features.toml").write_text(FEATURES)
     given = [f"{folder}/log.csv", "--format=csv", f"--features={folder}/features.toml", f"--out={folder}/schedule", "--slots=min"]

@@ -41,7 +41,7 @@ from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.run.metric_choice import metric_of
+from foreload.trainer.run.metric_choice import chosen_set, metric_of
 from foreload.trainer.run.report import RunReport
 from foreload.trainer.run.storage import place
 
@@ -138,10 +138,10 @@ class Checkpointing:
         self._tell_all(TakeCheckpoint(self._count, wanted.every, wanted.steps))
 
     def evaluated(self, report: EvaluationReport) -> None:
-        """An evaluation: keep a checkpoint of the step before it, if it is the best so far. One that is told again is no better."""
-        if self._metric is None:
+        """An evaluation of a set: keep a checkpoint of the step before it, if it is the best so far. One that is told again is no better."""
+        if self._metric is None or report.set != chosen_set(self._metric, self._schedule.header.set_names)[0]:
             return
-        measured, saving = metric_of(report, self._metric), self._saving
+        measured, saving = metric_of([report], self._metric), self._saving
         under_way = saving is not None and saving.taken and saving.step == report.step
         better = measured.is_better_than(None if self._best is None else self._best.value)
         if better and (under_way or self.last_step == report.step):

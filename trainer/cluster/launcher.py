@@ -217,7 +217,7 @@ class Launcher:
                     f"{flag}: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
                 )
             if metric is not None:
-                check_metric(flag, metric, schedule.header.features)
+                check_metric(flag, metric, schedule.header)
         return schedule, self._check_model(schedule)
 
     @contextlib.contextmanager

@@ -343,8 +343,8 @@ class TrainerProcess:
             self._checkpoints.after_step(trainer, step)
             return agreement.stop_after(step)
 
-        def ends_after(step: int, report: EvaluationReport | None) -> bool:
-            ended = self._early.ends_after(trainer.session, step, report)
+        def ends_after(step: int, reports: Sequence[EvaluationReport]) -> bool:
+            ended = self._early.ends_after(trainer.session, step, reports)
             if ended and step < self._schedule.header.end_step - 1:
                 agreement.stop_now(step)
             return ended

@@ -171,8 +171,10 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import evaluate
 
     metrics = evaluate.run(parsed.run, parsed.store, parsed.schedule)
-    lines = metric_lines(metrics, "   ")
-    lines[-1] += f"   ({metrics['samples']:,} samples, after step {metrics['step']})"
+    lines = []
+    for name, told in metrics.get("sets", {"": metrics}).items():
+        lines += [f"{name}: {line}" if name else line for line in metric_lines(told, "   ")]
+        lines[-1] += f"   ({told['samples']:,} samples, after step {metrics['step']})"
     return tell(parsed, metrics, "\n".join(lines))
 
 

@@ -21,6 +21,7 @@ from foreload.trainer.compute.evaluation import EvaluationPass
 from foreload.trainer.compute.reports import without_calibration
 from foreload.trainer.errors import LossNotFinite, RunError
 from foreload.trainer.run.job_loss import training_loss
+from foreload.trainer.run.report import metrics_of_set
 from foreload.trainer.run.saved_model import SavedModel, check_fitting
 from foreload.trainer.run.trained_model import DenseForward
 
@@ -36,25 +37,28 @@ class EvaluationStep:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A slice of an evaluation step, and what the model gives for it: float32 [b] or [b, labels]."""
+    """A slice of evaluation step `step`, and what the model gives for it: float32 [b] or [b, labels]."""
 
+    step: int
     slice: LaneEvent
     outputs: Tensor
 
 
 def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
-    """Evaluate the model of a run or a checkpoint on its own schedule, or on another one of the same features.
+    """Evaluate the model of a run or a checkpoint on its own schedule, or on another one of the same features: the first evaluation
+    set's metrics, and those of each set that has a name.
 
     Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
     """
     with open_model(path, store) as model:
         used = model.schedule if schedule is None else check_fitting(model, Schedule(schedule))
-        evaluation = EvaluationPass(used.header.features.labels, training_loss(model.job, used.header.features))
+        evaluation = EvaluationPass(used.header, training_loss(model.job, used.header.features))
         for one in evaluated(model, used):
-            evaluation.add(one.slice, one.outputs)
-    told = without_calibration(evaluation.report(model.step, used.header.epochs - 1).to_dict())
-    del told["epoch"]
-    return {"schedule": str(used.path), **told}
+            evaluation.add(one.step, one.slice, one.outputs)
+    told = [without_calibration(report.to_dict()) for report in evaluation.reports(model.step, used.header.epochs - 1)]
+    first = {name: value for name, value in told[0].items() if name not in ("epoch", "set")}
+    sets = {"sets": {of_set["set"]: metrics_of_set(of_set) for of_set in told}} if used.header.evaluation_sets else {}
+    return {"schedule": str(used.path), **first, **sets}
 
 
 def evaluated(model: SavedModel, schedule: Schedule) -> Iterator[Evaluated]:
@@ -66,7 +70,7 @@ def evaluated(model: SavedModel, schedule: Schedule) -> Iterator[Evaluated]:
         for lane, outputs in _outputs(dense_part, step, wanted, weights):
             if not outputs.isfinite().all():
                 raise LossNotFinite(f"{model.name}, evaluation step {step.number}", lane, math.nan)
-            yield Evaluated(step.lanes[lane], outputs)
+            yield Evaluated(step.number, step.lanes[lane], outputs)
 
 
 def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -41,8 +41,8 @@ class Trainer:
         self.commits = commits
         lanes.keeps = commits is not None
         self.on_point: Callable[[str, int], None] = lambda point, step: None
-        # Asked on every trainer after an evaluation pass behind a step, with its metrics where this trainer leads: whether training ends there.
-        self.ends_after: Callable[[int, EvaluationReport | None], bool] = lambda step, report: False
+        # Asked on every trainer after an evaluation pass behind a step, with its metrics of each set where this trainer leads: whether it ends.
+        self.ends_after: Callable[[int, Sequence[EvaluationReport]], bool] = lambda step, reports: False
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
         self._last_step = last_step
         self._evaluation: EvaluationPass | None = None
@@ -60,8 +60,8 @@ class Trainer:
         """Run events until they end, or until stop_after(step), asked after every training step, says so.
 
         stop_after must answer alike on all trainers, and so must ends_after. goes_on: asked then, whether it is the term alone that ends. Returns the
-        last step if stopped, None at the end. on_step is called when a step is committed, which is at once where lanes have no copies; on_evaluation
-        on the trainer that leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the
+        last step if stopped, None at the end. on_step is called when a step is committed, which is at once where lanes have no copies; on_evaluation,
+        of each set in order, on the trainer that leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the
         last step applied left them, which `commit_last` then commits; and PeerLost, after which the term is over.
         """
         if self.commits is not None:
@@ -81,8 +81,8 @@ class Trainer:
             else:
                 following = next(events, None)
                 last = following is None or following.kind == "train"
-                report = self._evaluate(event, last, on_evaluation)
-                if last and self.ends_after(self._last_step, report) and following is not None:
+                reports = self._evaluate(event, last, on_evaluation)
+                if last and self.ends_after(self._last_step, reports) and following is not None:
                     self.commit_last(stopping=not goes_on())
                     return self._last_step
             event = following
@@ -131,9 +131,9 @@ class Trainer:
             self.commit_last(stopping=False)
         return next(events, None), False
 
-    def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> EvaluationReport | None:
-        """An evaluation step, the last of its pass or not; it changes nothing that is trained. Returns, after the last one, its metrics on the
-        trainer that leads.
+    def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> list[EvaluationReport]:
+        """An evaluation step, the last of its pass or not; it changes nothing that is trained. Returns, after the last one, the metrics of each set
+        on the trainer that leads.
         """
         parts, exchange = self.parts, self.session.exchange
         segment = parts.schedule.segment(event.segment)
@@ -156,19 +156,20 @@ class Trainer:
                     outputs[lane] = torch.empty(shapes[lane], device=parts.device)
         gathered = exchange.collect_outputs(outputs, shapes)
         if gathered is not None:
-            self._evaluation = self._evaluation or EvaluationPass(parts.schedule.header.features.labels, parts.loss)
+            self._evaluation = self._evaluation or EvaluationPass(parts.schedule.header, parts.loss)
             for lane, (moves, values) in enumerate(zip(plan.events, gathered, strict=True)):
-                self._evaluation.add(moves, values)
+                self._evaluation.add(event.step, moves, values)
                 if self._not_finite is None and not values.isfinite().all():
                     self._not_finite = event.step, lane
         if last:
             self._agree_on_evaluation()
         if not last or self._evaluation is None:
-            return None
+            return []
         evaluation, self._evaluation = self._evaluation, None
-        report = evaluation.report(self._last_step, event.epoch)
-        on_evaluation(report)
-        return report
+        reports = evaluation.reports(self._last_step, event.epoch)
+        for report in reports:
+            on_evaluation(report)
+        return reports
 
     def _agree_on_evaluation(self) -> None:
         """At the end of an evaluation pass: raise LossNotFinite, on every trainer alike, if the leader saw an output that is not finite."""

@@ -74,10 +74,11 @@ _ALWAYS_TOLD = ("log_loss", "auc", "normalized_entropy")  # null where the label
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The metrics of an evaluation pass after `epoch`, told by the trainer that leads: of the first label, as `LabelMetrics` has them, and of all.
+    """The metrics of an evaluation set in a pass after `epoch`, told by the trainer that leads: of the first label, as `LabelMetrics` has them, and
+    of all.
 
     step: the last training step of the run before it, in whatever call that was; -1 before any. loss: the mean of the trained loss over the
-    samples, None where that is the log loss. labels: where there are several, all of them by name.
+    samples, None where that is the log loss. labels: where there are several, all of them by name. set: its name, "" of the one without.
     """
 
     step: int
@@ -93,21 +94,23 @@ class EvaluationReport:
     mae: float | None = None
     loss: float | None = None
     labels: dict[str, LabelMetrics] = field(default_factory=dict)
+    set: str = ""
 
     @classmethod
     def of(
-        cls, step: int, epoch: int, samples: int, labels: Mapping[str, LabelMetrics], loss: float | None = None
+        cls, step: int, epoch: int, samples: int, labels: Mapping[str, LabelMetrics], loss: float | None = None, name: str = ""
     ) -> EvaluationReport:
-        """From the metrics of every label by name, in order."""
+        """From the metrics of every label by name, in order. name: of the set."""
         first = {item.name: getattr(next(iter(labels.values())), item.name) for item in fields(LabelMetrics)}
-        return cls(step=step, epoch=epoch, samples=samples, loss=loss, labels=dict(labels) if len(labels) > 1 else {}, **first)
+        of_labels = dict(labels) if len(labels) > 1 else {}
+        return cls(step=step, epoch=epoch, samples=samples, loss=loss, labels=of_labels, set=name, **first)
 
     def to_dict(self) -> dict[str, Any]:
         """As metrics.jsonl has it, without what there is not."""
         told = {name: value for name, value in asdict(self).items() if value is not None or name in _ALWAYS_TOLD}
         told["labels"] = {name: label.to_dict() for name, label in self.labels.items()}
-        if not self.labels:
-            del told["labels"]
+        for name in [name for name in ("labels", "set") if not told[name]]:
+            del told[name]
         return told
 
 

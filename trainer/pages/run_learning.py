@@ -11,14 +11,18 @@ from foreload.trainer.pages.markup import Html, count, fixed, missing, number, s
 from foreload.trainer.pages.plots import Plot, Series, whole
 from foreload.trainer.pages.run_figures import RunFigures
 from foreload.trainer.pages.run_metrics import (
+    in_set,
     label_names,
     labels_of,
+    last_of_first_set,
+    line_colour,
     loss_points,
     metric_plots,
     metric_table,
     named,
     of_label,
     ratio,
+    set_names,
 )
 
 _PARTS = (
@@ -43,9 +47,10 @@ def learning(runs: Sequence[RunFigures]) -> Html:
         lines.append(
             Series(named(run, "training loss", several), steps.middle, steps.loss, colour, style, steps.loss_low, steps.loss_high)
         )
-        if run.evaluations:
-            what, at, values = loss_points(run)
-            lines.append(Series(named(run, f"{what} in evaluation", several), at, values, colour if several else "c1", "dots"))
+        for place_of_set, name in enumerate(set_names([run]) if run.evaluations else ()):
+            what, at, values = loss_points(run, name)
+            words = named(run, in_set(f"{what} in evaluation", name), several)
+            lines.append(Series(words, at, values, colour if several else line_colour(1 + place_of_set), "dots"))
             losses.add(what)
     points = max((run.steps.steps.max(initial=1) for run in runs), default=1)
     each = (
@@ -123,10 +128,10 @@ def _part(run: RunFigures, name: str) -> np.ndarray:
 
 
 def calibration(runs: Sequence[RunFigures]) -> Html:
-    """Predicted against observed, of the last evaluation; of labels of clicks."""
+    """Predicted against observed, of the last evaluation, of the first set; of labels of clicks."""
     parts: list[Html] = []
     for name in label_names(runs):
-        told = [labels_of(run.evaluations[-1]).get(name) if run.evaluations else None for run in runs]
+        told = [None if last is None else labels_of(last).get(name) for last in map(last_of_first_set, runs)]
         if not any(one is not None and "rmse" in one for one in told):
             parts += _calibration_of(runs, name, told)
     return section("Calibration", parts or missing("Numbers have no calibration; predicted over observed is above."))

@@ -13,6 +13,7 @@ from foreload.trainer.pages.plots import Plot, Series
 from foreload.trainer.pages.run_figures import RunFigures
 from foreload.trainer.pages.step_figures import MOST_POINTS
 
+_COLOURS = 5  # of lines (`plots.Series`)
 _MOST_EVALUATIONS = 100  # that the table lists, the last ones
 _AUC, _RMSE, _GROUPED = ("AUC", "auc", 4), ("RMSE", "rmse", 5), ("grouped AUC", "grouped_auc", 4)
 _CLICKS = (("log loss", "log_loss", 5), _AUC, ("normalised entropy", "normalized_entropy", 4))
@@ -42,6 +43,25 @@ def label_names(runs: Sequence[RunFigures]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for one in run.evaluations for name in labels_of(one))) or [""]
 
 
+def set_names(runs: Sequence[RunFigures]) -> list[str]:
+    """Of the evaluation sets that the runs tell of, in order; "" alone where they have no names."""
+    return list(dict.fromkeys(_set(one) for run in runs for one in run.evaluations)) or [""]
+
+
+def of_set(run: RunFigures, name: str) -> list[dict[str, Any]]:
+    """A run's evaluations of a set."""
+    return [one for one in run.evaluations if _set(one) == name]
+
+
+def last_of_first_set(run: RunFigures) -> dict[str, Any] | None:
+    """The last evaluation of the first set of those told last; None without any."""
+    return next((one for one in run.evaluations if one["step"] == run.evaluations[-1]["step"]), None)
+
+
+def _set(evaluation: Mapping[str, Any]) -> str:
+    return str(evaluation.get("set", ""))
+
+
 def of_label(what: str, name: str) -> str:
     """What it is, and of which label where there are several."""
     return f"{what} of {name}" if name else what
@@ -61,9 +81,19 @@ def trained_loss(evaluation: Mapping[str, Any]) -> tuple[str, float | None]:
     return ("loss", evaluation["loss"]) if "loss" in evaluation else ("log loss", evaluation["log_loss"])
 
 
-def loss_points(run: RunFigures) -> tuple[str, np.ndarray, np.ndarray]:
-    """What is trained, in words, and its mean in evaluations: steps and values, float64 [n]."""
-    drawn = _spread(run.evaluations)
+def in_set(what: str, name: str) -> str:
+    """What it is, and of which evaluation set where they have names."""
+    return f"{what}, {name}" if name else what
+
+
+def line_colour(place: int) -> str:
+    """Of a line, by its place among those of a plot."""
+    return f"c{place % _COLOURS}"
+
+
+def loss_points(run: RunFigures, name: str) -> tuple[str, np.ndarray, np.ndarray]:
+    """What is trained, in words, and its mean in evaluations of a set: steps and values, float64 [n]."""
+    drawn = _spread(of_set(run, name))
     values = [trained_loss(one) for one in drawn]
     steps = np.array([float(one["step"]) for one in drawn])
     return (values[0][0] if values else "log loss"), steps, np.array([_number(value) for _, value in values])
@@ -75,14 +105,14 @@ def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
     for name in label_names(runs):
         areas: list[Series] = []
         errors: list[Series] = []
-        for place, run in enumerate(runs):
-            drawn = _spread([one for one in run.evaluations if name in labels_of(one)])
+        for place, (run, of) in enumerate((one, of) for one in runs for of in set_names([one])):
+            drawn = _spread([one for one in of_set(run, of) if name in labels_of(one)])
             at = np.array([float(one["step"]) for one in drawn])
             told = [labels_of(one)[name] for one in drawn]
             if told:
                 into, metric, word = (errors, "rmse", "RMSE") if _is_number(told[0]) else (areas, "auc", "AUC")
                 values = np.array([_number(one.get(metric)) for one in told])
-                into.append(Series(named(run, word, len(runs) > 1), at, values, f"c{place}", "dots"))
+                into.append(Series(named(run, in_set(word, of), len(runs) > 1), at, values, line_colour(place), "dots"))
         if _drawable(areas):
             read = "Higher is better: the share of pairs of a click and no click that the model orders rightly; 0.5 is chance."
             plots.append(Plot(of_label("AUC", name), "share of pairs", "step", read, areas, x_from_zero=True).html())
@@ -93,7 +123,7 @@ def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def metric_table(runs: Sequence[RunFigures]) -> Html | None:
-    """The last evaluations, a row for each and each label; None without any."""
+    """The last evaluations, a row for each, set and label; None without any."""
     names, several = label_names(runs), len(runs) > 1
     shown = [
         (run, one, name, told)
@@ -116,12 +146,14 @@ def metric_table(runs: Sequence[RunFigures]) -> Html | None:
         *(["loss"] if with_loss else []),
         *(["label"] if labelled else []),
     ]
-    words = [place for place, title in enumerate(head) if title in ("run", "label")]
+    if in_sets := any("set" in one for _, one, _, _ in shown):
+        head.insert(-1 if labelled else len(head), "set")
+    words = [place for place, title in enumerate(head) if title in ("run", "set", "label")]
     head += [*(title for title, _, _ in columns), "predicted / observed"]
     rows = [
         [
             count(one["step"]), *([run.name] if several else []), count(one["epoch"] + 1), count(one["samples"]),
-            *([fixed(one.get("loss"), 5)] if with_loss else []), *([name] if labelled else []),
+            *([fixed(one.get("loss"), 5)] if with_loss else []), *([_set(one)] if in_sets else []), *([name] if labelled else []),
             *(fixed(told.get(metric), digits) for _, metric, digits in columns), fixed(ratio(told), 4),
         ]
         for run, one, name, told in shown
@@ -130,17 +162,18 @@ def metric_table(runs: Sequence[RunFigures]) -> Html | None:
 
 
 def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]:
-    """Title, a value for each run, and what it is: all metrics of one label, or the foremost of each of several."""
-    last = [run.evaluations[-1] if run.evaluations else None for run in runs]
+    """Title, a value for each run, and what it is: all metrics of one label, or the foremost of each of several; of the first evaluation set."""
+    last = [last_of_first_set(run) for run in runs]
     names, tiles = label_names(runs), []
+    of_sets = "".join(f" of {name}" for name in dict.fromkeys(_set(one) for one in last if one is not None) if name)
     if any(one is not None and "loss" in one for one in last):
         values = [fixed(None if one is None else one.get("loss"), 5) for one in last]
-        tiles.append(("loss", values, "what is trained, mean of the last evaluation"))
+        tiles.append(("loss", values, f"what is trained, mean of the last evaluation{of_sets}"))
     for name in names:
         told = [{} if one is None else labels_of(one).get(name, {}) for one in last]
         metrics, foremost = (_NUMBERS, _RMSE) if any(map(_is_number, told)) else (_CLICKS, _AUC)
         for title, metric, digits in metrics if names == [""] else [foremost]:
-            tiles.append((of_label(title, name), [fixed(one.get(metric), digits) for one in told], _NOTES[metric]))
+            tiles.append((of_label(title, name), [fixed(one.get(metric), digits) for one in told], _NOTES[metric] + of_sets))
     return tiles
 
 

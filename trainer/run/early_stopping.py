@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,11 +97,11 @@ class EarlyStopping:
     def __init__(self, rule: StopEarly | None, so_far: Watched | None) -> None:
         self._rule, self.so_far = rule, so_far
 
-    def ends_after(self, session: TermSession, step: int, report: EvaluationReport | None) -> bool:
-        """Whether training ends, after an evaluation behind step `step`; report: of it, where this trainer leads. Raises PeerLost."""
+    def ends_after(self, session: TermSession, step: int, reports: Sequence[EvaluationReport]) -> bool:
+        """Whether training ends, after an evaluation behind step `step`; reports: of its sets, where this trainer leads. Raises PeerLost."""
         if self._rule is None:
             return False
-        measured = MetricValue(0.0, False) if report is None else metric_of(report, self._rule.metric)
+        measured = metric_of(reports, self._rule.metric) if reports else MetricValue(0.0, False)
         told = torch.tensor(
             [measured.value, float(measured.higher_is_better)], dtype=torch.float64, device=session.transport.device
         )

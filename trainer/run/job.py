@@ -206,8 +206,8 @@ class TrainJob:
     )
     keep_best: str | None = setting(
         None, metric_name,
-        "save a checkpoint after an evaluation that is better in this than all before, log_loss, auc, rmse and the like, of one label LABEL.METRIC; "
-        "the best one stays, for `foreload export --best`", _CALL,
+        "save a checkpoint after an evaluation that is better in this than all before, log_loss, auc, rmse and the like, of one label LABEL.METRIC, "
+        "of one evaluation set SET/METRIC; the best one stays, for `foreload export --best`", _CALL,
         metavar="METRIC", stated=False,
     )  # fmt: skip
     keep: int = setting(

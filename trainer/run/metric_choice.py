@@ -1,13 +1,15 @@
-"""A metric of the evaluations that a run goes by (`--keep-best`): its name, whether the schedule's labels have it, and its value in a report."""
+"""A metric of the evaluations that a run goes by (`--keep-best`): its name, whether the schedule has it, and its value in reports."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from foreload.pipelines.base.settings import text
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.schedule.format import SET_NAME, Header
 from foreload.trainer.compute.reports import EvaluationReport
 
 OF_CLICKS = ("log_loss", "auc", "normalized_entropy", "grouped_auc")
@@ -30,26 +32,40 @@ class MetricValue(NamedTuple):
 
 
 def metric_name(flag: str, value: Any) -> str:
-    """One of METRICS, which is then that of the first label, or LABEL.METRIC. Raises SettingError."""
+    """One of METRICS, which is then that of the first label, or LABEL.METRIC; of the first evaluation set, or behind SET/. Raises SettingError."""
     name = text(flag, value)
-    label, dot, metric = name.rpartition(".")
-    if metric not in METRICS or (dot and not label):
-        raise SettingError(f"{flag}: must be one of {', '.join(METRICS)}, or LABEL.METRIC of a label; got {value!r}")
+    if not re.fullmatch(rf"({SET_NAME}/)?(.+\.)?({'|'.join(METRICS)})", name, re.DOTALL):
+        raise SettingError(
+            f"{flag}: must be one of {', '.join(METRICS)}, or LABEL.METRIC of a label, and SET/METRIC or SET/LABEL.METRIC of an evaluation set; "
+            f"got {value!r}"
+        )
     return name
 
 
-def check_metric(flag: str, name: str, features: FeatureSpec) -> None:
-    """Raise SettingError where the evaluations of a schedule of these features have no such metric. name: as `metric_name` gave it."""
-    of, dot, metric = name.rpartition(".")
+def chosen_set(name: str, sets: Sequence[str]) -> tuple[str, str]:
+    """Of which evaluation set a metric is, and its name without that. name: as `metric_name` gave it; sets: the schedule's names, in order. What
+    stands before the first / is a set where there is one of that name; else it is part of a label's name, of the first set.
+    """
+    before, _, rest = name.partition("/")
+    return (before, rest) if before and rest and before in sets else (sets[0], name)
+
+
+def check_metric(flag: str, name: str, header: Header) -> None:
+    """Raise SettingError where the evaluations of a schedule have no such metric. name: as `metric_name` gave it."""
+    whole, names = name, [label.name for label in header.features.labels]
+    of, dot, metric = chosen_set(name, header.set_names)[1].rpartition(".")
+    if "/" in (of or metric) and of not in names:
+        there = f"there are {', '.join(header.set_names)}" if header.evaluation_sets else "its one has no name"
+        raise SettingError(f"{flag}: {whole}: {whole.partition('/')[0]} must be an evaluation set of the schedule; {there}")
     if not dot and metric == "loss":
         return
-    names = [label.name for label in features.labels]
     if dot and of not in names:
         raise SettingError(
-            f"{flag}: {name}: must be of a label of the schedule; there {'are' if names[1:] else 'is'} {', '.join(names)}"
+            f"{flag}: {whole}: must be of a label of the schedule; there {'are' if names[1:] else 'is'} {', '.join(names)}"
         )
-    label = features.labels[names.index(of) if dot else 0]
-    has = OF_NUMBERS if label.kind == "number" else tuple(one for one in OF_CLICKS if one != "grouped_auc" or features.group)
+    label = header.features.labels[names.index(of) if dot else 0]
+    of_clicks = tuple(one for one in OF_CLICKS if one != "grouped_auc" or header.features.group)
+    has = OF_NUMBERS if label.kind == "number" else of_clicks
     if metric not in has:
         why = " (it needs a group column in the feature file)" if metric == "grouped_auc" and label.kind == "click" else ""
         raise SettingError(
@@ -57,8 +73,10 @@ def check_metric(flag: str, name: str, features: FeatureSpec) -> None:
         )
 
 
-def metric_of(report: EvaluationReport, name: str) -> MetricValue:
-    """A metric of an evaluation, that `check_metric` accepts of its schedule."""
+def metric_of(reports: Sequence[EvaluationReport], name: str) -> MetricValue:
+    """A metric of an evaluation, told set by set, that `check_metric` accepts of its schedule."""
+    of_set, name = chosen_set(name, [report.set for report in reports])
+    report = next(report for report in reports if report.set == of_set)
     label, _, metric = name.rpartition(".")
     # With one label, what is told is its own.
     of = report.labels.get(label, report)

@@ -18,10 +18,13 @@ _WORDS = {
 
 
 def metric_lines(told: Mapping[str, Any], between: str) -> list[str]:
-    """A line for each label, of several with its name, and for the trained loss where that is not the log loss of one.
+    """A line for each label, of several with its name, and of evaluation sets with theirs; and for the trained loss where
+    that is not the log loss of one.
 
     told: as a line of metrics.jsonl or summary.json has it; between: what stands between two metrics.
     """
+    if sets := told.get("sets"):
+        return [f"{name}: {line}" for name, of_set in sets.items() for line in metric_lines(of_set, between)]
     loss = [_word(told, "loss")] if told.get("loss") is not None else []
     if labels := told.get("labels"):
         return [*(f"{name}: {between.join(_of_label(of_label))}" for name, of_label in labels.items()), *loss]

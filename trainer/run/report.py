@@ -253,7 +253,7 @@ class RunReport:
                 self._metrics.flush()
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """The metrics of an evaluation pass. One that is told again, since a trainer was lost behind it, is the same."""
+        """The metrics of a set in an evaluation pass. One that is told again, since a trainer was lost behind it, is the same."""
         line = {"kind": "evaluation", **report.to_dict()}
         if line in self.evaluations:
             return
@@ -261,21 +261,22 @@ class RunReport:
         with self._room():
             self._write(line)
             for name, value in _metric_scalars(line):
-                self._board.add_scalar(f"evaluation/{name}", value, report.step)
-        place = f", step {report.step}" if self._is_amid(report.step) else ""
+                self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
+        place = (f", step {report.step}" if self._is_amid(report.step) else "") + (f", {report.set}" if report.set else "")
         told = "; ".join(metric_lines(line, ", "))
         self._display.write(f"epoch {report.epoch + 1}{place}: {told} on {report.samples:,} samples")
 
     def summary(self, **further: Any) -> dict[str, Any]:
         """Write and return summary.json; further entries go in as they are. Metrics of a run without evaluation are null."""
-        last = without_calibration(self.evaluations[-1]) if self.evaluations else {}
-        totals = self.totals
+        last_pass = [without_calibration(line) for line in self.evaluations if line["step"] == self.evaluations[-1]["step"]]
+        last, totals = (last_pass or [{}])[0], self.totals
         entries = {
             "steps": totals.steps,
             "samples": totals.samples,
             "samples_per_second": totals.samples_per_second,
             **{name: last.get(name) for name in _METRICS},
             **{name: last[name] for name in _FURTHER_METRICS if name in last},
+            **({"sets": {line["set"]: metrics_of_set(line) for line in last_pass}} if "set" in last else {}),
             **{name: getattr(totals, name) for name in (*_ROWS, "rows_flushed", "bytes_sent")},
             "cache_hit_rate": totals.cache_hit_rate,
             "wait_fraction": totals.wait_fraction,
@@ -339,6 +340,11 @@ class RunReport:
         if self._steps is not None:
             words += f", {timedelta(seconds=round((self._steps - done) * took / recent.steps))} left"
         return words
+
+
+def metrics_of_set(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line about an evaluation tells of its set alone."""
+    return {name: value for name, value in line.items() if name in ("samples", *_METRICS, *_FURTHER_METRICS)}
 
 
 def _metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -15,6 +15,7 @@ from warm import Warm
 from foreload.trainer.cluster.control import AskStop, Stopping, ask
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.faults import (
+    BEST_POINTS,
     CHECKPOINT_POINTS,
     END_POINTS,
     STEP_POINTS,
@@ -132,9 +133,10 @@ TAKEOVERS = [
 
 def test_every_point_is_there() -> None:
     named = [fault.point for _, faults in (*ONE_BY_ONE, *AT_THE_END) for fault in faults]
-    assert {*named, *(point for _, point in TAKEOVERS), "rows rebuilt", *MOVE_POINTS} == set(TRAINER_POINTS) - set(
-        CHECKPOINT_POINTS
-    )
+    assert {*named, *(point for _, point in TAKEOVERS), "rows rebuilt", *MOVE_POINTS} == set(TRAINER_POINTS) - {
+        *CHECKPOINT_POINTS,
+        *BEST_POINTS,
+    }
     assert not set(STEP_POINTS) & {*STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS}
     with pytest.raises(ValueError, match="point: must be one of before fetch, "):
         killed(0, "rows lost", 3)

@@ -69,7 +69,7 @@ def test_what_is_saved_while_it_trains_goes_on_anywhere(
     there = saved(tmp_path / "saved")
     assert [one.contents.step % EVERY for one in there] == [EVERY - 1] * len(there)
     last = {"last_step": there[-1].contents.step, "last_bits": 32}
-    assert told["checkpoints"] == {"saved": len(there), "failed": 0, **last, "best": None}
+    assert told["checkpoints"] == {"saved": len(there), "failed": 0, **last, "seconds_waited": 0.0, "best": None}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "checkpoint"] == [one.contents.step for one in there]
     assert len(there) > 1

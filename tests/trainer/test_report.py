@@ -251,7 +251,8 @@ def test_a_long_run_is_read_in_few_points(run: Path, copied: Path) -> None:
         for number in range(30_001):
             file.write(f"{json.dumps(steps[number % len(steps)] | {'step': number})}\n")
             if number % 30 == 0:
-                file.write(f"{json.dumps(evaluation | {'step': number})}\n")
+                # Told twice, as after a resume.
+                file.write(f"{json.dumps(evaluation | {'step': number})}\n" * 2)
     figures = read_steps(copied / METRICS)
     assert len(figures.steps) <= MOST_POINTS
     assert (figures.steps.sum(), figures.last[-1]) == (30_001, 30_000)

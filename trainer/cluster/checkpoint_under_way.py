@@ -12,6 +12,7 @@ import numpy as np
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.format import Header
+from foreload.trainer.checkpoints.best import Best
 from foreload.trainer.checkpoints.draft import AnyDraft
 from foreload.trainer.checkpoints.format import Checkpoint, Contents
 from foreload.trainer.checkpoints.lineage import Increment
@@ -31,10 +32,14 @@ class Opened:
 
 @dataclass(slots=True)
 class CheckpointUnderWay:
-    """The checkpoint under way. opening: gives None where there is one of its step already; since: time.monotonic() of its beginning."""
+    """The checkpoint under way. opening: gives None where there is one of its step already; since: time.monotonic() of its beginning; best: what the
+    evaluation was behind its step, where that was the best so far; seconds_waited: how long training waited until it could be begun.
+    """
 
     number: int
     wanted: Wanted
+    best: Best | None = None
+    seconds_waited: float = 0.0
     since: float = field(default_factory=time.monotonic)
     armed: set[int] = field(default_factory=set)
     ready: bool = False
@@ -74,4 +79,5 @@ class CheckpointUnderWay:
             "bytes": checkpoint.own_bytes,
             "seconds": max(written.files.seconds for written in self.written.values()),
             "seconds_stalled": max(taken.seconds for taken in self.taken.values()),
+            **({"seconds_waited": self.seconds_waited} if self.seconds_waited else {}),
         }

@@ -20,9 +20,10 @@ from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, bits_for_job
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.checkpoints.writable import folder_of
+from foreload.trainer.cluster.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpoint_under_way import CheckpointUnderWay, Opened
-from foreload.trainer.cluster.facts import CheckpointReady
+from foreload.trainer.cluster.facts import CheckpointReady, GoOnAfter
 from foreload.trainer.cluster.folder_work import FolderWork
 from foreload.trainer.cluster.messages import (
     CheckpointArmed,
@@ -30,12 +31,12 @@ from foreload.trainer.cluster.messages import (
     CheckpointTaken,
     CheckpointWritten,
     DropCheckpoint,
+    EvaluationEnded,
     TakeCheckpoint,
     TrainerCommand,
     WriteCheckpoint,
 )
 from foreload.trainer.cluster.wanted_checkpoints import Wanted, WantedCheckpoints
-from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.errors import CheckpointError, FolderBusy
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
@@ -75,30 +76,34 @@ class Checkpointing:
         self._events = events
         self._layouts, self._manifest = layouts, manifest
         self._board, self._report, self._tell_all, self._at_point = board, report, tell_all, at_point
-        noted = best_in(self._folder, manifest().run_id)
-        self._best = self._noted = noted if noted is not None and noted.metric == self._metric else None
         self._saving: CheckpointUnderWay | None = None
         self._folder_work = FolderWork()
+        self._best = BestEvaluation(self._folder, manifest().run_id, self._metric, board, self._folder_work)
         self._discarded: list[AnyDraft] = []
         self._count = 0
         self.saved = self.failed = 0
         self.last_step: int | None = None
+        self._last_here: int | None = None  # in the folder of this call
         self._last_bits: int | None = None
 
     def see(self, members: Sequence[int], goes_on: bool) -> None:
         """Go on with the one under way, or begin the next. goes_on: training does, so that one can be begun."""
-        if goes_on:
+        if self._best.held is not None:
+            self._see_held(self._best.held, goes_on)
+        elif goes_on:
             self._make_room()
         saving = self._saving
         if saving is None:
             # What is asked for as trainers start or change waits.
-            if goes_on:
+            if goes_on and self._best.held is None:
                 self._begin_next()
             return
         if not saving.ready and saving.armed >= set(members):
             saving.ready = True
             self._board.publish(CheckpointReady(), saving.number)
         try:
+            if saving.best is not None and saving.taken and saving.opening is None and self.wanted.may_begin():
+                self._open(saving)
             if saving.opening is not None and saving.opened is None and saving.opening.done():
                 self._have_written(saving, saving.opening.result())
             if saving.publishing is None:
@@ -108,7 +113,10 @@ class Checkpointing:
                 self._now_published(saving, saving.publishing.result())
         except (CheckpointError, ScheduleError) as error:
             again = isinstance(error, FolderBusy) and self.wanted.waits()
-            self._give_up(str(error), again)
+            if again and saving.best is not None and saving.opened is None:
+                saving.opening = None  # its copy is kept
+            else:
+                self._give_up(str(error), again)
 
     def finish(self, members: Sequence[int]) -> None:
         """Training is over: publish what all have written."""
@@ -132,44 +140,58 @@ class Checkpointing:
         wanted = self.wanted.next(self._report.last_step)
         if wanted is None:
             return
-        self._count += 1
-        self._saving = CheckpointUnderWay(self._count, wanted)
-        self._report.keep_totals(None)
+        self._begin(wanted)
         self._tell_all(TakeCheckpoint(self._count, wanted.every, wanted.steps))
 
-    def evaluated(self, report: EvaluationReport) -> None:
+    def _begin(self, wanted: Wanted, best: Best | None = None) -> None:
+        self._count += 1
+        self._saving = CheckpointUnderWay(self._count, wanted, best)
+        self._report.keep_totals(None)
+
+    def _see_held(self, held: HeldTraining, goes_on: bool) -> None:
+        """Training waits: begin the checkpoint of its step when the one under way is over, or let it go on where that takes too long to end."""
+        saving, step = self._saving, held.best.step
+        if self._best.is_overdue(goes_on):
+            if saving is not None and saving.number == held.number:
+                self._give_up(OVERDUE)
+            else:
+                self._best.go_on(OVERDUE)
+            return
+        if saving is not None and not saving.taken and saving.number != held.number:
+            self._give_up("that of the best evaluation so far comes before it", again=True)
+        if self._saving is None:
+            self._begin(Wanted(self._folder, None, None, (step,)), held.best)
+            held.number = self._count
+            self._tell_all(TakeCheckpoint(self._count, None, (step,), step))
+
+    def evaluated(self, told: EvaluationEnded) -> None:
         """An evaluation of a set: keep a checkpoint of the step before it, if it is the best so far. One that is told again is no better."""
+        report, saving = told.report, self._saving
         if self._metric is None or report.set != chosen_set(self._metric, self._schedule.header.set_names)[0]:
             return
-        measured, saving = metric_of([report], self._metric), self._saving
-        under_way = saving is not None and saving.taken and saving.step == report.step
-        better = measured.is_better_than(None if self._best is None else self._best.value)
-        if better and (under_way or self.last_step == report.step):
-            self._best = Best(self._manifest().run_id, self._metric, measured.value, report.step)
-            if self.last_step == report.step:
-                self._note_best()
-        elif better:
-            self._tell(
-                f"foreload: warning: the evaluation after step {report.step} is the best so far, but no checkpoint was saved there, as another one "
-                "was under way; save them less often"
-            )
-        if saving is not None and under_way and saving.opening is None:
-            if better:
+        measured = metric_of([report], self._metric)
+        best = self._best.so_far(None if saving is None else saving.best)
+        better = measured.is_better_than(None if best is None else best.value)
+        best = Best(self._manifest().run_id, self._metric, measured.value, report.step)
+        has_copy = (
+            saving is not None and bool(saving.taken) and saving.step == report.step and saving.wanted.folder == self._folder
+        )
+        there = self._last_here == report.step
+        if better and told.waits_in is not None and not there and not has_copy:
+            self._best.held = HeldTraining(told.waits_in, best)
+            return
+        if better and there:
+            self._best.note(best)
+        elif better and not has_copy:
+            tell_missing(best, "the copy of it was given up")
+        if saving is not None and has_copy:
+            saving.best = best if better else saving.best
+            if saving.opening is None and better:
                 self._open(saving)
-            else:
+            elif saving.opening is None and saving.best is None:
                 self._give_up("it is not the best", again=True)
-
-    def _note_best(self) -> None:
-        best = self._noted = self._best
-        assert best is not None
-
-        def note() -> None:
-            try:
-                best.write(self._folder)
-            except (OSError, CheckpointError) as error:
-                self._tell(f"foreload: warning: {self._folder}: the best checkpoint cannot be noted: {error}")
-
-        self._folder_work.submit(note)
+        if told.waits_in is not None:
+            self._board.publish(GoOnAfter(), told.waits_in, report.step)
 
     def _open(self, saving: CheckpointUnderWay) -> None:
         """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
@@ -214,6 +236,9 @@ class Checkpointing:
     def _have_written(self, saving: CheckpointUnderWay, opened: Opened | None) -> None:
         """Have trainers write their parts."""
         if opened is None:
+            if saving.best is not None:
+                self._best.note(saving.best)
+                saving.best = None
             self._give_up("it is there already", again=True)
             return
         saving.opened = opened
@@ -235,16 +260,22 @@ class Checkpointing:
                 saving.taken[trainer] = event
                 self._report.keep_totals(event.step)
                 # One for an evaluation waits for what that says.
-                if first and saving.wanted.every is not None and (event.step + 1) % saving.wanted.every == 0:
+                every, held = saving.wanted.every, self._best.held
+                if first and (saving.best is not None or (every is not None and (event.step + 1) % every == 0)):
                     self._open(saving)
+                if held is not None and held.number == saving.number:
+                    saving.seconds_waited = self._best.has_copy()
             case CheckpointWritten():
                 saving.written[trainer] = event
             case CheckpointFailed():
                 self._give_up(f"trainer {trainer}: {event.error}")
 
     def now_members(self) -> None:
-        """The trainers, or their lanes, are others now: what they have not written cannot be finished."""
+        """The trainers, or their lanes, are others now: what they have not written cannot be finished, and what they waited behind is told again."""
+        held, self._best.held = self._best.held, None
         if self._saving is not None and self._saving.publishing is None:
+            if held is not None:
+                self._saving.best = None  # it is not any more
             self._give_up("the trainers, or their lanes, changed meanwhile", again=True)
 
     def close(self) -> None:
@@ -252,6 +283,8 @@ class Checkpointing:
         saving, self._saving = self._saving, None
         if saving is not None:
             self._discard(saving)
+            if saving.best is not None:
+                tell_missing(saving.best, _OVER)
             if saving.taken or saving.wanted.asked is not None:
                 self._failed(saving.wanted, _OVER)
         for given_up in self._discarded:
@@ -265,6 +298,11 @@ class Checkpointing:
         assert saving is not None
         self._tell_all(DropCheckpoint(saving.number))
         self._discard(saving)
+        held = self._best.held
+        if held is not None and held.number == saving.number:
+            self._best.go_on(why)
+        elif saving.best is not None and (not again or self._report.last_step > saving.best.step):
+            tell_missing(saving.best, why)  # otherwise it is told again
         if again:
             self.wanted.again(saving.wanted)
         else:
@@ -284,7 +322,6 @@ class Checkpointing:
 
     def _failed(self, wanted: Wanted, why: str) -> None:
         """Tell that there is no checkpoint, though one was due or asked for."""
-        self._best = self._noted  # of what there is
         self.failed += 1
         self._report.checkpoint({"failed": why})
         self._events.note(CheckpointNotSaved(cause=why))
@@ -311,8 +348,10 @@ class Checkpointing:
         contents, wanted = checkpoint.contents, saving.wanted
         self.saved += 1
         self.last_step, self._last_bits = contents.step, checkpoint.bits
-        if wanted.folder == self._folder and self._best is not None and self._best.step == contents.step:
-            self._note_best()
+        if wanted.folder == self._folder:
+            self._last_here = contents.step
+            if saving.best is not None:
+                self._best.note(saving.best)
         told = saving.told(checkpoint)
         bits = "" if told["bits"] == EXACT_BITS else f", weights of {told['bits']} bits"
         self._report.checkpoint(told)
@@ -321,6 +360,7 @@ class Checkpointing:
             f"checkpoint {checkpoint.place}: after step {contents.step}, {told['rows']:,} of {contents.row_count:,} rows{bits}, "
             f"{told['bytes'] / 2**20:,.1f} MiB in "
             f"{told['seconds']:.1f} s, during which training stood still for {1000 * told['seconds_stalled']:.0f} ms"
+            + (f", after it had waited {saving.seconds_waited:.1f} s for the one before" if saving.seconds_waited else "")
         )
         self.wanted.now_saved(wanted, str(checkpoint.place), saving.since, self._report.last_step - contents.step)
         if wanted.asked is None:
@@ -344,13 +384,12 @@ class Checkpointing:
 
     def summary(self) -> dict[str, Any]:
         """What summary.json has of all of them."""
-        best = None if self._best is None else {"step": self._best.step, self._best.metric: self._best.value}
         return {
             "saved": self.saved,
             "failed": self.failed,
             "last_step": self.last_step,
             "last_bits": self._last_bits,
-            "best": best,
+            **self._best.summary(),
         }
 
     @staticmethod

@@ -153,13 +153,13 @@ class CoordinatorLink:
                 fault.inject(self._run / STORES)
                 self._events.send(FaultInjected(fault.shard, at))
 
-    def tell(self) -> None:
+    def tell(self, at_once: bool = False) -> None:
         """Tell the coordinator what became of store shards, and how far run requests are; do what it commands.
 
-        Changes are told at every call, the rest every SHARDS_PAUSE.
+        Changes are told at every call, the rest every SHARDS_PAUSE, or at once.
         """
         self._tell_news()
-        if time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
+        if not at_once and time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
         if self._interrupts is not None and self._interrupts.received and not self._stop_asked:

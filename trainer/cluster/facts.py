@@ -182,6 +182,11 @@ class CheckpointAt:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOnAfter:
+    """Training goes on behind an evaluation, at (term, the training step before it): no checkpoint of that step is waited for (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Orphaned:
     """The launcher is gone."""
 

@@ -68,7 +68,9 @@ owed written: without parity, where nothing from "record held" to "empty record 
 """
 CHECKPOINT_POINTS = ("checkpoint asked for", "checkpoint taken", "checkpoint file written", "checkpoint part written")
 """Of a checkpoint: the trainer knows of it; the copy is made; of its files, in the thread that writes them; all of them are there, and told."""
-TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS, *CHECKPOINT_POINTS)
+BEST_POINTS = ("best waited for",)
+"""Training waits behind an evaluation, until it is known whether it was the best, and a checkpoint of its step can be begun."""
+TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS, *CHECKPOINT_POINTS, *BEST_POINTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,9 +132,12 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnded:
-    """An evaluation pass."""
+    """An evaluation pass. waits_in: the term in which training waits behind it, as its step is in no copy: until one is taken for a checkpoint, or
+    the coordinator says that none is to be (`GoOnAfter`). None: it goes on.
+    """
 
     report: EvaluationReport
+    waits_in: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,12 +353,13 @@ class CountRows:
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
     """Have in memory what a checkpoint needs, behind a step that all agree on: the first one to come that is one of `steps`, or until which there are
-    a multiple of `every` steps; None: none such.
+    a multiple of `every` steps; None: none such. behind: the step behind which all wait, if that is the one.
     """
 
     number: int
     every: int | None
     steps: tuple[int, ...] = ()
+    behind: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from foreload.cache.protocol.snapshot import Snapshot, rehearse
@@ -28,7 +29,7 @@ from foreload.trainer.checkpoints.part import rehearse as rehearse_part
 from foreload.trainer.checkpoints.policies import LEAST_BITS
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
-from foreload.trainer.cluster.facts import CheckpointAt, CheckpointReady
+from foreload.trainer.cluster.facts import CheckpointAt, CheckpointReady, GoOnAfter, Orphaned, StopWanted
 from foreload.trainer.cluster.messages import (
     CheckpointArmed,
     CheckpointFailed,
@@ -45,7 +46,8 @@ from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.storage import place
 
-_PAUSE_SECONDS = 0.02  # between two looks whether a part is written
+_PAUSE_SECONDS = 0.02  # between two looks whether a part is written, or training goes on
+_GO_ON, _TAKE, _WAIT = 0, 1, 2  # what the trainer that leads says behind an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,16 @@ class TrainerCheckpoints:
         # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
         self._room: dict[int, Future[SlotCopy]] = {}
         self._room_stays = False
+        self._keeps_best = False
+        self._waits_in: int | None = (
+            None  # the term in which training waits behind the evaluation that is over, where this trainer leads
+        )
         self._pace = StepPace()
         self._maker = ThreadPoolExecutor(1, "checkpoint memory")  # to be given memory takes long
 
     def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
         """Before training: have ready what the checkpoints of a job need."""
-        self._room_stays = job.saves_checkpoints
+        self._room_stays, self._keeps_best = job.saves_checkpoints, job.keep_best is not None
         if job.saves_checkpoints:
             rehearse_part(layouts, LEAST_BITS if job.checkpoint_bits == "auto" else job.checkpoint_bits)
 
@@ -127,17 +133,67 @@ class TrainerCheckpoints:
         self._pace.step(time.monotonic(), beside=taken is not None)
         if taken is not None:
             taken.snapshot.share = self._pace.share
-        if wanted is None or taken is not None:
+        if wanted is None or taken is not None or wanted.behind is not None:
             return
         self._make_room(trainer)
         if self._at is None:
             self._at = self._named(wanted, step, trainer.session.leads)
         if self._at == step:
-            try:
-                self._take(wanted, trainer, step)
-            except MemoryError:
-                self.drop("there is not enough memory for it")
-                self._events.send(CheckpointFailed(wanted.number, "there is not enough memory for it"))
+            self._take_if_room(wanted, trainer, step)
+
+    def _take_if_room(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
+        """Copy what changes with the next step, or tell that there is no memory for that."""
+        try:
+            self._take(wanted, trainer, step)
+        except MemoryError:
+            self.drop("there is not enough memory for it")
+            self._events.send(CheckpointFailed(wanted.number, "there is not enough memory for it"))
+
+    def waits_in(self, term: int, step: int) -> int | None:
+        """The term, if training is to wait behind an evaluation, after training step `step`, as no copy of that step was made for evaluations. The
+        trainer that leads asks this, and then tells the coordinator.
+        """
+        wanted, taken = self._wanted, self._taken
+        has_copy = wanted is not None and taken is not None and taken.snapshot.step == step and step in wanted.steps
+        self._waits_in = term if self._keeps_best and not has_copy else None
+        return self._waits_in
+
+    def after_evaluation(self, trainer: Trainer, step: int, check: Callable[[], None], look: Callable[[bool], object]) -> None:
+        """Behind each evaluation, on every trainer alike: where the one that leads says so, wait until the coordinator wants none of this step, or
+        a checkpoint of it is begun, and make the copy. check, look: as in `finish`. Raises PeerLost.
+
+        All ask the one that leads again and again, so that nobody waits for one that is gone, or stands still, for longer than in a step.
+        """
+        if not self._keeps_best:
+            return
+        waits_in, self._waits_in = self._waits_in, None
+        leads, session = trainer.session.leads, trainer.session
+        while True:
+            said = self._next_of_wait(waits_in, step) if leads else _GO_ON
+            said = int(session.exchange.agree(torch.tensor([said], device=session.transport.device)).item())
+            if said == _GO_ON:
+                if self._taken is not None:
+                    self._taken.snapshot.throttled = True
+                return
+            if self._taken is not None:
+                self._taken.snapshot.hurry()
+            self._come_to("best waited for")
+            check()
+            self._events.flush()
+            look(True)
+            if said == _TAKE:
+                # What the one that leads was told before, this one was told by now.
+                if self._wanted is not None and self._wanted.behind == step:
+                    self._make_room(trainer)
+                    self._take_if_room(self._wanted, trainer, step)
+                return
+            time.sleep(_PAUSE_SECONDS)
+
+    def _next_of_wait(self, waits_in: int | None, step: int) -> int:
+        """What the trainer that leads says to the others, which wait with it."""
+        if waits_in is None or self._board.poll(GoOnAfter, waits_in, step) is not None or self._board.poll(Orphaned) is not None:
+            return _GO_ON
+        return _TAKE if self._wanted is not None and self._wanted.behind == step and self._taken is None else _WAIT
 
     def _named(self, wanted: TakeCheckpoint, step: int, leads: bool) -> int | None:
         """The step of the checkpoint, once it has one: whoever leads names one that is yet to come."""
@@ -214,7 +270,7 @@ class TrainerCheckpoints:
         self._come_to("checkpoint part written")
 
     def finish(self, check: Callable[[], None], look: Callable[[], object]) -> None:
-        """Training is over: finish what is under way, within a bound, or give it up.
+        """Training is over: finish what is under way, or give it up, within a bound from where it is not the best model, or an end is asked for.
 
         check: called again and again meanwhile, may raise; look: has the coordinator's commands done, and tells of what is.
         """
@@ -222,10 +278,25 @@ class TrainerCheckpoints:
         if self._taken is not None:
             self._taken.snapshot.hurry()
         while self._taken is not None and time.monotonic() < deadline:
+            if self._may_take_longer():
+                deadline = time.monotonic() + GRACE_SECONDS
             check()
             look()
             time.sleep(_PAUSE_SECONDS)
         self.drop("training is over")
+
+    def _may_take_longer(self) -> bool:
+        """Whether what is written may be the best model of all, and nobody wants an end."""
+        wanted, taken = self._wanted, self._taken
+        if (
+            wanted is None
+            or taken is None
+            or self._told is None
+            or not self._keeps_best
+            or taken.snapshot.step not in wanted.steps
+        ):
+            return False
+        return self._board.poll(StopWanted) is None and self._board.poll(Orphaned) is None
 
 
 def _changed(schedule: Path, follow: bool, since: int, until: int) -> dict[int, np.ndarray]:

@@ -305,7 +305,7 @@ class TrainerGroup:
                 report.step(trainer, event.report)
             case EvaluationEnded():
                 report.evaluation(event.report)
-                self._checkpointing.evaluated(event.report)
+                self._checkpointing.evaluated(event)
             case Ready():
                 self._membership.receive(trainer, event)
                 if not self._training:

@@ -337,13 +337,14 @@ class TrainerProcess:
             tell()
 
         def on_evaluation(report: EvaluationReport) -> None:
-            self._events.send(EvaluationEnded(report))
+            self._events.send(EvaluationEnded(report, self._checkpoints.waits_in(self._terms.term.number, report.step)))
 
         def stop_after(step: int) -> bool:
             self._checkpoints.after_step(trainer, step)
             return agreement.stop_after(step)
 
         def ends_after(step: int, reports: Sequence[EvaluationReport]) -> bool:
+            self._checkpoints.after_evaluation(trainer, step, self._terms.check, self._link.tell)
             ended = self._early.ends_after(trainer.session, step, reports)
             if ended and step < self._schedule.header.end_step - 1:
                 agreement.stop_now(step)

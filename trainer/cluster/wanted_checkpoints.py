@@ -79,7 +79,7 @@ class WantedCheckpoints:
         if self._is_near(steps, last):
             return Wanted(self._folder, None, None, steps)
         with self._lock:
-            asked = self._to_begin.pop(0) if self._to_begin and self._may_begin() else None
+            asked = self._to_begin.pop(0) if self._to_begin and self.may_begin() else None
         if asked is not None:
             return Wanted(asked.folder, asked, 1, ())
         every = self._due(steps, last)
@@ -87,13 +87,14 @@ class WantedCheckpoints:
 
     def _due(self, steps: tuple[int, ...], last: int) -> int | None:
         """Of how many steps a multiple is due; None: no one is, or it might not be over when the next evaluation comes."""
-        if self._every is None or time.monotonic() < self._due_at or not self._may_begin():
+        if self._every is None or time.monotonic() < self._due_at or not self.may_begin():
             return None
         every = self._every.steps or 1
         step = -(-(last + 2) // every) * every - 1
         return None if steps and steps[0] - 2 * self._took_steps <= step < steps[0] else every
 
-    def _may_begin(self) -> bool:
+    def may_begin(self) -> bool:
+        """Whether no other process was saving one in its folder a moment ago."""
         return self._busy_since is None or time.monotonic() >= self._busy_until
 
     def waits(self) -> bool:
@@ -124,7 +125,7 @@ class WantedCheckpoints:
         if wanted.asked is not None or self._is_near(steps, last):
             return False
         # It is for an evaluation to come, while one is due by the clock.
-        return (bool(self._to_begin) and self._may_begin()) or (wanted.every is None and self._due(steps, last) is not None)
+        return (bool(self._to_begin) and self.may_begin()) or (wanted.every is None and self._due(steps, last) is not None)
 
     def gives_way(self, wanted: Wanted, step: int, last: int) -> bool:
         """Whether one of a step, which is being written, is to make room for that of an evaluation which is near. last: the last step trained."""

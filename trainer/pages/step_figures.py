@@ -95,7 +95,7 @@ def read_steps(path: Path, most_points: int = MOST_POINTS) -> StepFigures:
 def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
     """Where the steps stand that count: of those told twice, since a run went back, the last. And the evaluations, likewise."""
     stretches: list[_Stretch] = []
-    evaluations: list[dict[str, Any]] = []
+    evaluations: dict[tuple[int, str], dict[str, Any]] = {}
     at = 0
     for line in file:
         begin, at = at, at + len(line)
@@ -105,7 +105,7 @@ def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
             with suppress(ValueError, KeyError, TypeError):
                 told = json.loads(line)
                 if told["kind"] == "evaluation":
-                    evaluations.append(told)
+                    evaluations[told["step"], told.get("set", "")] = told  # of a step and a set, the last that is told
             continue
         try:
             step = int(line[len(_STEP) : line.index(b",", len(_STEP))])
@@ -118,9 +118,9 @@ def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
             stretches.pop()
         if stretches and stretches[-1].last >= step:
             stretches[-1].last = step - 1
-        evaluations = [one for one in evaluations if one["step"] < step]
+        evaluations = {place: one for place, one in evaluations.items() if one["step"] < step}
         stretches.append(_Stretch(step, step, begin, at))
-    return stretches, evaluations
+    return stretches, list(evaluations.values())
 
 
 def _chunks(file: IO[bytes], stretches: list[_Stretch]) -> Iterator[np.ndarray]:

@@ -113,7 +113,7 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"keep": 0}, "--keep: "),
         (
             {"keep-best": "accuracy"},
-            "--keep-best: must be one of log_loss, auc, .*, loss, or LABEL.METRIC of a label; got 'accuracy'",
+            "--keep-best: must be one of log_loss, auc, .*, loss, or LABEL.METRIC of a label, and SET/METRIC .*; got 'accuracy'",
         ),
         ({"keep-best": ".auc"}, "--keep-best: must be one of"),
         ({"label-weights": ["a=-1"]}, "--label-weights: a: must be at least 0; got -1"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -64,6 +65,15 @@ def forked_trainers() -> Iterator[None]:
 def one_thread() -> None:
     """The settings of exact arithmetic in this process, with one thread: for modules that train in it."""
     numerics.set_up(1)
+
+
+@pytest.fixture(scope="module")
+def cases_on_path() -> Iterator[None]:
+    """`model_cases` and `loss_cases` can be imported by their names, as a user's modules can."""
+    folder = str(Path(__file__).parent / "trainer")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,16 +34,7 @@ SECONDS = '[[label]]\nname = "seconds"\nkind = "number"\n'
 LONG = '[[label]]\nname = "long"\ncolumn = "seconds"\nat_least = 2.5\n'
 LANES, BATCH, EPOCHS, DIM = 5, 13, 2, 4
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cases_on_path() -> Iterator[None]:
-    """`model_cases` and `loss_cases` can be imported by their names, as a user's modules can."""
-    folder = str(Path(__file__).parent)
-    sys.path.insert(0, folder)
-    yield
-    sys.path.remove(folder)
+pytestmark = pytest.mark.usefixtures("one_thread", "cases_on_path")
 
 
 @pytest.fixture(scope="module")

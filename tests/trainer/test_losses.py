@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +14,10 @@ from foreload.trainer.compute.training_loss import OwnLoss, TrainingLoss
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.spec import ModelSpec
 
+pytestmark = pytest.mark.usefixtures("cases_on_path")
+
 ONE = ModelSpec(3, (("c", 4, "t"),))
 TWO = replace(ONE, labels=("clicked", "seconds"), label_kinds=("click", "number"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cases_on_path() -> Iterator[None]:
-    """`loss_cases` can be imported by its name, as a user's module can."""
-    folder = str(Path(__file__).parent)
-    sys.path.insert(0, folder)
-    yield
-    sys.path.remove(folder)
 
 
 def made_up(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,8 @@ from foreload.trainer.models.pairwise import (
 )
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
+pytestmark = pytest.mark.usefixtures("cases_on_path")
+
 OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("dlrm", {}),
     ("dlrm", {"bottom": "8-4", "top": "5-1"}),
@@ -42,15 +43,6 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("mmoe", {"experts": "3", "expert": "6", "tower": "5-2"}),
     ("mmoe", {"experts": 1, "tower": "", "dropout": 0.3}),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cases_on_path() -> Iterator[None]:
-    """`model_cases` can be imported by its name, as a user's module can."""
-    folder = str(Path(__file__).parent)
-    sys.path.insert(0, folder)
-    yield
-    sys.path.remove(folder)
 
 
 def spec_of(dense_width: int = 3, dimension: int = 4, features: int = 3) -> ModelSpec:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch import Tensor, nn
@@ -15,17 +12,10 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models import MODELS, build_model, check_uses, load_model
 from foreload.trainer.models.spec import ModelSpec
 
+pytestmark = pytest.mark.usefixtures("cases_on_path")
+
 ONE = ModelSpec(3, tuple((f"c{i}", 4, f"t{i}") for i in range(3)))
 TWO = replace(ONE, labels=("clicked", "seconds"), label_kinds=("click", "number"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cases_on_path() -> Iterator[None]:
-    """`model_cases` can be imported by its name, as a user's module can."""
-    folder = str(Path(__file__).parent)
-    sys.path.insert(0, folder)
-    yield
-    sys.path.remove(folder)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "wide_deep", "dcn", "deepfm"])

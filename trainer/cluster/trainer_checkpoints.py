@@ -72,9 +72,8 @@ class TrainerCheckpoints:
     def __init__(self, board: Board, events: EventSender, come_to: Callable[[str], None]) -> None:
         self._board, self._events, self._come_to = board, events, come_to
         self._begun: Callable[[], int] = lambda: 0
-        self.watched: Callable[[], Watched | None] = lambda: (
-            None
-        )  # what evaluations have been, asked behind the step that a checkpoint is of
+        # What evaluations have been, asked behind the step that a checkpoint is of.
+        self.watched: Callable[[], Watched | None] = lambda: None
         self._wanted: TakeCheckpoint | None = None
         self._at: int | None = None
         self._taken: _Taken | None = None
@@ -84,9 +83,8 @@ class TrainerCheckpoints:
         self._room: dict[int, Future[SlotCopy]] = {}
         self._room_stays = False
         self._keeps_best = False
-        self._waits_in: int | None = (
-            None  # the term in which training waits behind the evaluation that is over, where this trainer leads
-        )
+        # The term in which training waits behind the evaluation that is over, where this trainer leads.
+        self._waits_in: int | None = None
         self._pace = StepPace()
         self._maker = ThreadPoolExecutor(1, "checkpoint memory")  # to be given memory takes long
 

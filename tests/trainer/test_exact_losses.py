@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,8 +68,11 @@ def run(
     after_step: dict[int, Disturbance],
     in_rebuild: Disturbance | None = None,
 ) -> Outcome:
-    """Train on servers of one's own. after_step: what happens after which step; in_rebuild: what does once trainer 0 has a third rebuilt."""
+    """Train on servers of one's own. after_step: what happens after which step; in_rebuild: what does once trainer 0 has a third rebuilt, before the
+    last step: a trainer that is through with its lanes would not see it.
+    """
     left, later = dict(after_step), [in_rebuild] if in_rebuild else []
+    in_rebuild_done = threading.Event()
     job = job_in_memory(
         model="dlrm", dim=8, model_options={"bottom": "16-8", "top": "16-1"}, row_optimizer="rowwise_adagrad", dense_optimizer="Adam",
         namespace=NAMESPACE,
@@ -78,6 +82,8 @@ def run(
     def on_step(report: StepReport) -> None:
         if report.step in left:
             left.pop(report.step)(stores, traffics)
+        if in_rebuild and report.step == schedule.header.end_step - 2:
+            assert in_rebuild_done.wait(DEADLINE_SECONDS), [(traffic.shards, traffic._monitor.failure) for traffic in traffics]
 
     def break_it(number: int, trainer: Trainer) -> None:
         traffics.append(trainer.lanes.traffic)
@@ -92,6 +98,7 @@ def run(
         if later and action == "rows rebuilt" and rebuilt and min(rebuilt) >= 1 / 3:
             assert all(0 < share < 1 for share in rebuilt)
             later.pop()(stores, traffics)
+            in_rebuild_done.set()
 
     with LocalStores(sum(code), folder / "stores") as stores:
         outcome = train(job, schedule, stores.urls, trainers, parity=code, on_step=on_step, break_it=break_it)

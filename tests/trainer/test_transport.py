@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -50,7 +50,15 @@ def formed(addresses: Sequence[str]) -> list[Transport]:
         return GlooTransport(store, 0, rank, range(world), TIMEOUT, addresses[rank])
 
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(connect, range(world)))
+        return of_all([pool.submit(connect, rank) for rank in range(world)])
+
+
+def of_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    """What each rank comes to; where some fail, all their errors at once: what one rank sees may be another's fault."""
+    errors = [error for future in futures if isinstance(error := future.exception(), Exception)]
+    if errors:
+        raise ExceptionGroup("ranks failed", errors)
+    return [future.result() for future in futures]
 
 
 @pytest.fixture(params=[local, gloo, linked, mixed], ids=["local", "gloo", "linked", "mixed"])
@@ -70,7 +78,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Tra
 def on_every_rank(transports: list[Transport], act: Callable[[Transport], Any]) -> list[Any]:
     """Do something on all transports at once; what each gives, by rank."""
     with ThreadPoolExecutor(len(transports)) as pool:
-        return list(pool.map(act, transports))
+        return of_all([pool.submit(act, transport) for transport in transports])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.float64])

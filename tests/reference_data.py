@@ -1,6 +1,6 @@
 """Raw logs to ids, dense values, orders and slices, written from docs/definitions.md alone; shares no code with the project.
 
-Plain Python over whole columns: correctness before speed. `reference.py` trains on what this module reads.
+Plain Python over whole columns: correctness before speed. `reference.train` trains on what this module reads.
 """
 
 from __future__ import annotations

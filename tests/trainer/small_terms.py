@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import reference
+import reference_config
 import reference_data
 import torch
 from training import Trained, job_in_memory
@@ -75,7 +76,7 @@ def job(**changed: Any) -> TrainJob:
 
 def plainly(folder: Path, **changed: Any) -> reference.ReferenceResult:
     """What the plain trainer makes of `schedule` in the same folder and of `job`."""
-    config = reference.Config(
+    config = reference_config.Config(
         log=reference_data.read_features(folder / "features.toml"), sources=(folder / "log.csv",), model=load_model("dlrm"), dim=8, batch_size=32,
         lanes=LANES, epochs=2, seed=3, evaluation_fraction=HELD_OUT, model_options=OPTIONS, row_optimizer="rowwise_adagrad", lr=0.05,
         by_table={"what": ("adam", 0.02)}, dense_optimizer="Adam", dense_options={"lr": 0.01}, dense_ema=0.9,

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
+import reference_config
 import reference_data
 import torch
 from training import Trained, job_in_memory, train
@@ -143,7 +144,7 @@ def _train(
 
 def _reference(log: Log, job: TrainJob, placement: str = "locality") -> reference.ReferenceResult:
     return reference.train(
-        reference.Config(
+        reference_config.Config(
             log=reference_data.read_features(log.features),
             sources=(log.source,),
             model=load_model(job.model),

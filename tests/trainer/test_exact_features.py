@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+import reference_config
 import reference_data
 from training import job_in_memory, train
 
@@ -120,7 +121,7 @@ def test_every_kind_of_feature_trains_as_in_memory(case: Case, clicks: Path, ser
         dense_lr=0.01, tables=case.tables,
     )  # fmt: skip
     expected = reference.train(
-        reference.Config(
+        reference_config.Config(
             log=reference_data.read_features(features),
             sources=(clicks,),
             model=load_model(case.model),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+import reference_config
 import reference_data
 from training import job_in_memory, train
 
@@ -94,7 +95,7 @@ def _schedule(case: Case, clicks: Path, folder: Path, slots: str) -> Schedule:
 def _expected(case: Case, clicks: Path, features: Path) -> reference.ReferenceResult:
     own = case.job.get("loss")
     return reference.train(
-        reference.Config(
+        reference_config.Config(
             log=reference_data.read_features(features), sources=(clicks,), model=load_model(case.model), dim=DIM, batch_size=BATCH, lanes=LANES,
             epochs=EPOCHS, seed=9, evaluation_fraction=0.25, row_optimizer="adagrad", lr=0.05, dense_optimizer="Adam", dense_options={"lr": 0.01},
             label_weights=case.job.get("label_weights", {}), model_options=case.job.get("model_options", {}),

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-import reference
+import reference_rates
+import reference_tables
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,7 +183,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 
 def expected_update(row: RowLayout, of: RowOptimizer, step: int, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
     """A step of a row's optimizer in place: w, its weights; s, its state; g, its gradient."""
-    lr, option, width = f32(of.lr), {name: f32(of.option(name)) for name in reference.DEFAULTS[of.name]}, row.width
+    lr, option, width = f32(of.lr), {name: f32(of.option(name)) for name in reference_tables.DEFAULTS[of.name]}, row.width
     start = 0
     for own, (_, columns) in enumerate(row.parts):
         if of.name == "rowwise_adagrad":
@@ -193,8 +194,8 @@ def expected_update(row: RowLayout, of: RowOptimizer, step: int, w: np.ndarray, 
             elif of.name == "adam":
                 s[j] = option["beta1"] * s[j] + f32(1 - of.option("beta1")) * g[j]
                 s[width + j] = option["beta2"] * s[width + j] + f32(1 - of.option("beta2")) * (g[j] * g[j])
-                rate = f32(of.lr / (1 - reference.power(of.option("beta1"), step + 1)))
-                root = f32(1 / math.sqrt(1 - reference.power(of.option("beta2"), step + 1)))
+                rate = f32(of.lr / (1 - reference_rates.power(of.option("beta1"), step + 1)))
+                root = f32(1 / math.sqrt(1 - reference_rates.power(of.option("beta2"), step + 1)))
                 w[j] = w[j] - (rate * s[j]) / (np.sqrt(s[width + j]) * root + option["epsilon"])
             elif of.name == "ftrl" and lr > 0:
                 n = s[width + j] + g[j] * g[j]

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+import reference_config
 import reference_data
+import reference_rates
 import torch
 from training import job_in_memory, train
 
@@ -55,13 +57,13 @@ class Log:
     features: Path
     schedules: dict[str, Schedule]
 
-    def config(self, **changed: Any) -> reference.Config:
+    def config(self, **changed: Any) -> reference_config.Config:
         settings: dict[str, Any] = {
             "log": reference_data.read_features(self.features), "sources": (self.source,), "model": load_model("dlrm"), "dim": 4,
             "batch_size": BATCH, "lanes": LANES, "epochs": EPOCHS, "seed": 2, "model_options": OPTIONS, "row_optimizer": "adagrad", "lr": 0.1,
             "by_table": {"site": ("rowwise_adagrad", 0.03)}, "dense_optimizer": "Adam", "dense_options": {"lr": 0.02},
         }  # fmt: skip
-        return reference.Config(**settings | changed)
+        return reference_config.Config(**settings | changed)
 
     def job(self, **changed: Any) -> TrainJob:
         settings: dict[str, Any] = {
@@ -90,7 +92,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
 def test_factors_are_those_of_the_definition(schedule: str) -> None:
     parsed = RateSchedule.parse("lr-schedule", schedule)
     for step in (*range(60), 10**6, 2**31 - 3):
-        assert parsed.factor(step) == reference.rate_factor(schedule, step)
+        assert parsed.factor(step) == reference_rates.rate_factor(schedule, step)
         assert 0 <= parsed.factor(step) < 3
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+import reference_tables
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import Config, Lookups, Trainer, add_lanes, initial_weights, metrics, sum_in_order, sum_of_squares, train
+from reference import train
+from reference_config import Config
 from reference_data import (
     Dense,
     Feature,
@@ -33,6 +35,10 @@ from reference_data import (
     slice_bounds,
     sort_order,
 )
+from reference_metrics import metrics
+from reference_sums import add_lanes, sum_in_order
+from reference_tables import initial_weights, sum_of_squares
+from reference_trainer import Lookups, Trainer
 from torch import Tensor, nn
 
 from foreload.trainer.models.spec import ModelSpec
@@ -233,7 +239,7 @@ def test_a_sum_of_squares_has_eight_running_sums_and_a_tree(columns: int) -> Non
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_row_optimizers_follow_their_formulas(optimizer: str) -> None:
     lr, eps = np.float32(0.3), np.float32(1e-8)
-    table = reference.Table(5, [4, 1], optimizer, 0.3)
+    table = reference_tables.Table(5, [4, 1], optimizer, 0.3)
     table.weights[:] = float_rows(5, 5)
     w, s = table.weights.copy(), table.state.copy()
     for seed in (1, 2):

@@ -13,7 +13,9 @@ import plain_models
 import pyarrow.parquet as pq
 import pytest
 import reference
+import reference_config
 import reference_data
+import reference_tables
 import torch
 from command_line import done
 from grids import covering
@@ -57,14 +59,14 @@ class Prepared:
     schedules: dict[str, Schedule]
     source: Path
 
-    def config(self, **changed: Any) -> reference.Config:
+    def config(self, **changed: Any) -> reference_config.Config:
         """What the plain trainer is told."""
         settings: dict[str, Any] = {
             "log": reference_data.read_features(self.features), "sources": (self.source,), "model": load_model(f"plain_models:{self.model}"),
             "dim": 1, "batch_size": BATCH, "lanes": LANES, "epochs": EPOCHS, "seed": 5, "evaluation_fraction": HELD_OUT / SAMPLES,
             "row_optimizer": "sgd", "lr": LR, "dense_optimizer": "SGD", "dense_options": {"lr": DENSE_LR},
         }  # fmt: skip
-        return reference.Config(**settings | changed)
+        return reference_config.Config(**settings | changed)
 
     def train(self, urls: Sequence[str], trainers: int, slots: str, **changed: Any) -> Trained:
         """Train it."""
@@ -184,7 +186,9 @@ def test_a_loop_of_its_authors_trains_the_same_but_for_rounding(prepared: Prepar
         assert isinstance(table, nn.Embedding | nn.EmbeddingBag)
         rows, dimension = table.weight.shape
         with torch.no_grad():
-            table.weight.copy_(torch.tensor(reference.initial_weights(config.seed, number, np.arange(rows), rows, dimension)))
+            table.weight.copy_(
+                torch.tensor(reference_tables.initial_weights(config.seed, number, np.arange(rows), rows, dimension))
+            )
     rows_of_tables = [module.get_parameter(f"{path}.weight") for path in tables]
     others = [parameter for parameter in module.parameters() if not any(parameter is rows for rows in rows_of_tables)]
     optimizer = torch.optim.SGD([{"params": rows_of_tables, "lr": LR}, {"params": others, "lr": DENSE_LR}])

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -25,6 +25,9 @@ from forker import FORKER
 
 from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import training_status
+
+if TYPE_CHECKING:
+    from forked_command import ForkedPopen
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 180
@@ -46,10 +49,21 @@ class Remains:
         # Short, since sockets may lie there.
         self.temporary = Path(tempfile.mkdtemp(prefix="fl"))
         self.environment = {"TMPDIR": str(self.temporary), MARK: self.mark}
+        # Of processes that are forked, which have the environment of the one that forked them.
+        self.name = self.mark[:15]
 
     def processes(self) -> list[psutil.Process]:
         """Those that are alive."""
-        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self.mark]
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        if _environment(process).get(MARK) == self.mark:
+            return True
+        try:
+            named = Path(f"/proc/{process.pid}/comm").read_text().strip() == self.name
+            return named and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, OSError):
+            return False
 
     def check(self, err: str) -> None:
         """Assert that there are none, a moment after the command has ended; remove them if there are."""
@@ -95,7 +109,7 @@ class Command:
         variables = os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment
         # The first terminal that the leader of a session opens is its controlling one.
         at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] | ForkedPopen = subprocess.Popen(
             [*at_terminal, *within, sys.executable, "-m", module, *map(str, arguments)],
             env={name: value for name, value in variables.items() if value is not None},
             stdin=subprocess.DEVNULL,
@@ -137,7 +151,7 @@ class Command:
             self.clear()
             raise
         self.remains.check(err)
-        return self.process.returncode, out, err
+        return self.process.wait(), out, err
 
 
 def run_here(*arguments: object, **environment: str) -> tuple[int, str, str]:
@@ -188,12 +202,6 @@ def error_of(status: int, err: str) -> str:
 def refused(*arguments: object, **environment: str) -> str:
     """Run a command that must be refused, in this process; returns the line that says why."""
     status, _, err = run_here(*arguments, **environment)
-    return error_of(status, err)
-
-
-def refused_apart(*arguments: object, **environment: str) -> str:
-    """The same in a process of its own, where nothing of it can hide."""
-    status, _, err = Command(*arguments, **environment).end()
     return error_of(status, err)
 
 

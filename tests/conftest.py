@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +22,7 @@ from foreload.trainer.compute import numerics
 if TYPE_CHECKING:
     from command_line import Clicks, Command
     from tls import TlsServer
+    from warm import Warm
 
     from foreload.cache.client.local import LocalStores
     from foreload.cache.client.store import Store
@@ -74,6 +75,15 @@ def cases_on_path() -> Iterator[None]:
     sys.path.insert(0, folder)
     yield
     sys.path.remove(folder)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Trains in processes forked from one that has imported everything; one training at a time."""
+    from warm import Warm
+
+    with Warm() as process:
+        yield process
 
 
 @pytest.fixture(scope="session")
@@ -146,15 +156,17 @@ def urls(three: LocalStores) -> Sequence[str]:
 
 @pytest.fixture
 def launched() -> Iterator[Callable[..., Command]]:
-    """Starts `foreload` with these arguments; keywords are as Command has them. None of it is left afterwards."""
+    """Starts `foreload` with these arguments; keywords are as Command has them. None of it is left afterwards.
+
+    It is forked where there is no keyword; anew=True: it is not, for what must be as a user starts it.
+    """
     from command_line import Command
+    from forked_command import ForkedCommand
 
     started: list[Command] = []
 
-    def launch(
-        *arguments: str, module: str = "foreload.trainer.cli", within: Sequence[str] = (), **environment: str | None
-    ) -> Command:
-        started.append(Command(*arguments, module=module, within=within, **environment))
+    def launch(*arguments: str, anew: bool = False, **how: Any) -> Command:
+        started.append(Command(*arguments, **how) if anew or how else ForkedCommand(*arguments))
         return started[-1]
 
     yield launch

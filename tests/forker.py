@@ -1,7 +1,8 @@
 """Keeper and trainers of runs that tests train in their own process, forked from one that has imported everything: no seconds of importing for each.
 
-`Forker` is the tests' side; as a module this is the process that forks. What a user's command starts is started anew, here and there
-(`command_line.Command`); this is a StartProcess for `main`, called by a test.
+`Forker` is the tests' side; as a module this is the process that forks. It is a StartProcess for `main`, called by a test; and it starts whole
+commands (`forked_command.ForkedCommand`), whose keeper and trainers are forked as well. What must be seen as a user's command starts it is started
+anew (`command_line.Command`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,28 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from foreload.pipelines.base.forking import THREADLESS, fork, replace_environment
 from foreload.pipelines.base.socket_messages import Message, receive, send
-from foreload.trainer.cluster.preforked import ForkedProcess
-from foreload.trainer.cluster.processes import KEEPER, WORKER, ChildProcess, ProcessStart, StartedProcess, program_path
+from foreload.trainer.cluster.preforked import ForkedProcess, Preforked
+from foreload.trainer.cluster.processes import (
+    KEEPER,
+    WORKER,
+    ChildProcess,
+    ProcessStart,
+    StartedProcess,
+    TrainerStart,
+    program_path,
+)
 from foreload.trainer.compute import numerics
 
 _LAUNCHER = "FORELOAD_LAUNCHER"  # the parent's number, in a trainer's environment
+COMMAND_LINE = "foreload.trainer.cli"
 
 
 class Forked(ForkedProcess):
@@ -62,23 +75,41 @@ class Forker:
             != self._environment
         ):
             return ChildProcess(start)
-        told, status = socket.socketpair()
+        values = {"module": start.module, "arguments": start.arguments, "environment": os.environ | start.environment}
+        forked = self._fork(values, [1, 2, *start.descriptors])
+        self.started.append(forked)
+        return forked
+
+    def can_fork(self, arguments: Sequence[str]) -> bool:
+        """Whether a command would read no other variables as it is started."""
+        own = {"--threads", "--cpu-capability", "--job"} & set(arguments)
+        return not own and _of_numerics() == self._environment
+
+    def command(
+        self, arguments: Sequence[str], environment: Mapping[str, str], name: str, trainers: Path, out: int, err: int
+    ) -> Forked:
+        """Start a command in exactly this environment. name: of its processes, at most 15 bytes; trainers: a file that gets a line for each trainer
+        that it starts, its number and its process's; out, err: descriptors.
+        """
         values = {
-            "module": start.module,
-            "arguments": start.arguments,
-            "environment": os.environ | start.environment,
-            "folder": os.getcwd(),
+            "module": COMMAND_LINE,
+            "arguments": arguments,
+            "environment": environment,
+            "name": name,
+            "trainers": str(trainers),
         }
+        return self._fork(values, [out, err])
+
+    def _fork(self, values: Mapping[str, object], descriptors: Sequence[int]) -> Forked:
+        told, status = socket.socketpair()
         with self._lock, status:
             if self._control is None:
                 self._begin()
             assert self._control is not None
-            send(self._control, values, descriptors=[status.fileno(), 1, 2, *start.descriptors])
+            send(self._control, {**values, "folder": os.getcwd()}, descriptors=[status.fileno(), *descriptors])
             answer = receive(self._control)
         assert answer is not None
-        forked = Forked(answer.values["pid"], told)
-        self.started.append(forked)
-        return forked
+        return Forked(answer.values["pid"], told)
 
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -125,11 +156,34 @@ def _child(request: Message, control: socket.socket) -> Callable[[], int]:
         module, environment = request.values["module"], request.values["environment"]
         # It leaves with its parent, as it would with the launcher.
         replace_environment(environment | ({_LAUNCHER: str(os.getppid())} if _LAUNCHER in environment else {}))
+        if module == COMMAND_LINE:
+            return _command(request.values)
         sys.argv = [module, *request.values["arguments"], *map(str, descriptors)]
         assert module in (KEEPER, WORKER)
         return int(importlib.import_module(module).main())
 
     return main
+
+
+def _command(values: dict[str, Any]) -> int:
+    """A command from its beginning to its end, in the process that was forked for it."""
+    # What it forks has the name too.
+    Path("/proc/self/comm").write_text(values["name"])
+    tempfile.tempdir, sys.path[0] = None, values["folder"]
+    arguments = values["arguments"]
+    cli, train = (importlib.import_module(name) for name in (COMMAND_LINE, "foreload.trainer.commands.train"))
+    count = int(arguments[arguments.index("--trainers") + 1]) if "--trainers" in arguments else 1
+    with contextlib.closing(Preforked(count + 1 if arguments[0] == "train" else 0, lambda: None)) as processes:
+
+        def start(one: ProcessStart) -> StartedProcess:
+            process = processes(one)
+            if one.module == WORKER:
+                with open(values["trainers"], "a") as file:
+                    file.write(f"{TrainerStart.of_environment(os.environ | one.environment).trainer} {process.pid}\n")
+            return process
+
+        train.train.__defaults__ = (None, start)
+        return int(cli.main(arguments))
 
 
 def _serve(control: socket.socket) -> None:
@@ -145,6 +199,14 @@ def _serve(control: socket.socket) -> None:
 
     signal.signal(signal.SIGCHLD, reap)
     while (request := receive(control)) is not None:
+        if request.values["module"] == COMMAND_LINE:
+            commands = (
+                ("pipelines.prepare",)
+                if request.values["arguments"][0] == "prepare"
+                else ("trainer.cli", "trainer.cluster.launcher")
+            )
+            for name in commands:
+                importlib.import_module(f"foreload.{name}")
         # One that ends at once is noted first.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         pid = fork(_child(request, control))

@@ -15,7 +15,6 @@ from command_line import (
     COLUMNS,
     SMALL,
     Clicks,
-    Command,
     click_columns,
     done,
     error_of,
@@ -23,11 +22,11 @@ from command_line import (
     flip,
     reached,
     refused,
-    refused_apart,
     run_here,
     write_features,
     write_log,
 )
+from forked_command import ForkedCommand, refused_apart
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.beam import run as beam_run
@@ -206,7 +205,7 @@ def test_a_disk_that_gets_full_while_preparing_is_told_and_leaves_no_schedule(
 ) -> None:
     out = small_disk / "out"
     log = write_log(tmp_path / "log.csv", 30_000)
-    command = Command("prepare", log, *clicks.options(out))
+    command = ForkedCommand("prepare", log, *clicks.options(out))
     # Pieces are written first; the header when compiling begins.
     command.until((out / ".work" / "pieces").exists if stage == "pieces" else (out / "header.json").exists)
     fill(small_disk, leave_bytes)
@@ -224,7 +223,7 @@ def test_a_disk_that_gets_full_while_training_is_waited_for(clicks: Clicks, tmp_
     run = small_disk / "run"
     # The rows are elsewhere: local stores without room to save would be left running, for they hold the only copy.
     with LocalStores(1, tmp_path / "stores") as stores:
-        command = Command("train", clicks.schedule, "--run", run, "--store", stores.urls[0], *SMALL)
+        command = ForkedCommand("train", clicks.schedule, "--run", run, "--store", stores.urls[0], *SMALL)
         command.until(reached(run, 3))
         fill(small_disk, 0)
         # It goes on to its end without metrics, and then waits for room for the dense part, which is nowhere else.
@@ -241,7 +240,7 @@ def test_a_disk_that_gets_full_while_training_is_waited_for(clicks: Clicks, tmp_
 def test_a_disk_without_room_for_the_rows_of_a_local_store(clicks: Clicks, small_disk: Path) -> None:
     run = small_disk / "run"
     wide = ("--dim", 256, "--model-options", "bottom=8-256", "top=8-1")
-    command = Command("train", clicks.schedule, "--run", run, "--store", "local:1", *wide)
+    command = ForkedCommand("train", clicks.schedule, "--run", run, "--store", "local:1", *wide)
     try:
         command.until(reached(run, 100))
         # Room for the dense part, and not for some hundred rows of 256 columns.
@@ -279,7 +278,7 @@ def test_a_prepare_that_is_stopped_leaves_no_schedule_and_can_be_called_again(
 ) -> None:
     out = tmp_path / "out"
     log = write_log(tmp_path / "log.csv", 60_000)
-    command = Command("prepare", log, *clicks.options(out))
+    command = ForkedCommand("prepare", log, *clicks.options(out))
 
     def reading() -> bool:
         return (out / ".work" / "pieces").exists()
@@ -319,7 +318,7 @@ def test_a_training_that_is_stopped_goes_on_with_its_own_settings_only_and_to_th
 ) -> None:
     run = tmp_path / "run"
     start = ("train", clicks.schedule, "--run", run)
-    command = Command(*start, "--store", "local:2", "--trainers", 2, *SMALL)
+    command = ForkedCommand(*start, "--store", "local:2", "--trainers", 2, *SMALL)
     command.interrupt(reached(run, 5))
     status, _, err = command.end()
     assert status == 130, err

@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, Command, done, error_of, free_port, reached, refused, refused_apart, run_here
+from command_line import SMALL, Clicks, done, error_of, free_port, reached, refused, run_here
+from forked_command import ForkedCommand, refused_apart
 from tls import TlsServer
 
 from foreload.cache.client.local import LocalStores
@@ -95,7 +96,7 @@ def test_a_store_that_dies_while_training_ends_the_run_as_one_that_never_stopped
     clicks: Clicks, tmp_path: Path, server: Server
 ) -> None:
     run = tmp_path / "run"
-    command = Command(*train(clicks, run, server.url, "--trainers", 2))
+    command = ForkedCommand(*train(clicks, run, server.url, "--trainers", 2))
     command.until(reached(run, 3))
     os.kill(server.stores.pids[0] or 0, signal.SIGKILL)
     status, _, err = command.end()
@@ -124,7 +125,7 @@ def test_a_store_that_gets_full_while_training_is_told_and_nothing_is_deleted(
         "top=8-1",
         "bottom=128",
     )
-    command = Command(*wide)
+    command = ForkedCommand(*wide)
     command.until(reached(run, 4))
     # The forecast before step 1 knows of no limit yet; from now on there is room for nothing more.
     with Store(server.stores.urls) as store:
@@ -175,7 +176,7 @@ def test_a_wrong_password_is_refused_and_no_password_is_shown_or_kept(clicks: Cl
         texts.append(refused(*train(clicks, run, f"{good},{good}")))
         texts.append(refused(*train(clicks, run, f"local:{good}")))
 
-        command = Command(*train(clicks, run, good, "--trainers", 2))
+        command = ForkedCommand(*train(clicks, run, good, "--trainers", 2))
         command.interrupt(reached(run, 3))
         status, out, err = command.end()
         assert status == 130, err
@@ -188,7 +189,7 @@ def test_a_wrong_password_is_refused_and_no_password_is_shown_or_kept(clicks: Cl
         texts.append(refused("digest", run, "--store", f"redis://ann:wr0ng@{address}"))
         digest = done("digest", run, "--store", good)
         assert digest.strip() == json.loads((run / "summary.json").read_text())["digest"]
-        status, out, err = Command("stores", "status", run).end()
+        status, out, err = ForkedCommand("stores", "status", run).end()
         assert (status, "down" in out) == (2, True)
         texts += [out, err]
 
@@ -248,7 +249,7 @@ def test_a_run_goes_on_with_its_own_store_shards_in_their_order_only(clicks: Cli
     run = tmp_path / "run"
     other = Server(tmp_path / "other")
     with other.stores:
-        command = Command(*train(clicks, run, f"{server.url},{other.url}"))
+        command = ForkedCommand(*train(clicks, run, f"{server.url},{other.url}"))
         command.interrupt(reached(run, 3))
         assert command.end()[0] == 130
         resume = ("train", clicks.schedule, "--run", run, "--resume", "--store")

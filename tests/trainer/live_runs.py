@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,12 +64,10 @@ def saved(folder: Path) -> list[Checkpoint]:
     return there
 
 
-@contextmanager
-def live_case(folder: Path) -> Iterator[Case]:
+def live_case(folder: Path, warm: Warm) -> Case:
     """The schedule, and the digest of a run, made in a folder."""
     schedule = synthetic_schedule(folder, 5700, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2")
-    with Warm() as warm:
-        undisturbed = Case(schedule, "", folder, warm)
-        save = ("--checkpoint-every", EPOCH, "--checkpoint", folder, "--checkpoint-policy", "full")
-        undisturbed.train(folder / "run", "--store", "local:1", "--trainers", 1, *save)
-        yield Case(schedule, str(summary(folder / "run")["digest"]), folder / f"step-{EPOCH - 1}", warm)
+    undisturbed = Case(schedule, "", folder, warm)
+    save = ("--checkpoint-every", EPOCH, "--checkpoint", folder, "--checkpoint-policy", "full")
+    undisturbed.train(folder / "run", "--store", "local:1", "--trainers", 1, *save)
+    return Case(schedule, str(summary(folder / "run")["digest"]), folder / f"step-{EPOCH - 1}", warm)

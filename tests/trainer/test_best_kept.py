@@ -45,7 +45,7 @@ def plain(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     [(1, None), (2, 0), pytest.param(2, 1, marks=pytest.mark.full), pytest.param(2, None, marks=pytest.mark.full)],
 )
 def test_every_best_evaluation_has_its_checkpoint_whoever_dies_while_training_waits(
-    schedule: Path, plain: tuple[dict[int, float], int, str], tmp_path: Path, trainers: int, died: int | None
+    schedule: Path, plain: tuple[dict[int, float], int, str], warm: Warm, tmp_path: Path, trainers: int, died: int | None
 ) -> None:
     losses, best, digest = plain
     run = tmp_path / "run"
@@ -56,8 +56,7 @@ def test_every_best_evaluation_has_its_checkpoint_whoever_dies_while_training_wa
     keep = ("--keep-best", "log_loss", "--checkpoint-every", "1000", "--keep", "99", "--stop-early", f"log_loss:{PATIENCE}")
     place = ("--store", "local:1", "--trainers", str(trainers), "--peer-timeout", "60", "--no-restart")
     faults = [] if died is None else [TrainerFault(died, "best waited for", steps[1], signal.SIGKILL)]
-    with Warm() as warm:
-        status, err = warm.begin(arguments(schedule, run, *place, *keep), run.with_suffix(".err"), faults).end()
+    status, err = warm.begin(arguments(schedule, run, *place, *keep), run.with_suffix(".err"), faults).end()
     assert status == 0, err
     assert ("lost" in err) == (died is not None)
     assert "warning: the evaluation" not in err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from command_line import done, refused, run_here
 from live_runs import EPOCH, EVERY, Case, live_case, saved
 from small_job import summary
-from warm import CAN_JOIN, AnyFault, CheckpointFault, Training
+from warm import CAN_JOIN, AnyFault, CheckpointFault, Training, Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.at_work import at_work
@@ -30,9 +29,8 @@ LAUNCHER_POINTS = {"begun": 1, "manifest written": 1, "published": 2, "old ones 
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    with live_case(tmp_path_factory.mktemp("faults")) as made:
-        yield made
+def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Case:
+    return live_case(tmp_path_factory.mktemp("faults"), warm)
 
 
 @pytest.mark.parametrize(

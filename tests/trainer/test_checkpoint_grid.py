@@ -118,9 +118,9 @@ class Trainings:
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[Trainings]:
+def trainings(tmp_path_factory: pytest.TempPathFactory, warm: Warm, one_thread: None) -> Iterator[Trainings]:
     folder = tmp_path_factory.mktemp("grid")
-    with LocalStores(1, folder / "servers") as servers, Warm() as warm:
+    with LocalStores(1, folder / "servers") as servers:
         yield Trainings(folder, warm, list(servers.urls))
 
 

@@ -62,13 +62,13 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Case]:
     """54 steps of 20 samples in each of two epochs, in two lanes, few of whose rows fit into the slots; 2+1 on three servers."""
     folder = tmp_path_factory.mktemp("checkpoints")
     clicks = Clicks.prepare(folder, batch_size=20, slots=70)
     run, whole = folder / "run", folder / "whole"
     small = (clicks.schedule, *SMALL, "--row-optimizer", "adagrad", "--trainers", 1)
-    with LocalStores(3, folder / "servers") as servers, Warm() as warm:
+    with LocalStores(3, folder / "servers") as servers:
         stop = TrainerFault(0, "rows applied", STOPPED_AT, signal.SIGTERM)
         status, err = warm.begin(
             ["train", *small, "--run", run, "--store", ",".join(servers.urls)], folder / "run.err", [stop]

@@ -114,9 +114,7 @@ def told(run: Path) -> dict[int, float]:
     return {line["step"]: line["log_loss"] for line in lines if line["kind"] == "evaluation"}
 
 
-def test_a_run_is_stopped_early_whoever_dies_and_goes_on_only_if_told_so(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_stopped_early_whoever_dies_and_goes_on_only_if_told_so(tmp_path: Path, warm: Warm) -> None:
     schedule = synthetic_schedule(tmp_path, 2300, further="--eval-fraction 0.1 --eval-every 3 --epochs 3 --values 300")
     whole = train_undisturbed(schedule, tmp_path)
     losses = told(whole)
@@ -124,10 +122,9 @@ def test_a_run_is_stopped_early_whoever_dies_and_goes_on_only_if_told_so(
     assert place is not None
     step, run = list(losses)[place], tmp_path / "early"
     assert step < max(losses)
-    with Warm() as warm:
-        further = ["--store", "local:1", "--trainers", "2", "--peer-timeout", "60", "--no-restart", "--stop-early", "log_loss:2"]
-        faults = [TrainerFault(0, "evaluating", step, signal.SIGKILL)]
-        status, err = warm.begin(arguments(schedule, run, *further), run.with_suffix(".err"), faults).end()
+    further = ["--store", "local:1", "--trainers", "2", "--peer-timeout", "60", "--no-restart", "--stop-early", "log_loss:2"]
+    faults = [TrainerFault(0, "evaluating", step, signal.SIGKILL)]
+    status, err = warm.begin(arguments(schedule, run, *further), run.with_suffix(".err"), faults).end()
     assert status == 0, err
     assert f"stopped early after step {step}: log_loss has not been better than" in err
     assert "trainer 0: lost" in err

@@ -81,11 +81,11 @@ KINDS: dict[str, tuple[object, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp("increments")
     clicks = Clicks.prepare(folder, batch_size=20, slots=70)
     run, saved, digests = folder / "run", folder / "saved", {}
-    with LocalStores(3, folder / "servers") as servers, Warm() as warm:
+    with LocalStores(3, folder / "servers") as servers:
         store = ("--store", ",".join(servers.urls), "--trainers", 1)
         call: tuple[object, ...] = (clicks.schedule, *SMALL, "--row-optimizer", "rowwise_adagrad", *store)
         for stop in (*STOPS, None):

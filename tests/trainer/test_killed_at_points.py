@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -49,12 +49,6 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str
     run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     assert summary(run)["steps"] == STEPS
     return str(summary(run)["digest"])
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    with Warm() as process:
-        yield process
 
 
 def killed(trainer: int, point: str, step: int) -> TrainerFault:

@@ -17,7 +17,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused_apart
+from command_line import DEADLINE_SECONDS, Command, free_port, reached
+from forked_command import refused_apart
 from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
@@ -79,7 +80,7 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    first = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", "2"))
+    first = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", "2"), anew=True)
     first.until(reached(run, 5))
     # As a terminal does it: to the launcher. Trainers have a session of their own.
     first.process.send_signal(signal.SIGINT)
@@ -238,7 +239,7 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
     trainers: int,
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", str(trainers)))
+    job = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", str(trainers)), anew=True)
     job.until(reached(run, 5))
     job.process.kill()
     _, err = job.process.communicate(timeout=DEADLINE_SECONDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -14,6 +13,7 @@ import pytest
 from command_line import done, fill, flip, refused
 from live_runs import EVERY, Case, arguments, live_case, saved
 from small_job import summary
+from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -35,9 +35,8 @@ from foreload.trainer.run.directory import CHECKPOINTS, Run
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    with live_case(tmp_path_factory.mktemp("live")) as made:
-        yield made
+def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Case:
+    return live_case(tmp_path_factory.mktemp("live"), warm)
 
 
 DEATHS = ((0, "checkpoint taken"), (1, "checkpoint file written"))

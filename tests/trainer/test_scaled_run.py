@@ -46,7 +46,7 @@ def begin(schedule: Path, tmp_path: Path, launched: Callable[..., Command]) -> I
 
         def begun(*further: str) -> GrowingRun:
             run = tmp_path / "run"
-            job = launched(*arguments(followed, run, "--follow", "--peer-timeout", "60", "--digest", *further))
+            job = launched(*arguments(followed, run, "--follow", "--peer-timeout", "60", "--digest", *further), anew=True)
             return GrowingRun(job, run, schedule, followed, 3)
 
         yield begun

@@ -67,22 +67,21 @@ def small_groups() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, small_groups: None) -> Case:
+def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm, small_groups: None) -> Case:
     home = tmp_path_factory.mktemp("serving")
     clicks = Clicks.prepare(home, batch_size=20, slots=70)
     models: list[Path] = []
-    with Warm() as warm:
-        shards: tuple[tuple[object, ...], ...] = (("local:1",), ("local:5", "--parity", "4+1"), ("local:3", "--parity", "off"))
-        for number, (stop, store) in enumerate(zip((*STOPS, None), shards, strict=True)):
-            run = home / f"run-{number}"
-            source = ("--from", models[-1]) if models else SMALL
-            faults = [] if stop is None else [TrainerFault(0, "rows applied", stop, signal.SIGTERM)]
-            further = (*source, "--run", run, "--store", *store, "--trainers", 1)
-            status, err = warm.begin(["train", clicks.schedule, *further], run.with_suffix(".err"), faults).end()
-            assert status == 0, err
-            done("checkpoint", "save", run, "--to", home / "saved")
-            (model,) = set((home / "saved").glob("step-*")) - set(models)
-            models.append(model)
+    shards: tuple[tuple[object, ...], ...] = (("local:1",), ("local:5", "--parity", "4+1"), ("local:3", "--parity", "off"))
+    for number, (stop, store) in enumerate(zip((*STOPS, None), shards, strict=True)):
+        run = home / f"run-{number}"
+        source = ("--from", models[-1]) if models else SMALL
+        faults = [] if stop is None else [TrainerFault(0, "rows applied", stop, signal.SIGTERM)]
+        further = (*source, "--run", run, "--store", *store, "--trainers", 1)
+        status, err = warm.begin(["train", clicks.schedule, *further], run.with_suffix(".err"), faults).end()
+        assert status == 0, err
+        done("checkpoint", "save", run, "--to", home / "saved")
+        (model,) = set((home / "saved").glob("step-*")) - set(models)
+        models.append(model)
     full = tuple(home / f"full-{number}" for number in range(3))
     for model, out in zip(models, full, strict=True):
         done("export", model, "--out", out)

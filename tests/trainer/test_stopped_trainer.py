@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -34,12 +34,6 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthetic_schedule(
         tmp_path_factory.mktemp("schedule"), 5700, lanes=LANES, slots=500, further="--eval-fraction 0.1 --epochs 2"
     )
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    with Warm() as process:
-        yield process
 
 
 def stored(servers: LocalStores, run: Path) -> list[dict[bytes, bytes]]:

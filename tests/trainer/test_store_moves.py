@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,14 +67,13 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Case:
     folder = tmp_path_factory.mktemp("case")
     schedule = synthetic_schedule(folder, 100 * BATCH, lanes=4, slots=600)
-    with Warm() as warm:
-        run = folder / "run"
-        status, err = Case(schedule, "", warm).begin(run, "--store", "local:1", "--trainers", 1).end()
-        assert status == 0, err
-        yield Case(schedule, str(summary(run)["digest"]), warm)
+    run = folder / "run"
+    status, err = Case(schedule, "", warm).begin(run, "--store", "local:1", "--trainers", 1).end()
+    assert status == 0, err
+    return Case(schedule, str(summary(run)["digest"]), warm)
 
 
 def asked(*arguments: object) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import COMMAND_ROWS, Read, Store
 from foreload.cache.client.url import StoreUrl, parse_url
-from foreload.cache.errors import StoreUnavailable
+from foreload.cache.errors import CopyLost, StoreUnavailable
 from foreload.cache.parity.decoding import StripePlaces, plan_decoding
 from foreload.cache.parity.migrating_rows import MigratingRows, migrating_rows
 from foreload.cache.parity.placement import Placement
@@ -131,8 +131,12 @@ class Migration(Task):
         self._monitor.ask(lambda: self._complete(placement))
 
     def lanes_changed(self) -> None:
-        """Others are served than before: tell how far these are."""
-        if self._stored.placement.migrating:
+        """Others are served than before; on return it is told how far these are: what was told of those before may say that all has moved."""
+        if not self._stored.placement.migrating:
+            return
+        try:
+            self._monitor.ask(self._note)
+        except CopyLost:
             self._monitor.post(self._note)
 
     # The traffic's thread.

@@ -18,12 +18,15 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.namespace import claim, owner
+from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
 from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import AskStop, Stopping, ask, training_status
-from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.cluster.faults import RunObserver, TrainerFault
+from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.commands import store_moves, stores
 from foreload.trainer.run.directory import STORES, Run
-from foreload.trainer.run.event_log import read_events
+from foreload.trainer.run.event_log import EventLog, read_events
+from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.store_moves import ShardChange
 
 POINTS = ("rows to move read", "rows copied", "rows moved")
@@ -215,6 +218,21 @@ def test_a_shard_that_dies_amid_a_move(case: Case, tmp_path: Path, change: str, 
     assert status == 0, err
     assert f"store shard {shard}: is whole again" in err
     case.check(run, [0, 1, 2, 3, 4] if change == "add" else [0, 2, 3, 4], protected=True)
+
+
+def test_all_has_moved_only_once_trainers_have_told_of_all_their_lanes(tmp_path: Path) -> None:
+    urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
+    job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls)})
+    shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
+    views = tuple(ShardStatus(url) for url in urls)
+    # As a run goes on, a trainer takes its lanes one after the other; of the first all may have moved before.
+    shards.told(0, ShardSnapshot(views, 1, 1.0))
+    assert not shards.all_moved([0], 1)
+    shards.told(0, ShardSnapshot(views, 1, 0.3))
+    shards.term_begins()
+    assert not shards.all_moved([0], 1)
+    shards.told(0, ShardSnapshot(views, 1, 1.0))
+    assert shards.all_moved([0], 1)
 
 
 def stopped_amid(case: Case, run: Path, steps: int, *store: object) -> None:

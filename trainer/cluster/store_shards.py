@@ -54,6 +54,7 @@ class StoreShards:
         self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
         # How they were for the trainers of the term before, until those of this one have told.
         self._before_term: ShardSnapshot | None = None
+        self._begun = False  # whether the trainers of the first term have told of all lanes that they have; before, of some
         self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
         self.memory: StoreWatch | None = None  # where servers have a limit
         self._stop_by: int | None = None  # as trainers were told
@@ -79,7 +80,7 @@ class StoreShards:
 
     def all_moved(self, trainers: Collection[int], version: int) -> bool:
         """Whether each of these trainers has told that all of its rows are where the placement of that version has them."""
-        return self._told.keys() >= set(trainers) and self.share_moved(version) >= 1.0
+        return self._begun and self._told.keys() >= set(trainers) and self.share_moved(version) >= 1.0
 
     def all_without(self, trainers: Collection[int], shards: Collection[int]) -> bool:
         """Whether each of these trainers has told that these shards are none any more."""
@@ -135,7 +136,7 @@ class StoreShards:
 
     def term_begins(self) -> None:
         """All trainers of the term have told how the shards are for their lanes."""
-        before, self._before_term = self._before_term, None
+        before, self._before_term, self._begun = self._before_term, None, True
         if before is not None:
             self._show(before)
 

@@ -134,6 +134,8 @@ def test_a_plan_tells_its_front_its_choice_and_the_commands(
         (("--deadline", "soon"), "--deadline: must be a time"),
         (("--budget", "-1"), "--budget: must be a number above 0"),
         (("--pool", "cpus=3"), "--pool: must be cores=N"),
+        (("--pool", ","), "--pool: must be cores=N"),
+        (("--pool", "cores=2,cores=3"), "--pool: must give cores once"),
         (("--pool", "memory=1MiB"), "--pool: memory must be at least"),
         (("--pool", "stores=2", "--parity", "2+1"), "--pool: stores must be at least 3"),
         (("--plot", "nowhere/plan.png"), "--plot: cannot write"),

@@ -145,8 +145,12 @@ def _pool(text: str) -> tuple[int, int, int]:
     from foreload.trainer.resources.job_shape import cores
 
     pool = {"cores": cores(), "memory": total_bytes(), "stores": 5}
-    for part in filter(None, text.split(",")):
+    given: set[str] = set()
+    for part in text.split(","):
         name, _, value = part.partition("=")
+        if name in given:
+            raise SettingError(f"--pool: must give {name} once; got {text!r}")
+        given.add(name)
         if name == "memory":
             pool[name] = size_bytes("--pool memory", value)
         elif name in pool and re.fullmatch(r"[1-9]\d{0,3}", value):

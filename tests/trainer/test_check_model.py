@@ -83,6 +83,28 @@ def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:
     assert done(*checked(clicks, "dcn")).startswith("dcn: 3 features, 1 dense value, ")
 
 
+def test_a_loss_of_ones_own_is_tried_as_training_would(clicks: Clicks, tmp_path: Path) -> None:
+    told = done(*checked(clicks, "dcn"), "--loss", "loss_cases.py:focal", "--json", tmp_path / "told.json")
+    assert told.endswith("and use all of it; loss loss_cases.py:focal works on them too\n")
+    assert json.loads((tmp_path / "told.json").read_text())["loss"] == "loss_cases.py:focal"
+    for loss, message in (
+        ("mean", "must return a loss for each sample, torch.float32 [5], for 5 sample(s); got torch.float32 []"),
+        ("root", "must give finite losses for made-up samples"),
+        ("detached", "must have a gradient by the outputs"),
+        ("nothing", "cannot import loss_cases.py:nothing"),
+    ):
+        assert message in refused(*checked(clicks, "dcn"), "--loss", f"loss_cases.py:{loss}")
+
+
+def test_a_loss_is_tried_for_all_labels(clicks: Clicks, tmp_path: Path) -> None:
+    two = tmp_path / "two.toml"
+    labels = '[[label]]\nname = "clicked"\n[[label]]\nname = "seconds"\nkind = "number"\n'
+    two.write_text(clicks.features.read_text().replace('label = "clicked"\n', "") + labels)
+    given = ("check-model", "shared_bottom", "--features", two, "--model-folder", HERE, "--loss")
+    assert "loss loss_cases.py:clicks_and_huber works" in done(*given, "loss_cases.py:clicks_and_huber")
+    assert "got torch.float32 [5, 2]; add up those of its labels" in refused(*given, "loss_cases.py:by_label")
+
+
 def test_what_it_is_told_is_checked(clicks: Clicks, tmp_path: Path) -> None:
     assert refused("check-model", "dlrm", "--features", tmp_path / "no.toml").startswith(
         f"{tmp_path}/no.toml: cannot read the feature file"

@@ -13,8 +13,8 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
 
-_OF_MODELS = ("model_folder", "dim", "model_options", "seed")
-"""The settings of `foreload train` that say what a model is built with."""
+_OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss")
+"""The settings of `foreload train` that say what a model is built with, and trained by."""
 
 
 def add_to(commands: Any) -> None:
@@ -48,8 +48,8 @@ def add_to(commands: Any) -> None:
 def _add_check(commands: Any) -> None:
     check = add_plain(
         commands, "check-model", _check_model, "try a model of your own on made-up samples",
-        "Builds a model for a feature file and runs it forward and backward on made-up samples, without data, store or run; says in one line what "
-        "is wrong with it, if anything is, or what it is.",
+        "Builds a model for a feature file and runs it forward and backward on made-up samples, without data, store or run, and with --loss a loss "
+        "of your own; says in one line what is wrong, if anything is, or what the model is.",
     )  # fmt: skip
     check.add_argument(
         "model", metavar="MODEL", help="file.py:Class or package.module:Class, as `foreload train --model` takes it"
@@ -160,10 +160,10 @@ def _check_model(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import check_model
 
     words, known = given(parsed, TrainJob), settings_of(TrainJob)
-    folder, dim, options, seed = (
-        known[name].parse(known[name].flag, words.get(name, known[name].default)) for name in _OF_MODELS
+    folder, dim, options, seed, loss = (
+        known[name].parse(known[name].flag, words[name]) if name in words else known[name].default for name in _OF_MODELS
     )
-    about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed)
+    about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed, loss)
     return tell(parsed, about, check_model.text(about))
 
 

@@ -1,4 +1,4 @@
-"""`foreload check-model`: a model tried on made-up samples, with no data, no store and no run."""
+"""`foreload check-model`: a model, and a loss of one's own, tried on made-up samples, with no data, no store and no run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Any
 
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.trainer.compute.layouts import model_spec
+from foreload.trainer.compute.own_loss import checked_loss
 from foreload.trainer.models import build_model, check_uses, load_model
 from foreload.trainer.models.wrapping import Wrapped
 
 
-def run(name: str, folder: str, features: str, dim: int, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def run(
+    name: str, folder: str, features: str, dim: int, options: Mapping[str, Any], seed: int, loss: str | None = None
+) -> dict[str, Any]:
     """Build a model for a feature file, and run it forward and backward; returns what it is. Raises ModelError and FeatureError.
 
-    name, folder, dim, options, seed: as `foreload train` has them in --model, --model-folder, --dim, --model-options and --seed.
+    name, folder, dim, options, seed, loss: as `foreload train` has them in --model, --model-folder, --dim, --model-options, --seed and --loss; a
+    loss is tried as it is there before training, and is told of.
     """
     spec = model_spec(load_features(features), dim)
     module = build_model(load_model(name, folder), spec, options, seed)
@@ -26,7 +30,7 @@ def run(name: str, folder: str, features: str, dim: int, options: Mapping[str, A
         "unused_tables": [path for part in module.modules() if isinstance(part, Wrapped) for path in part.unused],
     }
     check_uses(module, spec)
-    return about
+    return about if loss is None else about | {"loss": checked_loss(loss, folder, spec).name}
 
 
 def text(about: Mapping[str, Any]) -> str:
@@ -36,4 +40,5 @@ def text(about: Mapping[str, Any]) -> str:
         f"{about[name]:,} {word}{'s' * (about[name] != 1)}"
         for name, word in (("features", "feature"), ("dense_values", "dense value"), ("parameters", "parameter"))
     )
-    return f"{about['model']}: {counted}; forward and backward work on made-up samples, and use all of it{unused}"
+    loss = f"; loss {about['loss']} works on them too" if "loss" in about else ""
+    return f"{about['model']}: {counted}; forward and backward work on made-up samples, and use all of it{unused}{loss}"

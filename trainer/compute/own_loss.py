@@ -25,6 +25,13 @@ def load_loss(name: str, folder: str = "") -> LossFunction:
     return function
 
 
+def checked_loss(name: str, folder: str, spec: ModelSpec) -> OwnLoss:
+    """The loss of a name, as `load_loss` takes it, for a model's outputs. Raises ModelError where it is none, or cannot be trained."""
+    own = OwnLoss(name, load_loss(name, folder))
+    check_loss(own, spec)
+    return own
+
+
 def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
     """Refuse a loss that is not a finite function, sample by sample, of outputs and labels alone. Raises ModelError.
 

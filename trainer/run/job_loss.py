@@ -5,8 +5,8 @@ from __future__ import annotations
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.layouts import model_spec
-from foreload.trainer.compute.own_loss import check_loss, load_loss
-from foreload.trainer.compute.training_loss import OwnLoss, TrainingLoss
+from foreload.trainer.compute.own_loss import checked_loss
+from foreload.trainer.compute.training_loss import TrainingLoss
 from foreload.trainer.run.job import TrainJob
 
 
@@ -20,6 +20,5 @@ def training_loss(job: TrainJob, features: FeatureSpec) -> TrainingLoss:
     kinds = tuple(label.kind for label in features.labels)
     if job.loss is None:
         return TrainingLoss(kinds, tuple(weights.get(name, 1.0) for name in names))
-    own = OwnLoss(job.loss, load_loss(job.loss, job.model_folder))
-    check_loss(own, model_spec(features, job.dim))
+    own = checked_loss(job.loss, job.model_folder, model_spec(features, job.dim))
     return TrainingLoss(kinds, (1.0,) * len(names), own)

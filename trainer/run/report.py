@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ _MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
 _ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
 _METRICS = ("log_loss", "auc", "normalized_entropy")
 _FURTHER_METRICS = ("predicted_over_observed", "grouped_auc", "rmse", "mae", "loss", "labels")  # where there are any
+_NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'  # as lines begin
 _SECONDS = ("seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
@@ -177,6 +180,8 @@ class RunReport:
         if settings:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
             self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
+        # Evaluations, as they are written: those of the step before that an earlier call told, and this call's.
+        self._told = _evaluations_told(run / METRICS, first_step - 1)
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._flushed_at = 0.0
         self._interval = _Sums()  # for TensorBoard
@@ -253,14 +258,18 @@ class RunReport:
                 self._metrics.flush()
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """The metrics of a set in an evaluation pass. One that is told again, since a trainer was lost behind it, is the same."""
+        """The metrics of a set in an evaluation pass. One that is told again, since a trainer was lost behind it, is the same; one that an earlier
+        call told, which ended behind it, counts for this one, and is not written again.
+        """
         line = {"kind": "evaluation", **report.to_dict()}
-        if line in self.evaluations:
+        written = _written(line)
+        if written in map(_written, self.evaluations):
             return
         self.evaluations.append(line)
         with self._room():
-            self._write(line)
-            for name, value in _metric_scalars(line):
+            if written not in self._told:
+                self._metrics.write(written)
+            for name, value in () if written in self._told else _metric_scalars(line):
                 self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
         place = (f", step {report.step}" if self._is_amid(report.step) else "") + (f", {report.set}" if report.set else "")
         told = "; ".join(metric_lines(line, ", "))
@@ -318,7 +327,7 @@ class RunReport:
                 self._display.write(f"foreload: warning: {self._run}: the disk is full, so metrics are missing")
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._metrics.write(json.dumps(_finite(line)) + "\n")
+        self._metrics.write(_written(line))
 
     def _write_interval(self) -> None:
         if not self._interval.steps:
@@ -340,6 +349,34 @@ class RunReport:
         if self._steps is not None:
             words += f", {timedelta(seconds=round((self._steps - done) * took / recent.steps))} left"
         return words
+
+
+def _written(line: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(line)) + "\n"
+
+
+def _evaluations_told(path: Path, step: int) -> set[str]:
+    """Lines of metrics.jsonl about evaluations after a step, of which the run did not go back behind that step since. A last line that its writer was
+    killed in is cut off, so that the next one begins a line.
+    """
+    told: set[str] = set()
+    last, whole = -1, 0
+    if not path.exists():
+        return told
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                os.truncate(path, whole)
+                break
+            whole += len(line)
+            number = _NUMBER.match(line)
+            if number is not None:
+                before, last = last, int(number[1])
+                if last <= min(before, step):
+                    told.clear()
+            elif line.startswith(_EVALUATION % step):
+                told.add(line.decode())
+    return told
 
 
 def metrics_of_set(line: Mapping[str, Any]) -> dict[str, Any]:

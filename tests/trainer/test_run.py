@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import math
 import os
 import threading
 import warnings
@@ -277,36 +276,6 @@ def test_a_step_of_which_a_lost_trainer_did_not_tell_counts_without_it(tmp_path:
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [("evaluation", 0), ("step", 0), ("step", 1)]
     assert report.totals.rows_used == 80
-
-
-def test_an_evaluation_that_an_earlier_call_told_is_not_written_again(tmp_path: Path) -> None:
-    def call(first_step: int, steps: int, auc: float = 0.7, ended: str = "") -> None:
-        report = RunReport(tmp_path, Totals(), first_step, 9, members=(0,))
-        if first_step:
-            report.evaluation(evaluated(first_step - 1, auc))
-        for step in range(first_step, first_step + steps):
-            report.step(0, step_report(step))
-            report.evaluation(evaluated(step))
-        assert report.summary()["auc"] == (0.7 if steps else auc)
-        report.close()
-        with open(tmp_path / METRICS, "a") as file:
-            file.write(ended)
-
-    def evaluated(step: int, auc: float = 0.7) -> EvaluationReport:
-        return EvaluationReport(step=step, epoch=0, samples=7, log_loss=math.nan, auc=auc, normalized_entropy=0.9)
-
-    torn = '{"kind": "step", "step": 2, "ep'
-    call(0, 2, ended=torn)
-    call(2, 0)
-    call(2, 1)  # it goes on behind step 1, then back there, and then to before it
-    call(2, 1)
-    call(1, 2)
-    call(3, 0, auc=0.6)  # with other figures, as with another kind of processor, it is told
-    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
-    told = [(line["kind"], line["step"]) for line in lines]
-    passes = {step: [("step", step), ("evaluation", step)] for step in range(3)}
-    assert told == [*passes[0], *passes[1], *passes[2], *passes[2], *passes[1], *passes[2], ("evaluation", 2)]
-    assert [line["auc"] for line in lines if line["kind"] == "evaluation"][-2:] == [0.7, 0.6]
 
 
 def test_a_summary_without_a_step_has_nulls(tmp_path: Path) -> None:

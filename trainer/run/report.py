@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from foreload.pipelines.base.progress import Display
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, without_calibration
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 from foreload.trainer.run.metric_text import metric_lines
+from foreload.trainer.run.told_before import evaluations_told
 
 LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
 TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
@@ -28,7 +27,6 @@ _MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
 _ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
 _METRICS = ("log_loss", "auc", "normalized_entropy")
 _FURTHER_METRICS = ("predicted_over_observed", "grouped_auc", "rmse", "mae", "loss", "labels")  # where there are any
-_NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'  # as lines begin
 _SECONDS = ("seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
@@ -181,7 +179,7 @@ class RunReport:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
             self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
         # Evaluations, as they are written: those of the step before that an earlier call told, and this call's.
-        self._told = _evaluations_told(run / METRICS, first_step - 1)
+        self._told = evaluations_told(run / METRICS, first_step - 1)
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._flushed_at = 0.0
         self._interval = _Sums()  # for TensorBoard
@@ -353,30 +351,6 @@ class RunReport:
 
 def _written(line: Mapping[str, Any]) -> str:
     return json.dumps(_finite(line)) + "\n"
-
-
-def _evaluations_told(path: Path, step: int) -> set[str]:
-    """Lines of metrics.jsonl about evaluations after a step, of which the run did not go back behind that step since. A last line that its writer was
-    killed in is cut off, so that the next one begins a line.
-    """
-    told: set[str] = set()
-    last, whole = -1, 0
-    if not path.exists():
-        return told
-    with open(path, "rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                os.truncate(path, whole)
-                break
-            whole += len(line)
-            number = _NUMBER.match(line)
-            if number is not None:
-                before, last = last, int(number[1])
-                if last <= min(before, step):
-                    told.clear()
-            elif line.startswith(_EVALUATION % step):
-                told.add(line.decode())
-    return told
 
 
 def metrics_of_set(line: Mapping[str, Any]) -> dict[str, Any]:

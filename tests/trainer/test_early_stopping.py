@@ -18,6 +18,7 @@ from training import Trained, train
 from warm import Warm
 
 from foreload.cache.client.local import LocalStores
+from foreload.pipelines import prepare
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import TrainerFault
@@ -136,6 +137,9 @@ def test_a_run_is_stopped_early_whoever_dies_and_goes_on_only_if_told_so(tmp_pat
     told_so = refused(*arguments(schedule, run, "--resume"))
     assert f"stopped early after step {step}" in told_so
     assert "--stop-early off" in told_so
+    prepare.run(["--after", str(schedule), "--epochs", "1", "--out", str(tmp_path / "more")])
+    onwards = refused(*arguments(tmp_path / "more", run, "--resume"))
+    assert onwards.endswith("go on with that one first, with --resume --stop-early off, since it was stopped early")
     done("checkpoint", "save", run)
     (saved,) = (run / "checkpoints").glob("step-*")
     again = refused("train", "--run", tmp_path / "again", "--from", saved, "--store", "local:1")

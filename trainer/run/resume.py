@@ -133,7 +133,9 @@ def continued(
             f"schedule {schedule.path}: does not continue {last.path}, which the run was trained on; prepare it with --after that"
         )
     if state != "ended":
-        raise RunError(f"{what}: stopped after step {step}, before the end of {last.path}; go on with that one first")
+        early = manifest.watched is not None and manifest.watched.ends(before.stop_early)
+        how = ", with --resume --stop-early off, since it was stopped early" if early else ""
+        raise RunError(f"{what}: stopped after step {step}, before the end of {last.path}; go on with that one first{how}")
     # What is evaluated may be other data now.
     going_on = replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage), watched=None)
     return going_on, stage.first_step - 1

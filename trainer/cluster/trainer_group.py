@@ -250,15 +250,12 @@ class TrainerGroup:
             self._shards.now_trainers(members.term.members)
             for trainer in members.lost:
                 self._scaling.lost(trainer, elsewhere=bool(self._machines.get(trainer)))
-        if under_scheduler():
-            if members.begin():
-                self._shards.term_begins()
-            return
-        for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
-            self._receiver.add(trainer)
-        self._scaling.see(members, dead, goes_on)
-        for trainer in dead.keys() - set(members.term.members):
-            self._trainers.forget(trainer)
+        if not under_scheduler():
+            for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
+                self._receiver.add(trainer)
+            self._scaling.see(members, dead, goes_on)
+            for trainer in dead.keys() - set(members.term.members):
+                self._trainers.forget(trainer)
         if members.begin():
             self._shards.term_begins()
 
@@ -339,6 +336,7 @@ class TrainerGroup:
         self._run.write_status(self._start)
         board.publish(Go())
         members.begin()
+        self._shards.term_begins()
 
     def _raise_term(self, term: int) -> None:
         self._start = replace(self._start, term=term)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from foreload.pipelines.schedule.replay import state_after
 from foreload.trainer.command_line.training import FULL
 from foreload.trainer.resources.hash_memory import HashMemory, spill_bytes
 from foreload.trainer.resources.row_timeline import RowTimeline, counts_of
-from foreload.trainer.resources.store_memory import hash_bytes
+from foreload.trainer.resources.store_memory import counted_bytes, hash_bytes
 
 ROWS = 12000
 
@@ -76,6 +77,36 @@ def test_a_hash_takes_what_is_reckoned(server: str, tmp_path: Path) -> None:
             at_rest = expected - spilled * (first + at_once)
             assert at_rest == pytest.approx(store.command(0, "MEMORY", "USAGE", "hash", "SAMPLES", 0), rel=0.01), first
         assert abs(int(store.info(0)["used_memory"]) - before - expected) < 200_000
+
+
+@pytest.mark.parametrize("server", sorted(available()))
+def test_what_a_replication_backlog_is_yet_to_take_is_counted_from_the_beginning(server: str, tmp_path: Path) -> None:
+    backlog, at_once, size = 4 << 20, 500, 140
+    with (
+        LocalStores(1, tmp_path / "stores", available()[server], {"repl-backlog-size": str(backlog)}) as stores,
+        Store(stores.urls) as store,
+        socket.socket(socket.AF_UNIX) as replica,
+    ):
+        # What a replica says first: from then on there is a backlog, also when it has gone again.
+        replica.connect(str(tmp_path / "stores" / "shard-0.sock"))
+        replica.sendall(b"SYNC\r\n")
+        while store.info(0)["repl_backlog_active"] != "1":
+            pass
+        replica.close()
+        hashes = HashMemory.ask(store, 0, "reckoned", [size], store.info(0))
+        # Nothing is on its way: neither the replica's snapshot nor the rows of the rehearsal.
+        while any(
+            store.info(0)[name] != "0" for name in ("connected_slaves", "rdb_bgsave_in_progress", "lazyfree_pending_objects")
+        ):
+            pass
+        before, used = counted_bytes(store.info(0)), int(store.info(0)["used_memory"])
+        for first in range(0, 60_000, at_once):
+            rows = np.zeros((at_once, size), np.uint8)
+            store.exchange([], [Write(0, b"hash", fields(3, np.arange(first, first + at_once)), rows)])
+        info, expected = store.info(0), float(hash_bytes(hashes, np.array([60_000])))
+        assert int(info["mem_replication_backlog"]) >= 0.95 * backlog
+        assert before >= used
+        assert counted_bytes(info) - before == pytest.approx(expected, rel=0.03)
 
 
 def test_training_stops_before_a_server_is_full_and_goes_on_with_more(schedule: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import StoreTooSmall
 from foreload.trainer.resources.row_timeline import RowTimeline
-from foreload.trainer.resources.store_memory import Shortage, StoreMemory, remedy, shortage_text
+from foreload.trainer.resources.store_memory import Shortage, StoreMemory, counted_bytes, remedy, shortage_text
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
@@ -139,8 +139,8 @@ class StoreWatch:
             server.limit_bytes = int(info.get("maxmemory", 0)) or None
             if anew:
                 # Its rows of now are in what it uses.
-                server.used_bytes += int(info["used_memory"]) - float(memory.used(server)[moment])
-            beyond = int(info["used_memory"]) - float(memory.used(server)[moment]) + server.correction_bytes
+                server.used_bytes += counted_bytes(info) - float(memory.used(server)[moment])
+            beyond = counted_bytes(info) - float(memory.used(server)[moment]) + server.correction_bytes
             seen = self._seen.setdefault(server.shard, deque(maxlen=_LOOKS))
             seen.append(beyond)
             if len(seen) == _LOOKS:

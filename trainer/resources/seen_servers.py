@@ -23,7 +23,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
 from foreload.trainer.resources.hash_memory import HashMemory
 from foreload.trainer.resources.row_timeline import counts_of, sizes_of
-from foreload.trainer.resources.store_memory import ShardServer, hash_bytes
+from foreload.trainer.resources.store_memory import ShardServer, counted_bytes, hash_bytes
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.memory_check import readable
@@ -54,6 +54,7 @@ def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
                 "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
                 "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],
                 "memory_bytes": int(info["used_memory"]),
+                "counted_bytes": counted_bytes(info),
                 "limit_bytes": int(info.get("maxmemory", 0)) or None,
             }
     except CacheError as error:
@@ -61,7 +62,7 @@ def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
 
 
 def server_seen(told: Mapping[str, Any], at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
-    """A server of which it is told what it has now ("version", "lane_entries", "hash_bytes", "memory_bytes", "limit_bytes"; what is not known is not
+    """A server of which it is told what it has now ("version", "lane_entries", "hash_bytes", "counted_bytes", "limit_bytes"; what is not known is not
     there). at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what it has.
     """
     version = str(told.get("version", ""))
@@ -69,7 +70,7 @@ def server_seen(told: Mapping[str, Any], at_end: np.ndarray, sizes: Sequence[int
     info = {f"{kind}_version": number, "mem_allocator": str(told.get("allocator", ""))} if version else {}
     hashes = HashMemory.known(info, sizes)
     there = np.array(told.get("lane_entries", []), np.int64)
-    used = float(told.get("memory_bytes") or 0) - float(told.get("hash_bytes") or 0)
+    used = float(told.get("counted_bytes") or 0) - float(told.get("hash_bytes") or 0)
     if there.sum():
         shares = at_end.sum(axis=0) / max(at_end.sum(), 1)
         tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())

@@ -197,13 +197,22 @@ class StoreMemory:
                 server.correction_bytes += used[server.shard] - float(self.used(server)[moment])
 
 
+def counted_bytes(info: Mapping[str, str]) -> int:
+    """What counts against a server's `maxmemory`, by its INFO: what it uses, without replicas' output buffers, and with what its replication backlog,
+    where it has replicas, is yet to take: that fills with whatever is written.
+    """
+    backlog = int(info.get("repl_backlog_size", 0)) - int(info.get("mem_replication_backlog", 0))
+    to_come = max(backlog, 0) if info.get("repl_backlog_active") == "1" else 0
+    return int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0)) + to_come
+
+
 def server_of(timeline: RowTimeline, shard: int, url: str, hashes: HashMemory, info: Mapping[str, str]) -> ShardServer:
     """A server as its INFO tells, where the run has the rows that the timeline begins with."""
     if "used_memory" not in info:
         raise CacheError(f"store {url}: does not say how much memory it uses; INFO must have used_memory")
     before = timeline.before[:, shard]
     rows = float(hash_bytes(hashes, before).sum()) if before.sum() else 0.0
-    return ShardServer(shard, url, hashes, int(info["used_memory"]) - rows, int(info.get("maxmemory", 0)) or None)
+    return ShardServer(shard, url, hashes, counted_bytes(info) - rows, int(info.get("maxmemory", 0)) or None)
 
 
 def shortage_text(shortage: Shortage) -> str:

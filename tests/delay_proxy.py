@@ -1,4 +1,4 @@
-"""A proxy on loopback before a Unix socket's server, whose answers come later."""
+"""Proxies on loopback before a Unix socket's server: one whose answers come later, and one that takes little at a time."""
 
 from __future__ import annotations
 
@@ -43,3 +43,34 @@ def delayed(url: str, delay_seconds: float) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
         thread.join()
+
+
+@contextlib.contextmanager
+def narrow(url: str, piece_bytes: int, seconds: float) -> Iterator[str]:
+    """The URL of a proxy before the server at `url`, as behind a slow link: each time that so long has passed, it takes a piece of what is sent. It
+    serves one connection.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as server:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, piece_bytes)
+        server.connect(urlsplit(url).path)
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            back = threading.Thread(target=_pass_on, args=(server, client, 0.0))
+            back.start()
+            with contextlib.suppress(OSError):
+                while data := client.recv(piece_bytes):
+                    # As slow as that it is meant to be.
+                    time.sleep(seconds)
+                    server.sendall(data)
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            back.join()
+            client.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            thread.join()

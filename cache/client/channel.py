@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import ssl
+import struct
+import termios
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -125,6 +128,15 @@ def connect(url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> tu
                 raise failure from error
 
 
+def _unacknowledged_bytes(connection: socket.socket) -> int:
+    """How many bytes that were sent the other end's machine has not acknowledged yet; 0 where that is not known."""
+    try:
+        (left,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0)))
+    except OSError:
+        return 0
+    return int(left)
+
+
 def now_ns() -> int:
     """The clock of `frames.run_exchange`."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -144,6 +156,7 @@ class Channel:
         self.failure: StoreError | None = None  # why nothing more can be asked on it, where that is noted, not raised
         self.compiled = not isinstance(self.socket, ssl.SSLSocket)  # whether its bytes are what the socket carries
         self.tls_wants_write = False
+        self._left: int | None = None  # bytes sent that the server's machine did not have at the last look
         self._table = np.zeros((0, frames.REQUEST_COLUMNS), np.int64)
         self._requests: list[Request] = []
         self._first = 0  # the row of the table at which its requests begin
@@ -156,7 +169,7 @@ class Channel:
         channel.url, channel._connection = url, url.connection(timedelta(seconds=1))
         channel.socket = socket.socket()
         channel.socket.close()
-        channel.compiled, channel.tls_wants_write = True, False
+        channel.compiled, channel.tls_wants_write, channel._left = True, False, None
         channel._table, channel._requests, channel._first = np.zeros((0, frames.REQUEST_COLUMNS), np.int64), [], 0
         return channel
 
@@ -170,6 +183,7 @@ class Channel:
         self._table, self._first, self._requests = table, first, requests
         self._state[frames.ANSWERED : frames.FILLING + 1] = (first, first + len(requests), first)
         self._state[frames.PROGRESSED_NS] = now_ns()
+        self._left = None
 
     @property
     def bytes_sent(self) -> int:
@@ -185,6 +199,16 @@ class Channel:
     def progressed_ns(self) -> int:
         """When bytes were last sent or received, or requests begun, by `now_ns`."""
         return int(self._state[frames.PROGRESSED_NS])
+
+    def is_taken(self, timeout_ns: int) -> bool:
+        """Where nothing was sent or received for timeout_ns: whether the server's machine still takes what was sent, as it may for long behind a slow
+        link, so that it cannot have answered. How much is left is looked at again after a quarter of that time, the first time, and after all of it.
+        """
+        before, self._left = self._left, _unacknowledged_bytes(self.socket)
+        if self._left == 0 if before is None else self._left >= before:
+            return False
+        self._state[frames.PROGRESSED_NS] = now_ns() - (timeout_ns - timeout_ns // 4 if before is None else 0)
+        return True
 
     @property
     def answered(self) -> bool:

@@ -35,7 +35,8 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 class Connections:
     """One channel a store shard, with their buffers. One thread uses it.
 
-    timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. commands, retries: counters.
+    timeout: for silence of a shard that owes an answer, and takes nothing of what was sent to it, and for how long LOADING, BUSY and TRYAGAIN are
+    tried again. commands, retries: counters.
     loads: what each shard's server was asked, and how long that took; any thread may read it.
     """
 
@@ -182,7 +183,7 @@ class Connections:
             )
             if why == frames.ALL_ANSWERED:
                 return
-            if why == frames.SILENT:
+            if why == frames.SILENT and not self.channels[shard].is_taken(timeout_ns):
                 self.lose(shard, self._silence(shard), failures)
             elif why == frames.IN_PYTHON:
                 try:
@@ -248,7 +249,8 @@ class Connections:
         silent = []
         for shard in busy:
             channel = self.channels[shard]
-            if not channel.answered and at_ns - channel.progressed_ns >= self._timeout_ns:
+            silent_for = at_ns - channel.progressed_ns
+            if not channel.answered and silent_for >= self._timeout_ns and not channel.is_taken(self._timeout_ns):
                 self.lose(shard, self._silence(shard), failures)
                 silent.append(shard)
         return silent

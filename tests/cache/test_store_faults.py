@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from delay_proxy import narrow
 from tls import TlsServer
 
 from foreload.cache.client import channel, frames
 from foreload.cache.client.channel import reply_error
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.client.store import COMMAND_ROWS, Read, Store, Write
 from foreload.cache.client.url import PASSWORD_VARIABLE, StoreUrl, parse_url
 from foreload.cache.errors import (
     CommandRefused,
@@ -35,6 +36,7 @@ from foreload.cache.errors import (
     StoreTls,
     StoreUnavailable,
 )
+from foreload.cache.rows.fields import fields
 
 SHORT = timedelta(seconds=0.3)  # for what must come to its end
 LONG = timedelta(seconds=20)  # for what must not
@@ -103,6 +105,15 @@ def test_a_silent_store_is_unavailable_after_the_timeout(server: LocalStores) ->
             os.kill(pid, signal.SIGCONT)
         with pytest.raises(StoreUnavailable, match=r"the connections are closed .*silent"):
             store.exchange([read()], [])
+
+
+def test_a_store_behind_a_slow_link_is_not_silent_while_it_takes_what_was_sent(server: LocalStores) -> None:
+    rows, writes = np.zeros((COMMAND_ROWS, 132), np.uint8), 3
+    with narrow(server.urls[0], 1 << 14, 0.03) as url, Store([url], SHORT) as store:
+        begun = time.monotonic()
+        store.exchange([], [Write(0, b"slow", fields(table, np.arange(len(rows))), rows) for table in range(writes)])
+        assert time.monotonic() - begun > 2 * SHORT.total_seconds(), "the link is not as slow as this must be"
+        assert store.command(0, "HLEN", b"slow") == writes * len(rows)
 
 
 def test_a_client_that_was_itself_stopped_calls_no_store_silent(server: LocalStores, monkeypatch: pytest.MonkeyPatch) -> None:

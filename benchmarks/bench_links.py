@@ -115,9 +115,9 @@ class Link:
         finally:
             _libc("setns", self._far, CLONE_NEWNET)
 
-    def limit(self, megabits: int) -> None:
+    def limit(self, megabits: float) -> None:
         """Hold both directions to so many Mbit/s each."""
-        shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", f"{BURST_KB}kb", "latency", "100ms")
+        shape = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", f"{BURST_KB}kb", "latency", "100ms")
         _run("tc", "qdisc", "replace", "dev", "near", *shape)
         with self.far():
             _run("tc", "qdisc", "replace", "dev", "far", *shape)

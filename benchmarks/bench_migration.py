@@ -2,9 +2,10 @@
 
 python benchmarks/bench_migration.py [--quick] [--out DIR] [--pairs N] [--minutes M]
 
-Needs root: see bench_links.py. One of three servers is behind a link of its own; a quarter into the run that drops to a tenth. Nothing is done; or
-`foreload stores move` has a spare take the shard's rows while the run trains; or the run is stopped, the shard moved, and the run goes on. The
-three take turns, whole runs each; a full round takes some eleven minutes.
+Needs root: see bench_links.py. One of three servers is behind a link of its own; a quarter into the run that drops to a tenth. `stores move` has a
+spare take the shard's rows while the run trains; or `stores replace` does, which leaves the slow server at once; or the run is stopped, the shard
+moved, and the run goes on; or nothing is done, for 1.6 times what `stores move` took at most. Whole runs each, of five minutes where no link
+drops; a full round takes some forty minutes.
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ DROP = 10
 GAP_SECONDS, GAP_STEPS = 0.5, 5
 POLL_SECONDS = 0.05
 WARM_UP = 20  # steps that no median counts
-WAYS = NOTHING, MOVE, STOP = "nothing is done", "stores move", "stop, move, resume"
+WAYS = MOVE, REPLACE, STOP, NOTHING = "stores move", "stores replace", "stop, move, resume", "nothing is done"
+PATIENCE = 1.6  # times what the move took, until a run is given up in which nothing is done
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run went. seconds: from the start of its first call to the end of its last; ms: of each step; moving: the steps while rows moved."""
+    """How a run went. seconds: from the start of its first call to the end of its last; ms: of each step; moving: the steps while rows moved; digest:
+    None where it was given up before its end.
+    """
 
     seconds: float
     ms: Sequence[float]
     quarter: int
     moving: range
-    digest: str
+    digest: str | None
 
     @property
     def gap(self) -> float:
@@ -104,6 +108,14 @@ class Runs:
             time.sleep(POLL_SECONDS)
         return range(first, len(steps_of(run)))
 
+    def ends(self, training: subprocess.Popen[bytes], deadline: float) -> bool:
+        """Wait until the training ends; False where it does not before time.monotonic() is the deadline."""
+        try:
+            training.wait(None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def beside(self, quick: bool, number: int) -> dict[str, tuple[range, float]]:
         """A run whose shards are added, removed and moved one after the other, links as they are: of each, the steps meanwhile, and their time, of
         those right before and after. number: of the run.
@@ -133,8 +145,8 @@ class Runs:
             ratios[name] = steps, statistics.median(ms[at] for at in steps) / statistics.median(ms[at] for at in about)
         return ratios
 
-    def train(self, way: str, megabits: int, quarter: int, number: int = 0) -> Ending:
-        """One run. way: one of WAYS, or "fast link" where it does not drop; number: of the runs of that way."""
+    def train(self, way: str, megabits: float, quarter: int, number: int = 0, patience: float = math.inf) -> Ending:
+        """One run. way: one of WAYS, or "fast link" where it does not drop; number: of the runs of that way; patience: seconds it may take."""
         run = self.folder / f"{way.replace(' ', '-').replace(',', '')}-{number}"
         with self.servers(f"{run.name}-servers") as urls:
             spare = urls.pop(SPARE)
@@ -146,21 +158,26 @@ class Runs:
             try:
                 self.until(training, run, quarter)
                 if way != "fast link":
-                    self.link.limit(max(megabits // DROP, 1))
+                    self.link.limit(megabits / DROP)
                 if way == MOVE:
                     moving = self.moves(run, training, "move", str(SLOW_SHARD), spare)
+                elif way == REPLACE:
+                    self.call("stores", "replace", str(run), str(SLOW_SHARD), spare)
                 elif way == STOP:
                     training.send_signal(signal.SIGINT)
                     training.wait()
                     self.call("stores", "move", str(run), str(SLOW_SHARD), spare)
                     training = self.start(run, "--resume")
-                if training.wait():
+                if self.ends(training, begun + patience) and training.returncode:
                     raise SystemExit(f"{run.name}: failed; see {self.folder / run.name}.log")
             finally:
-                if training.poll() is None:
+                given_up = training.poll() is None
+                if given_up:
                     training.kill()
                     training.wait()
             seconds = time.monotonic() - begun
+            if given_up:
+                return Ending(seconds, steps_of(run), quarter, moving, None)
             self.link.limit(megabits)
             done = subprocess.run(
                 [sys.executable, "-m", "foreload.trainer.cli", "digest", str(run)], capture_output=True, text=True, check=True
@@ -177,24 +194,40 @@ def steps_of(run: Path) -> list[float]:
     return [record["ms"] for record in records if record["kind"] == "step"]
 
 
-def prepare(folder: Path, quick: bool) -> Path:
-    """Epochs over the same samples with few slots, so that rows go to and fro in every step."""
-    out = folder / "schedule"
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Made-up samples, epochs over them, and slots."""
+
+    rows: int
+    values: int
+    epochs: int
+    slots: int
+
+
+# Few slots, so that rows go to and fro in every step; and such a run of five minutes.
+BESIDE, QUICK_BESIDE = Samples(400_000, 20_000, 24, 40_000), Samples(100_000, 20_000, 40, 40_000)
+BEHIND, QUICK_BEHIND = Samples(400_000, 20_000, 60, 40_000), Samples(100_000, 60_000, 40, 60_000)
+
+
+def prepare(out: Path, samples: Samples) -> Path:
+    """A schedule over these."""
     if not (out / "schedule.json").exists():
-        rows, epochs = (100_000, 40) if quick else (400_000, 24)
-        tell(f"preparing {epochs} epochs of {rows:,} samples: {out}")
-        given = ["--format", "synthetic", "--rows", str(rows), "--values", "20000", "--epochs", str(epochs), "--slots", "40000"]
+        tell(f"preparing {samples.epochs} epochs of {samples.rows:,} samples: {out}")
+        given = ["--format", "synthetic", "--rows", str(samples.rows), "--values", str(samples.values)]
+        given += ["--epochs", str(samples.epochs), "--slots", str(samples.slots)]
         command = [sys.executable, "-m", "foreload.pipelines.prepare", *given, "--seed", str(SEED), "--batch-size", str(BATCH)]
         subprocess.run([*command, "--out", str(out)], stdout=subprocess.DEVNULL, check=True)
     return out
 
 
-def compared(runs: Runs, given: argparse.Namespace, megabits: int, quarter: int) -> dict[str, list[Ending]]:
+def compared(runs: Runs, given: argparse.Namespace, megabits: float, quarter: int) -> dict[str, list[Ending]]:
     """All ways in turn, each as often as the time allows."""
     endings: dict[str, list[Ending]] = {way: [] for way in WAYS}
 
     def run(way: str) -> float:
-        endings[way].append(runs.train(way, megabits, quarter, len(endings[way])))
+        known = max((moved.seconds for moved in endings[MOVE]), default=math.inf)
+        patience = PATIENCE * known if way == NOTHING else math.inf
+        endings[way].append(runs.train(way, megabits, quarter, len(endings[way]), patience))
         return endings[way][-1].seconds
 
     alternate({way: partial(run, way) for way in WAYS}, given.pairs, given.budget.until(0.97), 1)
@@ -229,7 +262,7 @@ def way_table(ways: Mapping[str, Sequence[Ending]], quarter: int, note: str) -> 
     for way, endings in ways.items():
         after = [of.median(range(max(of.moving.stop, quarter), len(of.ms))) for of in endings]
         rows.append([
-            way, f"{statistics.median(of.seconds for of in endings):.1f}", *(
+            way, f"{'' if endings[0].digest else '> '}{statistics.median(of.seconds for of in endings):.1f}", *(
                 "-" if math.isnan(values[0]) else f"{statistics.median(values):.1f}"
                 for values in ([of.median(range(WARM_UP, quarter)) for of in endings], [of.median(of.moving) for of in endings], after)
             ),
@@ -245,35 +278,41 @@ def way_table(ways: Mapping[str, Sequence[Ending]], quarter: int, note: str) -> 
         "steps while rows moved",
         "runs",
     ]
-    return Table("A shard whose link drops to a tenth", columns, rows, f"{note} Medians over the runs; all digests are equal.")
+    told = "Medians over the runs; all digests are equal. A time with > is that of a run that was given up."
+    return Table("A shard whose link drops to a tenth", columns, rows, f"{note} {told}")
 
 
 def measure(given: argparse.Namespace, link: Link) -> None:
     """All ways, and the claims."""
-    folder = given.out / "work" / ("migration-quick" if given.quick else "migration")
+    folder = (given.out / "work" / ("migration-quick" if given.quick else "migration")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    schedule = prepare(folder, given.quick)
-    steps = json.loads((schedule / "schedule.json").read_text())["counts"]["training_steps"]
-    quarter = steps // 4
-    runs = Runs(folder.absolute(), schedule.absolute(), link)
+    beside_runs = Runs(folder, prepare(folder / "beside", QUICK_BESIDE if given.quick else BESIDE), link)
     beside: dict[str, list[float]] = {}
     for number in range(given.pairs):
         if number and time.monotonic() > given.budget.until(0.15):
             break
-        for name, (moving, over) in runs.beside(given.quick, number).items():
+        for name, (moving, over) in beside_runs.beside(given.quick, number).items():
             tell(f"{name}: {len(moving)} steps meanwhile, {over:.3f} x others")
             beside.setdefault(name, []).append(over)
+    samples = QUICK_BEHIND if given.quick else BEHIND
+    schedule = prepare(folder / "behind", samples)
+    steps = json.loads((schedule / "schedule.json").read_text())["counts"]["training_steps"]
+    quarter = steps // 4
+    runs = Runs(folder, schedule, link)
     before = sum(link.bytes_passed())
     fast = runs.train("fast link", 10_000, quarter)
     # Both ways together, less than what the busier one takes twice.
     per_second = (sum(link.bytes_passed()) - before) / 2 * 8 / (sum(fast.ms) / 1000)
-    megabits = max(round(per_second / 1e6 / NORMAL_USE), DROP)
-    tell(f"the link: {megabits} Mbit/s, {megabits // DROP} from step {quarter} on")
+    megabits = round(per_second / 1e6 / NORMAL_USE, 1)
+    tell(f"the link: {megabits:g} Mbit/s, a tenth from step {quarter} on")
     ways = compared(runs, given, megabits, quarter)
-    digests = {ending.digest for ending in (fast, *(ending for endings in ways.values() for ending in endings))}
+    digests = {ending.digest for ending in (fast, *(ending for endings in ways.values() for ending in endings))} - {None}
     if len(digests) != 1:
-        raise SystemExit(f"the digests differ: {', '.join(sorted(digests))}")
-    note = f"{steps:,} steps; the link of one of three shards ({PARITY}) drops from {megabits} to {megabits // DROP} Mbit/s after step {quarter}."
+        raise SystemExit(f"the digests differ: {', '.join(map(str, digests))}")
+    note = (
+        f"{steps:,} steps, {samples.slots:,} slots; the link of one of three shards ({PARITY}) drops from {megabits:g} to {megabits / DROP:g} Mbit/s "
+        f"after step {quarter}."
+    )
     table = way_table({"the link does not drop": [fast], **ways}, quarter, note)
     settings = {"rounds": len(ways[MOVE]), "runs beside training": len(next(iter(beside.values())))}
     claims = claims_of(ways, beside, quarter)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,14 +108,6 @@ class Runs:
             time.sleep(POLL_SECONDS)
         return range(first, len(steps_of(run)))
 
-    def ends(self, training: subprocess.Popen[bytes], deadline: float) -> bool:
-        """Wait until the training ends; False where it does not before time.monotonic() is the deadline."""
-        try:
-            training.wait(None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def beside(self, quick: bool, number: int) -> dict[str, tuple[range, float]]:
         """A run whose shards are added, removed and moved one after the other, links as they are: of each, the steps meanwhile, and their time, of
         those right before and after. number: of the run.
@@ -168,8 +160,9 @@ class Runs:
                     training.wait()
                     self.call("stores", "move", str(run), str(SLOW_SHARD), spare)
                     training = self.start(run, "--resume")
-                if self.ends(training, begun + patience) and training.returncode:
-                    raise SystemExit(f"{run.name}: failed; see {self.folder / run.name}.log")
+                with suppress(subprocess.TimeoutExpired):
+                    if training.wait(begun + patience - time.monotonic()):
+                        raise SystemExit(f"{run.name}: failed; see {self.folder / run.name}.log")
             finally:
                 given_up = training.poll() is None
                 if given_up:

@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+_PIECE_BYTES = 1 << 16
 
-def _pass_on(source: socket.socket, target: socket.socket, delay_seconds: float) -> None:
+
+def _pass_on(source: socket.socket, target: socket.socket, delay_seconds: float, piece_bytes: int = _PIECE_BYTES) -> None:
     with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
+        while data := source.recv(piece_bytes):
             # The delay is what it is for, and nothing is synchronised by it.
             time.sleep(delay_seconds)
             target.sendall(data)
@@ -21,50 +23,22 @@ def _pass_on(source: socket.socket, target: socket.socket, delay_seconds: float)
 
 
 @contextlib.contextmanager
-def delayed(url: str, delay_seconds: float) -> Iterator[str]:
-    """The URL of a proxy before the server at `url`; every piece of an answer waits for so long. It serves one connection."""
+def _proxy(url: str, answer_seconds: float, request_seconds: float, piece_bytes: int) -> Iterator[str]:
+    """The URL of a proxy before the server at `url`, which serves one connection. Each piece of an answer, or of a request, waits for so long; of a
+    request it takes pieces of so many bytes at most.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as server:
+        if piece_bytes < _PIECE_BYTES:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, piece_bytes)
         server.connect(urlsplit(url).path)
         clients: list[socket.socket] = []
 
         def serve() -> None:
             client, _ = listener.accept()
             clients.append(client)
-            back = threading.Thread(target=_pass_on, args=(server, client, delay_seconds))
+            back = threading.Thread(target=_pass_on, args=(server, client, answer_seconds))
             back.start()
-            _pass_on(client, server, 0.0)
-            back.join()
-            client.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
-        for client in clients:
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
-@contextlib.contextmanager
-def narrow(url: str, piece_bytes: int, seconds: float) -> Iterator[str]:
-    """The URL of a proxy before the server at `url`, as behind a slow link: each time that so long has passed, it takes a piece of what is sent. It
-    serves one connection.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as server:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, piece_bytes)
-        server.connect(urlsplit(url).path)
-
-        def serve() -> None:
-            client, _ = listener.accept()
-            back = threading.Thread(target=_pass_on, args=(server, client, 0.0))
-            back.start()
-            with contextlib.suppress(OSError):
-                while data := client.recv(piece_bytes):
-                    # As slow as that it is meant to be.
-                    time.sleep(seconds)
-                    server.sendall(data)
-            with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)
+            _pass_on(client, server, request_seconds, piece_bytes)
             back.join()
             client.close()
 
@@ -73,4 +47,19 @@ def narrow(url: str, piece_bytes: int, seconds: float) -> Iterator[str]:
         try:
             yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
         finally:
+            for client in clients:
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+def delayed(url: str, delay_seconds: float) -> contextlib.AbstractContextManager[str]:
+    """The URL of a proxy before the server at `url`; every piece of an answer waits for so long. It serves one connection."""
+    return _proxy(url, delay_seconds, 0.0, _PIECE_BYTES)
+
+
+def narrow(url: str, piece_bytes: int, seconds: float) -> contextlib.AbstractContextManager[str]:
+    """The URL of a proxy before the server at `url`, as behind a slow link: each time that so long has passed, it takes a piece of what is sent. It
+    serves one connection.
+    """
+    return _proxy(url, 0.0, seconds, piece_bytes)

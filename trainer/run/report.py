@@ -267,8 +267,8 @@ class RunReport:
         with self._room():
             if written not in self._told:
                 self._metrics.write(written)
-            for name, value in () if written in self._told else _metric_scalars(line):
-                self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
+                for name, value in _metric_scalars(line):
+                    self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
         place = (f", step {report.step}" if self._is_amid(report.step) else "") + (f", {report.set}" if report.set else "")
         told = "; ".join(metric_lines(line, ", "))
         self._display.write(f"epoch {report.epoch + 1}{place}: {told} on {report.samples:,} samples")

@@ -197,9 +197,9 @@ class Samples:
     slots: int
 
 
-# Few slots, so that rows go to and fro in every step; and such a run of five minutes.
+# Few slots, so that rows go to and fro in every step; and a run of five minutes whose slots hold nine tenths of its rows.
 BESIDE, QUICK_BESIDE = Samples(400_000, 20_000, 24, 40_000), Samples(100_000, 20_000, 40, 40_000)
-BEHIND, QUICK_BEHIND = Samples(400_000, 20_000, 60, 40_000), Samples(100_000, 60_000, 40, 60_000)
+BEHIND, QUICK_BEHIND = Samples(2_000_000, 600_000, 34, 1_400_000), Samples(100_000, 60_000, 40, 60_000)
 
 
 def prepare(out: Path, samples: Samples) -> Path:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 
 
 @dataclass(slots=True)
@@ -16,6 +17,11 @@ class ShardLoad:
     seconds: float = 0.0
     held_up: float = 0.0
     bytes: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Seconds that its answers took."""
+        return self.seconds / self.exchanges if self.exchanges else 0.0
 
     def add(self, other: ShardLoad) -> None:
         """Count in what was counted elsewhere, or at another time."""
@@ -32,3 +38,29 @@ def together(counted: Iterable[dict[int, ShardLoad]]) -> dict[int, ShardLoad]:
         for shard, load in loads.items():
             total.setdefault(shard, ShardLoad()).add(load)
     return dict(sorted(total.items()))
+
+
+def since(before: Mapping[int, ShardLoad], now: Mapping[int, ShardLoad]) -> dict[int, ShardLoad]:
+    """What was counted between two moments, by shard; of a shard that was counted anew meanwhile, all."""
+    nothing = ShardLoad()
+    counted = {}
+    for shard, load in now.items():
+        at_first = before.get(shard, nothing)
+        if at_first.exchanges > load.exchanges:
+            at_first = nothing
+        counted[shard] = ShardLoad(
+            load.exchanges - at_first.exchanges,
+            load.seconds - at_first.seconds,
+            load.held_up - at_first.held_up,
+            load.bytes - at_first.bytes,
+        )
+    return counted
+
+
+def slower(shard: int, loads: Mapping[int, ShardLoad], times: float, seconds: float) -> float | None:
+    """How many times the median of the others' a shard's answers took, on average; None where that is not so many times, or not so much longer."""
+    others = [load.mean for other, load in loads.items() if other != shard and load.exchanges]
+    if shard not in loads or not others:
+        return None
+    own, of_others = loads[shard].mean, median(others)
+    return own / of_others if of_others and own > max(times * of_others, of_others + seconds) else None

@@ -134,13 +134,15 @@ class WriteBackStaging:
         """Whether there is a batch to cut."""
         return any(self._queues.values())
 
-    def cut(self, cursors: np.ndarray) -> WriteBackBatch | None:
-        """The next batch: rows of the shape that has waited longest; None when nothing waits. cursors: as `LaneStripes.arrange` has it."""
+    def cut(self, cursors: np.ndarray, most: int = BATCH_ROWS) -> WriteBackBatch | None:
+        """The next batch: rows of the shape that has waited longest; None when nothing waits. cursors: as `LaneStripes.arrange` has it. most: rows,
+        and parity rows, on a store shard.
+        """
         waiting = [(queue[0].boundary, shape) for shape, queue in self._queues.items() if queue]
         if not waiting:
             return None
         shape = min(waiting)[1]
-        pieces = self._take(self._queues[shape], len(cursors))
+        pieces = self._take(self._queues[shape], len(cursors), most)
         self.number += 1
         rows_of: dict[int, int] = {}
         for boundary, _, places in pieces:
@@ -169,14 +171,14 @@ class WriteBackStaging:
         parity = np.zeros((len(placed.entry_fields), row_bytes), np.uint8)
         return WriteBackBatch(self.number, table, ordinal, placed, new, old, parity, rows_of, fresh, shape, _baseless(baseless))
 
-    def _take(self, queue: deque[_Chunk], shards: int) -> list[tuple[int, EndedRows, np.ndarray]]:
+    def _take(self, queue: deque[_Chunk], shards: int, most: int) -> list[tuple[int, EndedRows, np.ndarray]]:
         """Rows from the front of a queue, as many as a batch may have: (boundary, ended rows, places)."""
         counts = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
         pieces = []
         while queue:
             chunk = queue[0]
             ended, left = chunk.ended, len(chunk.places) - chunk.first
-            fits = self.stripes.room_for(ended.table, ended.ordinal, chunk.places, chunk.first, BATCH_ROWS, counts)
+            fits = self.stripes.room_for(ended.table, ended.ordinal, chunk.places, chunk.first, most, counts)
             if fits:
                 pieces.append((chunk.boundary, ended, chunk.places[chunk.first : chunk.first + fits]))
                 chunk.first += fits

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from foreload.cache.client.load import ShardLoad, since, slower
 from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import COMMAND_ROWS, Read, Store
 from foreload.cache.client.url import StoreUrl, parse_url
@@ -20,6 +21,7 @@ from foreload.cache.parity.decoding import StripePlaces, plan_decoding
 from foreload.cache.parity.migrating_rows import MigratingRows, migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.protocol.adaptive_size import AdaptiveSize
 from foreload.cache.protocol.background import SHARE, Task
 from foreload.cache.protocol.fence import fence_all
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites
@@ -33,10 +35,11 @@ from foreload.cache.rows.fields import words
 
 CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
 MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less
-_ROWS_COUNT = 0.7  # half as many rows take less than this share of the time: it is they that take it
 _SHARE_OF_SLOW = 0.5  # of the traffic thread's time, where rows leave a shard that is slower than decoding them from others
 FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where that takes longer
-TRY_AGAIN = 32  # chunks after which the slower way of getting rows is tried once more
+# A shard that rows leave is not read from any more where its answers take so many times as long as others', and so many seconds longer, on average
+# of at least so many exchanges.
+_FAR_SLOWER, _FAR_SLOWER_SECONDS, EXCHANGES = 3.0, 0.01, 8
 Command = tuple[bytes | str, ...]
 
 
@@ -56,26 +59,6 @@ def changed(answers: list[object]) -> tuple[int, int]:
     done = answers[-1]
     assert isinstance(done, list)
     return sum(int(str(one)) for one in done[:-1]), int(str(done[-1]))
-
-
-@dataclass(slots=True)
-class ChunkSize:
-    """How many rows to a shard a chunk has: few enough not to be in the way of the training, unless it is answers that take the time, not rows, as
-    behind a slow link.
-    """
-
-    rows: int = FIRST_ROWS
-    _took: dict[int, float] = field(default_factory=dict)  # seconds of the last chunk of so many rows
-
-    def note(self, took: float) -> None:
-        """A chunk of so many rows has taken so many seconds."""
-        rows = self.rows
-        self._took[rows] = took
-        half, twice = self._took.get(rows // 2, 0.0), self._took.get(2 * rows, 0.0)
-        if took > CHUNK_SECONDS and rows > FEWEST_ROWS and half < _ROWS_COUNT * took:
-            self.rows = rows // 2
-        elif took < CHUNK_SECONDS / 2 or (took < MOST_CHUNK_SECONDS and _ROWS_COUNT * twice < took):
-            self.rows = min(2 * rows, COMMAND_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +94,8 @@ class Migration(Task):
         self._stored, self._shards, self._lanes, self._rounds = stored, stored.shards, lanes, rounds
         self._monitor, self._on_action, self._on_rows, self._on_news = monitor, on_action, on_rows, on_news
         self.term = term
-        self._size = ChunkSize()
-        self._since_tried = 0
-        self._row_seconds: dict[bool, float] = {}  # of a row that was read from where it is, and of one that was decoded
+        self._size = AdaptiveSize(min(FIRST_ROWS, COMMAND_ROWS), FEWEST_ROWS, COMMAND_ROWS, CHUNK_SECONDS, MOST_CHUNK_SECONDS)
+        self._loads: dict[int, ShardLoad] = {}  # as they were when they were last looked at
 
     # Any thread but the traffic's.
 
@@ -152,6 +134,7 @@ class Migration(Task):
         first = self._stored.placement.shard_count
         self._stored.placement = placement
         self._shards.place(placement, further)
+        self._loads = self._stored.store.loads
         for shard, why in enumerate(down, first):
             if why:
                 self._rounds.fail(shard, why[0])
@@ -203,8 +186,8 @@ class Migration(Task):
         for state in self._lanes.all:
             if int(self._places(state)) != ALL:
                 begun = time.monotonic()
-                if not self._move(state):
-                    self._size.note(time.monotonic() - begun)
+                self._move(state)
+                self._size.note(time.monotonic() - begun)
                 if not self.under_way:
                     self._stored.store.forget_loads()
                 self._note()
@@ -223,14 +206,16 @@ class Migration(Task):
         self._shards.note_migrated(share if self.under_way else 1.0)
         self._on_news(self._shards.snapshot)
 
-    def _move(self, state: LaneTraffic) -> bool:
-        """Move a lane's next rows; returns whether only few were tried."""
+    def _move(self, state: LaneTraffic) -> None:
+        """Move a lane's next rows."""
         stored, lane, stripes = self._stored, state.lane, state.writes.stripes
         begin = int(self._places(state))
-        decode, tried = self._choose()
-        chunk = self._next(lane, stripes, begin, tried)
-        if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating, decode):
-            return tried
+        self._look_at_source()
+        # Training waits for a slow shard the longer the less of the time goes into this.
+        self.share = SHARE if self._shards.avoided is None else _SHARE_OF_SLOW
+        chunk = self._next(lane, stripes, begin)
+        if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating):
+            return
         if chunk.migrating is not None:
             self._on_action("rows to move read")
         own = self._shards.of(lane)
@@ -252,32 +237,28 @@ class Migration(Task):
         own.places.migrated = np.uint64(chunk.end)
         self._on_action("rows moved")
         self._on_rows(int(arrive.sum()))
-        return tried
 
-    def _choose(self) -> tuple[bool, bool]:
-        """Whether the next rows are decoded rather than read from where they are, whichever takes less; and whether that is only tried, with few.
-
-        Rows that all leave one shard can be had from the others of their stripes, with parity: it may be a slow one.
+    def _look_at_source(self) -> None:
+        """Note where the rows that move all leave one shard that answers far later than others: with parity they are decoded from then on, and so
+        is what training fetches of them.
         """
-        known = self._row_seconds
-        if not self._stored.placement.r or len(self._stored.placement.leaving) != 1:
-            return False, False
-        if len(known) < 2:
-            return False in known, True
-        self._since_tried += 1
-        faster = known[True] < known[False]
-        # Then it is slow, and training waits for it the longer the less of its time goes into this.
-        self.share = _SHARE_OF_SLOW if faster else SHARE
-        if self._since_tried < TRY_AGAIN:
-            return faster, False
-        self._since_tried = 0
-        return not faster, True
+        stored = self._stored
+        if not stored.placement.r or len(stored.placement.leaving) != 1 or self._shards.avoided is not None:
+            return
+        (leaving,) = stored.placement.leaving
+        now = stored.store.loads
+        counted = since(self._loads, now)
+        if leaving not in counted or counted[leaving].exchanges < EXCHANGES:
+            return
+        self._loads = now
+        if slower(leaving, counted, _FAR_SLOWER, _FAR_SLOWER_SECONDS) is not None:
+            self._shards.avoid(leaving)
 
-    def _next(self, lane: int, stripes: LaneStripes, begin: int, few: bool) -> _Chunk:
+    def _next(self, lane: int, stripes: LaneStripes, begin: int) -> _Chunk:
         """The next rows of a lane that move, at most 2,048 to a shard, of one table."""
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
         table, first = cursor_place(begin)
-        most = min(FEWEST_ROWS if few else self._size.rows if self.throttled else COMMAND_ROWS, COMMAND_ROWS)
+        most = self._size.rows if self.throttled else COMMAND_ROWS
         while table < tables:
             migrating = migrating_rows(stripes, table, first, most, shards)
             # Where the table ends, the cursor goes on to the next: rows of this one that are written later are where they go to, too.
@@ -294,15 +275,12 @@ class Migration(Task):
             table, first = following
         return _Chunk(lane, tables, None, ALL, np.empty((0, 4), np.uint8))
 
-    def _get(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows, decode: bool) -> bool:
-        """Get a chunk's rows; False as `_read`."""
-        begun = time.monotonic()
-        got = self._decode(stripes, chunk, migrating) if decode else self._read(chunk, migrating)
-        self._row_seconds[decode] = (time.monotonic() - begun) / len(migrating.fields)
-        return got
+    def _get(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows) -> bool:
+        """Get a chunk's rows; False where a shard is lost since, and another attempt is to be made later."""
+        return self._read(chunk, migrating) if self._shards.avoided is None else self._decode(stripes, chunk, migrating)
 
     def _decode(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows) -> bool:
-        """Decode a chunk's rows, as if the shard that they leave were lost."""
+        """Decode a chunk's rows, as if the shard that they leave were lost; returns as `_get`."""
         table = np.full(len(migrating.fields), chunk.table, np.int16)
         wanted = StripePlaces(table, migrating.stripe, migrating.place)
         survivors = self._shards.without(self._stored.placement.leaving[0])
@@ -322,7 +300,7 @@ class Migration(Task):
         return not self._shards.lost
 
     def _read(self, chunk: _Chunk, migrating: MigratingRows) -> bool:
-        """Read a chunk's rows; False where a shard is lost since, and another attempt is to be made later."""
+        """Read a chunk's rows from where they are; returns as `_get`."""
         stored = self._stored
         found = [np.empty((len(at), chunk.rows.shape[1]), np.uint8) for _, at in _by(migrating.source)]
         reads = [

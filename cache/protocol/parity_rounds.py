@@ -6,6 +6,7 @@ of the batch before are acknowledged, and the batch is in the log. Data phase: t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -57,6 +58,7 @@ class ParityRounds(Rounds):
         self._code, self._failover, self._log = stored.placement.code, failover, log
         # Of each lane whose batch is in its parity phase: the markers that a shard may have.
         self._phase: dict[int, list[Marker]] = {}
+        self._parity_took = 0.0  # seconds, of the batches that are pending
 
     def run(self, fetches: Sequence[PlannedFetch]) -> bool:
         """Data phase of the batches before and read phase of the next, in one exchange; then the parity phase of these."""
@@ -64,7 +66,7 @@ class ParityRounds(Rounds):
         self._begin([state for state in lanes if state.writes.first is not None and state.writes.staging.waiting])
         cut: list[tuple[LaneWrites, WriteBackBatch]] = []
         for state in lanes:
-            batch = state.writes.staging.cut(self._shards.of(state.lane).cursors)
+            batch = state.writes.staging.cut(self._shards.of(state.lane).cursors, self._size.rows)
             if batch is not None:
                 cut.append((state.writes, batch))
         sent = [state.writes for state in lanes if state.writes.pending is not None]
@@ -174,17 +176,22 @@ class ParityRounds(Rounds):
         """
         for fetch in fetches:
             fetch.reads = plan_reads(self._stored, fetch.expected)
-        reads = [(fetch.writes.lane, planned.read) for fetch in fetches for planned in fetch.reads]
         parity = [(writes.lane, read) for writes, batch in cut for read in self._parity_reads(writes, batch)]
         out = [write for writes in sent for write in self._data_writes(writes)]
         if out:
             self._on_action("data leaves")
-        if reads:
+        if any(fetch.reads for fetch in fetches):
             self._on_action("fetch leaves")
         if parity:
             self._on_action("parity rows asked for")
-        self.exchange([*((lane, read) for lane, read in reads if self._shards.readable(lane, read.shard)), *parity], out)
+        for fetch in fetches:
+            for planned in fetch.reads:
+                planned.asked = self._shards.read_from(fetch.writes.lane, planned.read.shard)
+        asked = [(fetch.writes.lane, planned.read) for fetch in fetches for planned in fetch.reads if planned.asked]
+        begun = time.monotonic()
+        self.exchange([*asked, *parity], out)
         if out:
+            self._note_exchange(time.monotonic() - begun, out, [read for _, read in (*asked, *parity)], self._parity_took)
             self._on_action("data acknowledged")
         stats = RoundStats(fetched=fetches)
         # Before anything is decoded: a shard that comes back without these rows now is not the one that acknowledged them.
@@ -224,7 +231,9 @@ class ParityRounds(Rounds):
                 fresh = int(batch.fresh.parity_rows[shard])
                 out.append((writes.lane, self._stored.write(writes.lane, shard, *batch.parity_part(shard), marker, fresh)))
         self._on_action("parity leaves")
+        begun = time.monotonic()
         self.exchange([], out)
+        self._parity_took = time.monotonic() - begun
         self._on_action("parity acknowledged")
         self._phase.clear()
         for writes, batch in cut:
@@ -270,15 +279,21 @@ class ParityRounds(Rounds):
         left = [(fetch, planned) for fetch in fetches for planned in fetch.reads]
         decoded = 0
         while left:
-            decoded += self._decode_lost(left)
+            decoded += self._decode_unread(left)
             wanting: list[tuple[PlannedFetch, PlannedRead]] = []
             for fetch, planned in left:
                 lane, shard = fetch.writes.lane, planned.read.shard
                 try:
                     accept(self._stored, fetch.expected, planned, fetch.event.rows, fetch.places, self._check_tags)
                 except RowError as error:
-                    if planned.decoded:
+                    if planned.decoded and (planned.asked or not self._shards.readable(lane, shard)):
                         raise
+                    if planned.decoded:
+                        # It was decoded to be faster; now it is seen what is there.
+                        planned.decoded, planned.asked = False, True
+                        self.exchange([(lane, planned.read)], [])
+                        wanting.append((fetch, planned))
+                        continue
                     # Another read may have shown it already.
                     if self._shards.readable(lane, shard) and not self._distrusted(shard, error):
                         decoded += self._decode_alone(fetch, planned, error)
@@ -326,26 +341,33 @@ class ParityRounds(Rounds):
         if not all(self._shards.readable(lane, read.shard) and read.missing is None for read in reads):
             raise error
 
-    def _decode_lost(self, left: Sequence[tuple[PlannedFetch, PlannedRead]]) -> int:
-        """Fill the reads of shards that cannot be read from what is left of their stripes; returns how many rows that were."""
-        if self._shards.whole:
+    def _decode_unread(self, left: Sequence[tuple[PlannedFetch, PlannedRead]]) -> int:
+        """Fill the reads of shards that are not read from what is left of their stripes; returns how many rows that were."""
+        if all(planned.asked or planned.decoded for _, planned in left) and self._shards.whole:
             return 0
         k = self._stored.placement.k
         # Again where a shard is lost meanwhile, until what is decoded from is all there.
         while True:
             work: list[tuple[PlannedFetch, PlannedRead, Decoding]] = []
+            reads: list[tuple[int, Read]] = []
             for fetch, planned in left:
-                lane, stripes = fetch.writes.lane, fetch.writes.stripes
-                if planned.decoded or self._shards.readable(lane, planned.read.shard):
+                lane, stripes, shard = fetch.writes.lane, fetch.writes.stripes, planned.read.shard
+                if planned.decoded or (planned.asked and self._shards.readable(lane, shard)):
+                    continue
+                if self._shards.read_from(lane, shard):
+                    # It was avoided, until another was lost.
+                    planned.asked = True
+                    reads.append((lane, planned.read))
                     continue
                 rows = fetch.expected.select(planned.places)
                 wanted = StripePlaces.of_rows(rows.table, rows.ordinal, k)
                 row_bytes = planned.read.rows.shape[1]
-                plan = plan_decoding(stripes, self._shards.survivors(lane), wanted, row_bytes, self._stored.keys(lane))
+                plan = plan_decoding(stripes, self._shards.sources(lane), wanted, row_bytes, self._stored.keys(lane))
                 work.append((fetch, planned, plan))
-            reads = [(fetch.writes.lane, read) for fetch, _, plan in work for read in plan.reads]
+            sources = [(fetch.writes.lane, read) for fetch, _, plan in work for read in plan.reads]
+            reads += sources
             self.exchange(reads, [])
-            if all(self._shards.readable(lane, read.shard) for lane, read in reads) and not self.lacking(reads):
+            if all(self._shards.readable(lane, read.shard) for lane, read in reads) and not self.lacking(sources):
                 break
         for _, planned, plan in work:
             planned.read.rows[:] = plan.decode()

@@ -140,12 +140,14 @@ class Expected(RowColumns):
 class PlannedRead:
     """A Read of rows of one shape from one store shard.
 
-    places: int64 [n], of its rows among those that were asked for; shape: as in `RowShapes`; decoded: the stripes gave the rows, not the read.
+    places: int64 [n], of its rows among those that are wanted; shape: as in `RowShapes`; asked: the read was made; decoded: the stripes gave the
+    rows, not the read.
     """
 
     read: Read
     places: np.ndarray
     shape: int
+    asked: bool = False
     decoded: bool = False
 
 

@@ -6,6 +6,7 @@ fetches that are due. With parity it has three phases (`parity_rounds`).
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from typing import ClassVar
 
 from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import CacheError, StoreError
-from foreload.cache.protocol.batches import WriteBackBatch
+from foreload.cache.protocol.adaptive_size import AdaptiveSize
+from foreload.cache.protocol.batches import BATCH_ROWS, WriteBackBatch
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import (
@@ -23,6 +25,10 @@ from foreload.cache.protocol.reading import (
     check_marker,
     plan_reads,
 )
+
+# A batch has as many rows as one exchange takes so long for: fetches wait for it. Longer where fewer rows would take hardly less.
+BATCH_SECONDS, MOST_BATCH_SECONDS = 0.05, 0.25
+FEWEST_BATCH_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -62,6 +68,7 @@ class Rounds(ABC):
     ) -> None:
         self._stored, self._shards, self._lanes = stored, stored.shards, lanes
         self._check_tags, self._on_action, self._on_stats = check_tags, on_action, on_stats
+        self._size = AdaptiveSize(BATCH_ROWS, FEWEST_BATCH_ROWS, BATCH_ROWS, BATCH_SECONDS, MOST_BATCH_SECONDS)
 
     @abstractmethod
     def run(self, fetches: Sequence[PlannedFetch]) -> bool:
@@ -125,6 +132,16 @@ class Rounds(ABC):
         """The marker of a shard that has all of a batch, parity and data."""
         return Marker(batch.number, batch.number, self._shards.rebuilding(lane, shard))
 
+    def _note_exchange(
+        self, took: float, writes: Sequence[tuple[int, Write]], reads: Sequence[Read], before: float = 0.0
+    ) -> None:
+        """The rows of batches are acknowledged, after so many seconds; of an exchange with more to read that says nothing. before: seconds that their
+        parity took.
+        """
+        rows = [len(write.fields) for _, write in writes]
+        few = sum(len(read.fields) for read in reads) <= sum(rows)
+        self._size.note(max(before, took if few else 0.0), max(rows))
+
     def _released(self, sent: Sequence[LaneWrites], stats: RoundStats) -> None:
         """The pending batches of these lanes are acknowledged."""
         for writes in sent:
@@ -147,7 +164,7 @@ class PlainRounds(Rounds):
             if state.writes.first is not None:
                 # All markers change with each batch, so that of the first is enough.
                 state.writes.staging.number, state.writes.first = state.writes.first, None
-            state.writes.pending = state.writes.staging.cut(self._shards.of(state.lane).cursors)
+            state.writes.pending = state.writes.staging.cut(self._shards.of(state.lane).cursors, self._size.rows)
             if state.writes.pending is not None:
                 sent.append(state.writes)
         if not sent and not fetches:
@@ -160,8 +177,10 @@ class PlainRounds(Rounds):
             self._on_action("data leaves")
         if reads:
             self._on_action("fetch leaves")
+        begun = time.monotonic()
         self.exchange(reads, out)
         if out:
+            self._note_exchange(time.monotonic() - begun, out, [read for _, read in reads])
             self._on_action("data acknowledged")
         stats = RoundStats(fetched=fetches, bytes_read=sum(read.rows.nbytes for _, read in reads))
         self._released(sent, stats)

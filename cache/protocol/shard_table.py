@@ -148,6 +148,7 @@ class ShardTable:
         self._rebuilt = dict.fromkeys(range(len(self.urls)), 0.0)
         self._survivors: dict[bytes, Survivors] = {}
         self._migrated = 1.0 if not placement.migrating else 0.0
+        self.avoided: int | None = None  # rows are decoded rather than read from there, where they can be: it takes longer
         self._publish()
 
     # What others see.
@@ -209,6 +210,21 @@ class ShardTable:
         """From what the lane's rows on shards that are not readable are decoded. Raises RowsLost where some group has lost too many shards."""
         return self._survivors_of(self.of(lane).unreadable)
 
+    def read_from(self, lane: int, shard: int) -> bool:
+        """Whether rows of a lane are read from a shard: it has them all, and is not one that is avoided."""
+        return self.readable(lane, shard) and not self._unread(lane)[shard]
+
+    def sources(self, lane: int) -> Survivors:
+        """From what the lane's rows are decoded that are on shards which they are not read from. Raises as `survivors` does."""
+        return self._survivors_of(self._unread(lane))
+
+    def _unread(self, lane: int) -> np.ndarray:
+        unreadable = self.of(lane).unreadable
+        if self.avoided is None:
+            return unreadable
+        avoiding = unreadable | self.placement.mask([self.avoided])
+        return avoiding if self.covered(avoiding) else unreadable
+
     def without(self, shard: int) -> Survivors:
         """From what rows are decoded if one shard is not read; all others are. Raises RowsLost without parity."""
         return self._survivors_of(self.placement.mask([shard]))
@@ -242,6 +258,10 @@ class ShardTable:
         return True
 
     # What it changes.
+
+    def avoid(self, shard: int) -> None:
+        """Do not read rows from this shard where they can be decoded from others, since it takes longer, until rows move elsewhere."""
+        self.avoided = shard
 
     def forget(self, lane: int) -> None:
         """A lane is no longer this one's."""
@@ -277,6 +297,7 @@ class ShardTable:
         self.placement = placement
         self._rebuilt |= dict.fromkeys(range(len(self._rebuilt), len(self.urls)), 0.0)
         self._survivors.clear()
+        self.avoided = None
         for shard in placement.removed:
             self.lost.pop(shard, None)
         for own in self._lanes.values():

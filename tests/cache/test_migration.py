@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from delay_proxy import delayed
 from grids import covering
 from lane_owners import NAMESPACE, TIMEOUT, Died, History, Owner, check_all, dies_at
 from lane_program import make_program
@@ -28,6 +29,7 @@ from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.rehearsal import rehearse_migration
 from foreload.cache.protocol.server_probe import PROBE_PAUSE
+from foreload.cache.rows.fields import PARITY_BIT
 
 LANES = (0, 3)
 STEPS = 30
@@ -52,6 +54,16 @@ def stores(tmp_path: Path) -> Iterator[LocalStores]:
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are small, so that many lie between the steps."""
     monkeypatch.setattr(migration, "COMMAND_ROWS", 7)
+
+
+@pytest.fixture
+def slow_source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the shard that rows leave counts as far slower than others, whatever its answers take."""
+    slow: bool = request.param
+    if slow:
+        monkeypatch.setattr(migration, "slower", lambda *given: 10.0)
+        monkeypatch.setattr(migration, "EXCHANGES", 1)
+    return slow
 
 
 @dataclass(frozen=True)
@@ -135,15 +147,65 @@ def finished(owner: Owner, urls: Sequence[str], settled: Placement) -> None:
             assert sorted(names) == [MARKER, MIGRATED], "rows are left where all have moved away"  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "slow_source"), list(product(CASES, (False, True))), ids=str, indirect=["slow_source"])
 def test_rows_move_while_their_owner_trains(
-    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case, slow_source: bool
 ) -> None:
     owner = Owner(Store(stores.urls[: case.shards], TIMEOUT), histories, tmp_path, case.before, Ownership(1)).begin()
     owner.train(8)
     move(owner, case.migrating, stores.urls)
     owner.train()
-    finished(owner, stores.urls, through(owner))
+    settled = through(owner)
+    assert owner.traffic is not None
+    # Of a shard that is slow training reads nothing, if it can help it.
+    assert (owner.traffic.counters().rows_decoded > 0) == bool(slow_source and case.r and case.migrating.leaving)
+    finished(owner, stores.urls, settled)
+
+
+def test_a_source_whose_answers_take_long_is_read_no_more(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path
+) -> None:
+    case = Case("move", 3, 2, 1)
+    with delayed(stores.urls[1], 0.02) as slow:
+        urls = [stores.urls[0], slow, *stores.urls[2:]]
+        owner = Owner(Store(urls[:3], TIMEOUT), histories, tmp_path, case.before, Ownership(1)).begin()
+        assert owner.traffic is not None
+        owner.train(8)
+        assert not owner.traffic.counters().rows_decoded
+        move(owner, case.migrating, urls)
+        owner.train()
+        settled = through(owner)
+        assert owner.traffic.counters().rows_decoded > 0
+        assert owner.stored.shards.avoided is None
+        finished(owner, stores.urls, settled)
+
+
+@pytest.mark.parametrize("shard", range(3))
+def test_what_is_decoded_only_to_be_faster_is_read_where_others_have_it_wrong(
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, shard: int
+) -> None:
+    placement = Placement.spread(3, 2, 1)
+    owner = Owner(Store(stores.urls[:3], TIMEOUT), histories, tmp_path, placement, Ownership(1)).begin()
+    assert owner.traffic is not None
+    owner.train(12)
+    wrong = 0
+    with Store(stores.urls, TIMEOUT) as store:
+        for lane, other in product(LANES, {0, 1, 2} - {shard}):
+            key = lane_key(NAMESPACE, lane, owner.stored.shards.of(lane).epochs[other])
+            names = store.command(other, "HKEYS", key)
+            assert isinstance(names, list)
+            for name in names:
+                value = store.command(other, "HGET", key, name)
+                assert isinstance(value, bytes)
+                if name not in (MARKER, MIGRATED) and int.from_bytes(name, "big") & int(PARITY_BIT):
+                    wrong += 1
+                    store.command(other, "HSET", key, name, bytes(byte ^ 0x5A for byte in value))
+    assert wrong
+    owner.stored.shards.avoid(shard)
+    owner.train()  # which looks at every row
+    assert owner.traffic.counters().rows_decoded > 0
+    assert owner.traffic.shards.whole
+    owner.abandon()
 
 
 @pytest.mark.parametrize("case", [Case("move", 2, 1, 0), Case("move", 3, 2, 1)], ids=str)
@@ -154,7 +216,7 @@ def test_a_move_compiles_nothing_that_was_not_rehearsed(
     rehearse_migration(case.before)
     rehearsed = [list(function.signatures) for function in compiled]
     assert all(rehearsed)
-    test_rows_move_while_their_owner_trains(stores, histories, tmp_path, case)
+    test_rows_move_while_their_owner_trains(stores, histories, tmp_path, case, slow_source=False)
     assert [list(function.signatures) for function in compiled] == rehearsed
 
 
@@ -306,10 +368,12 @@ def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
     check_all(live(stores.urls, settled), histories, settled, last)
 
 
-LOST_SHARDS = list(product(PROTECTED, ACTIONS, (1, 4), range(5), ("dies", "forgets")))
+LOST_SHARDS = list(product(PROTECTED, ACTIONS, (1, 4), range(5), ("dies", "forgets"), (False, True)))
 
 
-@pytest.mark.parametrize(("case", "action", "count", "shard", "how"), covering(LOST_SHARDS, 37), ids=str)
+@pytest.mark.parametrize(
+    ("case", "action", "count", "shard", "how", "slow_source"), covering(LOST_SHARDS, 61), ids=str, indirect=["slow_source"]
+)
 def test_a_shard_is_lost_amid_a_move(
     stores: LocalStores,
     histories: Mapping[int, History],
@@ -319,6 +383,7 @@ def test_a_shard_is_lost_amid_a_move(
     count: int,
     shard: int,
     how: str,
+    slow_source: bool,
 ) -> None:
     placement = case.migrating
     shard = min(shard, placement.shard_count - 1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from foreload.cache.client.load import ShardLoad
+from foreload.cache.client.load import ShardLoad, slower
 
 _SLOW = 1.5  # x the median of the others' answers
 _SLOW_SECONDS = 0.0005  # and so much longer, at least: differences below are those of processors, not of servers or links
@@ -26,7 +26,7 @@ def told(loads: Mapping[int, ShardLoad], steps: int) -> list[dict[str, Any]]:
         {
             "shard": shard,
             "exchanges": load.exchanges,
-            "ms_answer": 1000 * _mean(load),
+            "ms_answer": 1000 * load.mean,
             "ms_a_step": 1000 * load.held_up / max(steps, 1),
             "bytes": load.bytes,
             "slow": _slow(shard, loads, steps),
@@ -50,17 +50,10 @@ def lines(shards: Sequence[Mapping[str, Any]]) -> list[str]:
     return words
 
 
-def _mean(load: ShardLoad) -> float:
-    return load.seconds / load.exchanges if load.exchanges else 0.0
-
-
 def _slow(shard: int, loads: Mapping[int, ShardLoad], steps: int) -> float | None:
-    own, others = loads[shard], [load for other, load in loads.items() if other != shard and load.exchanges]
-    if not others or own.exchanges < _LEAST_EXCHANGES:
-        return None
-    of_others = median(_mean(load) for load in others)
-    much = _mean(own) > max(_SLOW * of_others, of_others + _SLOW_SECONDS) and own.held_up > _SLOW_STEP_SECONDS * steps
-    return _mean(own) / of_others if much and of_others else None
+    own = loads[shard]
+    much = own.exchanges >= _LEAST_EXCHANGES and own.held_up > _SLOW_STEP_SECONDS * steps
+    return slower(shard, loads, _SLOW, _SLOW_SECONDS) if much else None
 
 
 def _hot(shard: int, loads: Mapping[int, ShardLoad]) -> float | None:

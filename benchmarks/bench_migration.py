@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench_links import Link, Unavailable, listen
 from comparison import Cell, Claim, Ratio, Results, Table, alternate, arguments, save, spread, tell
@@ -32,7 +33,7 @@ from workload import BATCH, SEED
 TRAINERS, PARITY = 1, "2+1"
 PORT = 7100
 TITLE = "Rows that move while a run trains"
-REST_STEPS = 100  # between two moves; those without are compared with those while rows move
+REST_STEPS = 200  # between two moves; those without are compared with those while rows move
 MOST_STEP = 1.1  # times a step without
 SLOW_SHARD, SPARE = 2, 3
 NORMAL_USE = 1 / 3  # of the slow shard's link, before it drops: a tenth of it is then less than training asks for
@@ -95,18 +96,22 @@ class Runs:
 
     def until(self, training: subprocess.Popen[bytes], run: Path, step: int) -> None:
         """Wait until a step is through; SystemExit where the training ends before."""
-        while len(steps_of(run)) <= step:
+        told = Lines(run / "metrics.jsonl")
+        while not any(record["kind"] == "step" and record["step"] >= step for record in told.more()):
             if training.poll() is not None:
                 raise SystemExit(f"{run.name}: ended before step {step}; see {self.folder / run.name}.log")
             time.sleep(POLL_SECONDS)
 
     def moves(self, run: Path, training: subprocess.Popen[bytes], *words: str) -> range:
-        """Have rows moved while a run trains: the steps meanwhile."""
-        first = len(steps_of(run))
+        """Have rows moved while a run trains: the steps from when trainers are told to when all is there."""
+        told = Lines(run / "events.jsonl")
+        told.more()
         self.call("stores", words[0], str(run), *words[1:])
-        while training.poll() is None and json.loads((run / "placement.json").read_text()).get("target") is not None:
+        steps: dict[str, int] = {}
+        while "rows-moved" not in steps and training.poll() is None:
+            steps |= {event["kind"]: event["step"] for event in told.more()}
             time.sleep(POLL_SECONDS)
-        return range(first, len(steps_of(run)))
+        return range(steps["rows-move"], steps.get("rows-moved", len(steps_of(run))))
 
     def beside(self, quick: bool, number: int) -> dict[str, tuple[range, float]]:
         """A run whose shards are added, removed and moved one after the other, links as they are: of each, the steps meanwhile, and their time, of
@@ -118,12 +123,14 @@ class Runs:
             store = ",".join(servers.urls[:3])
             new = ("--store", store, "--parity", PARITY, "--trainers", str(TRAINERS), "--dim", "16", "--overwrite")
             training = self.start(run, *new)
-            moving: dict[str, range] = {}
+            told: dict[str, tuple[int, range]] = {}
             try:
                 self.until(training, run, WARM_UP + rest)
                 for words in (("add", *servers.urls[3:5]), ("remove", "1"), ("move", "0", servers.urls[5])):
-                    moving[f"stores {words[0]}"] = self.moves(run, training, *words)
-                    self.until(training, run, len(steps_of(run)) + rest)
+                    asked = len(steps_of(run))
+                    moving = self.moves(run, training, *words)
+                    told[f"stores {words[0]}"] = asked, moving
+                    self.until(training, run, moving.stop + rest)
                 training.send_signal(signal.SIGINT)
                 training.wait()
             finally:
@@ -132,9 +139,10 @@ class Runs:
                     training.wait()
             ms = steps_of(run)
         ratios = {}
-        for name, steps in moving.items():
-            about = [*range(max(steps.start - rest, WARM_UP), steps.start), *range(steps.stop, min(steps.stop + rest, len(ms)))]
-            ratios[name] = steps, statistics.median(ms[at] for at in steps) / statistics.median(ms[at] for at in about)
+        for name, (asked, moving) in told.items():
+            # Without those during which the command itself starts, which takes a processor here that trainers want.
+            about = [*range(max(asked - rest, WARM_UP), asked), *range(moving.stop, min(moving.stop + rest, len(ms)))]
+            ratios[name] = moving, statistics.median(ms[at] for at in moving) / statistics.median(ms[at] for at in about)
         return ratios
 
     def train(self, way: str, megabits: float, quarter: int, number: int = 0, patience: float = math.inf) -> Ending:
@@ -178,13 +186,26 @@ class Runs:
             return Ending(seconds, steps_of(run), quarter, moving, done.stdout.strip())
 
 
+class Lines:
+    """The lines of a file of JSON, which grows; one that is being written counts later. So little is done meanwhile, beside what is measured."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self._read = file, 0
+
+    def more(self) -> list[Mapping[str, Any]]:
+        """What has come since the last time."""
+        if not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            file.seek(self._read)
+            whole, _, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + 1 if whole else 0
+        return [json.loads(line) for line in whole.splitlines()]
+
+
 def steps_of(run: Path) -> list[float]:
-    """ms of each step that a run has told of; a line that is being written counts later."""
-    if not (run / "metrics.jsonl").exists():
-        return []
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record["ms"] for record in records if record["kind"] == "step"]
+    """ms of each step that a run has told of."""
+    return [record["ms"] for record in Lines(run / "metrics.jsonl").more() if record["kind"] == "step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +220,7 @@ class Samples:
 
 # Few slots, so that rows go to and fro in every step; and a run of five minutes whose slots hold nine tenths of its rows.
 BESIDE, QUICK_BESIDE = Samples(400_000, 20_000, 24, 40_000), Samples(100_000, 20_000, 40, 40_000)
-BEHIND, QUICK_BEHIND = Samples(2_000_000, 600_000, 34, 1_400_000), Samples(100_000, 60_000, 40, 60_000)
+BEHIND, QUICK_BEHIND = Samples(1_000_000, 300_000, 80, 720_000), Samples(100_000, 60_000, 40, 60_000)
 
 
 def prepare(out: Path, samples: Samples) -> Path:

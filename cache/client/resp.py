@@ -125,6 +125,12 @@ def hset(key: bytes, fields: np.ndarray, rows: np.ndarray, marker: bytes | None,
     return Request(head, NumberReply(), len(template), np.ascontiguousarray(fields), rows)
 
 
+def hdel(key: bytes, fields: np.ndarray) -> Request:
+    """HDEL of fields (uint64 [n])."""
+    head = _head(b"HDEL", key, 2 + len(fields), _FIELD_TEMPLATE, b"")
+    return Request(head, PlainReply(), len(_FIELD_TEMPLATE), np.ascontiguousarray(fields))
+
+
 def plain(*words: bytes | str | int) -> Request:
     """Any command, with any reply."""
     return Request(np.frombuffer(encode_command(*words), np.uint8), PlainReply())

@@ -34,6 +34,7 @@ from foreload.cache.errors import (
     StoreUnavailable,
 )
 
+Command = Sequence[bytes | str | int] | Request  # its words, or as it is made for arrays
 COMMAND_ROWS = 2048  # of one command, at most: a server does nothing else meanwhile
 _REMOVED = StoreError("store: this shard was removed")
 _NOWHERE = parse_url("redis://removed.invalid:6379")  # in the place of its URL
@@ -306,15 +307,18 @@ class Store:
             self._connections.perform({shard: requests})
         return [request.reply.value for request in requests if isinstance(request.reply, PlainReply)]
 
-    def ask(
-        self, commands: Mapping[int, Sequence[Sequence[bytes | str | int]]]
-    ) -> tuple[dict[int, list[object]], dict[int, StoreError]]:
-        """Occasional commands to several shards at once, as `commands_at_once` has them: the answers by shard, and of the others why there are none.
+    def ask(self, commands: Mapping[int, Sequence[Command]]) -> tuple[dict[int, list[object]], dict[int, StoreError]]:
+        """Occasional commands to several shards at once, as `commands_at_once` has them, or as requests: the answers by shard, and of the others why
+        there are none.
 
         A shard that fails is treated as `attempt` does, and so is Fenced.
         """
         failures = {shard: error for shard, error in self.down.items() if shard in commands}
-        requests = {shard: [plain(*words) for words in of_shard] for shard, of_shard in commands.items() if shard not in failures}
+        requests = {
+            shard: [command if isinstance(command, Request) else plain(*command) for command in of_shard]
+            for shard, of_shard in commands.items()
+            if shard not in failures
+        }
         # Performing them leaves out those that are answered.
         self._connections.perform(dict(requests), failures)
         answers = {

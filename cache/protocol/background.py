@@ -34,9 +34,10 @@ class Task(ABC):
             return None
         return max(self._not_before - time.monotonic(), 0.0) if self.throttled else 0.0
 
-    def work(self) -> None:
-        """Do a chunk, and put the next one off for as long as the share of the time asks."""
+    def work(self, flush_pending: Callable[[], object]) -> None:
+        """Do a chunk, once no batch is under way, and put the next one off for as long as the share of the time asks."""
         begun = time.monotonic()
+        flush_pending()
         self.chunk()
         now = time.monotonic()
         self._not_before = now + (now - begun) * (1 / self.share - 1)
@@ -70,6 +71,5 @@ class Background:
         with self._monitor:
             due = [task for task in self._tasks if task.delay() == 0.0]
         for task in due:
-            flush_pending()
-            task.work()
+            task.work(flush_pending)
         return bool(due)

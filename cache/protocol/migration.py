@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreload.cache.client.load import ShardLoad, since, slower
-from foreload.cache.client.resp import MARKER, MIGRATED
-from foreload.cache.client.store import COMMAND_ROWS, Read, Store
+from foreload.cache.client.resp import MARKER, MIGRATED, hdel
+from foreload.cache.client.store import COMMAND_ROWS, Command, Read, Store
 from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import CopyLost, StoreUnavailable
 from foreload.cache.parity.decoding import StripePlaces, plan_decoding
@@ -22,7 +22,7 @@ from foreload.cache.parity.migrating_rows import MigratingRows, migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.adaptive_size import AdaptiveSize
-from foreload.cache.protocol.background import SHARE, Task
+from foreload.cache.protocol.background import Task
 from foreload.cache.protocol.fence import fence_all
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites
 from foreload.cache.protocol.marker import Marker
@@ -31,16 +31,15 @@ from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows, missing_value
 from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.protocol.shard_table import ShardSnapshot, cursor_at, cursor_place
-from foreload.cache.rows.fields import words
 
 CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
 MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less
-_SHARE_OF_SLOW = 0.5  # of the traffic thread's time, where rows leave a shard that is slower than decoding them from others
+_SHARE = 0.125  # of the traffic thread's time, at most: nothing is unprotected meanwhile
+_SHARE_OF_SLOW = 0.5  # where rows leave a shard that is far slower than others: training waits for that the longer the less of the time this has
 FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where that takes longer
 # A shard that rows leave is not read from any more where its answers take so many times as long as others', and so many seconds longer, on average
 # of at least so many exchanges.
 _FAR_SLOWER, _FAR_SLOWER_SECONDS, EXCHANGES = 3.0, 0.01, 8
-Command = tuple[bytes | str, ...]
 
 
 def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Migrated) -> list[Command]:
@@ -50,7 +49,7 @@ def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Mig
     """
     told = (MIGRATED, migrated.stored()) if marker is None else (MARKER, marker.stored(), MIGRATED, migrated.stored())
     parts = [names[first : first + COMMAND_ROWS] for first in range(0, len(names), COMMAND_ROWS)]
-    deletions: list[Command] = [("HDEL", key, *words(part)) for part in parts]
+    deletions = [hdel(key, part) for part in parts]
     return [("MULTI",), *deletions, ("HSET", key, *told), ("EXEC",)]
 
 
@@ -211,8 +210,7 @@ class Migration(Task):
         stored, lane, stripes = self._stored, state.lane, state.writes.stripes
         begin = int(self._places(state))
         self._look_at_source()
-        # Training waits for a slow shard the longer the less of the time goes into this.
-        self.share = SHARE if self._shards.avoided is None else _SHARE_OF_SLOW
+        self.share = _SHARE if self._shards.avoided is None else _SHARE_OF_SLOW
         chunk = self._next(lane, stripes, begin)
         if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating):
             return

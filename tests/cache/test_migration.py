@@ -20,7 +20,7 @@ from lane_program import make_program
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER, MIGRATED
-from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.client.store import Command, Read, Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity import decoding, erasure, migrating_rows
 from foreload.cache.parity.placement import Placement
@@ -286,9 +286,7 @@ class Torn(Store):
                 raise Died
         return super().attempt(reads, writes)
 
-    def ask(
-        self, commands: Mapping[int, Sequence[Sequence[bytes | str | int]]]
-    ) -> tuple[dict[int, list[object]], dict[int, StoreError]]:
+    def ask(self, commands: Mapping[int, Sequence[Command]]) -> tuple[dict[int, list[object]], dict[int, StoreError]]:
         if self._what == "deletions" and any(one and one[0] == ("MULTI",) for one in commands.values()):
             self._left -= 1
             if not self._left:

@@ -220,7 +220,7 @@ class Samples:
 
 # Few slots, so that rows go to and fro in every step; and a run of five minutes whose slots hold nine tenths of its rows.
 BESIDE, QUICK_BESIDE = Samples(400_000, 20_000, 24, 40_000), Samples(100_000, 20_000, 40, 40_000)
-BEHIND, QUICK_BEHIND = Samples(1_000_000, 300_000, 80, 720_000), Samples(100_000, 60_000, 40, 60_000)
+BEHIND, QUICK_BEHIND = Samples(1_000_000, 300_000, 52, 720_000), Samples(100_000, 60_000, 40, 60_000)
 
 
 def prepare(out: Path, samples: Samples) -> Path:

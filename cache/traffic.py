@@ -359,6 +359,7 @@ class Traffic:
         """One round with the store, and what is to be done before it; False if there was nothing to do."""
         worked = self._rounds.see_to_shards()
         worked |= self._monitor.run_posted()
+        self.migration.look_at_source()
         worked |= self._background.work(self._rounds.flush_pending)
         fetches: list[PlannedFetch] = []
         for state in self._lanes.all:

@@ -28,6 +28,7 @@ from foreload.cache.errors import (
 
 _OUT_BYTES = 1 << 17  # a processor's nearer caches hold both buffers
 _IN_BYTES = 1 << 18
+_RECENT = 0.125  # weight of the last exchange in what counts as recent
 _PAUSE_NS = 500_000_000  # how often, at least, Python may see to signals
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -37,7 +38,8 @@ class Connections:
 
     timeout: for silence of a shard that owes an answer, and takes nothing of what was sent to it, and for how long LOADING, BUSY and TRYAGAIN are
     tried again. commands, retries: counters.
-    loads: what each shard's server was asked, and how long that took; any thread may read it.
+    loads: what each shard's server was asked, and how long that took; any thread may read it. recent: seconds of a shard's answer, the mean over
+    its last exchanges, whoever else was asked.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -45,6 +47,7 @@ class Connections:
         self.channels: list[Channel] = []
         self.commands = self.retries = 0
         self.loads: dict[int, ShardLoad] = {}
+        self.recent: dict[int, float] = {}
         self._closed = ""
 
     def open(self) -> None:
@@ -57,6 +60,7 @@ class Connections:
         self.channels[shard].close()
         self.channels[shard] = channel
         self.loads.pop(shard, None)
+        self.recent.pop(shard, None)
         self._states[shard] = 0
         channel.place(self._states[shard], self._out[shard], self._in[shard])
 
@@ -110,6 +114,10 @@ class Connections:
         took = sorted(
             (channel.progressed_ns - began, shard) for shard in requests if (channel := self.channels[shard]).failure is None
         )
+        recent = self.recent
+        for nanoseconds, shard in took:
+            before = recent.get(shard, 0.0)
+            recent[shard] = before + _RECENT * (nanoseconds * 1e-9 - before)
         if len(took) < 2:
             return
         loads = self.loads

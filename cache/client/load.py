@@ -40,27 +40,13 @@ def together(counted: Iterable[dict[int, ShardLoad]]) -> dict[int, ShardLoad]:
     return dict(sorted(total.items()))
 
 
-def since(before: Mapping[int, ShardLoad], now: Mapping[int, ShardLoad]) -> dict[int, ShardLoad]:
-    """What was counted between two moments, by shard; of a shard that was counted anew meanwhile, all."""
-    nothing = ShardLoad()
-    counted = {}
-    for shard, load in now.items():
-        at_first = before.get(shard, nothing)
-        if at_first.exchanges > load.exchanges:
-            at_first = nothing
-        counted[shard] = ShardLoad(
-            load.exchanges - at_first.exchanges,
-            load.seconds - at_first.seconds,
-            load.held_up - at_first.held_up,
-            load.bytes - at_first.bytes,
-        )
-    return counted
+def slower(shard: int, seconds: Mapping[int, float], times: float, longer: float) -> float | None:
+    """How many times the median of the others' a shard's answers take; None where that is not so many times, or not so many seconds longer.
 
-
-def slower(shard: int, loads: Mapping[int, ShardLoad], times: float, seconds: float) -> float | None:
-    """How many times the median of the others' a shard's answers took, on average; None where that is not so many times, or not so much longer."""
-    others = [load.mean for other, load in loads.items() if other != shard and load.exchanges]
-    if shard not in loads or not others:
+    seconds: of an answer, by shard.
+    """
+    others = [of_other for other, of_other in seconds.items() if other != shard]
+    if shard not in seconds or not others:
         return None
-    own, of_others = loads[shard].mean, median(others)
-    return own / of_others if of_others and own > max(times * of_others, of_others + seconds) else None
+    own, of_others = seconds[shard], median(others)
+    return own / of_others if of_others and own > max(times * of_others, of_others + longer) else None

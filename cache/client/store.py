@@ -200,6 +200,11 @@ class Store:
         return {shard: replace(load) for shard, load in sorted(self._connections.loads.copy().items())}
 
     @property
+    def recent_seconds(self) -> dict[int, float]:
+        """How long each shard's answers took of late, on average."""
+        return self._connections.recent
+
+    @property
     def down(self) -> dict[int, StoreError]:
         """The shards that cannot be asked anything, each with the reason."""
         failures = ((shard, channel.failure) for shard, channel in enumerate(self._connections.channels))
@@ -251,7 +256,7 @@ class Store:
 
     def forget_loads(self) -> None:
         """Count `loads` anew: what was asked before, of shards that had other rows, says nothing of what follows."""
-        self._connections.loads = {}
+        self._connections.loads, self._connections.recent = {}, {}
 
     def extend(self, others: Sequence[Store]) -> None:
         """Have further shards, over the connections of others, Stores of one server each, which have none from then on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class Placement:
 
     A stripe is k consecutive ordinals of one table in one lane; its group is key(lane, table, stripe) mod 4096. members: int32
     [4096, k + r], the first k columns for the rows of a stripe in order, the others for its parity rows. shard_count: how many numbers of shards were
-    ever used; removed: those that are used no more. version: how often groups have begun to move. target: while they move, what members will be.
+    ever used; removed: those that are used no more. version: how often groups have begun to move. target: while they move, what members will be;
+    leaving: the shards whose rows all move away then; joining: those that had none before.
     """
 
     shard_count: int
@@ -46,8 +47,13 @@ class Placement:
     version: int = 0
     removed: tuple[int, ...] = ()
     target: np.ndarray | None = None
+    leaving: tuple[int, ...] = field(init=False, compare=False)
+    joining: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        before, after = (np.unique(self.members if one is None else one) for one in (None, self.target))
+        object.__setattr__(self, "leaving", tuple(np.setdiff1d(before, after).tolist()))
+        object.__setattr__(self, "joining", tuple(np.setdiff1d(after, before).tolist()))
         live = self.shard_count - len(self.removed)
         if self.k < 1 or self.r < 0 or self.k + self.r > live:
             raise CacheError(
@@ -126,18 +132,9 @@ class Placement:
         return self.target is not None
 
     @property
-    def leaving(self) -> tuple[int, ...]:
-        """The store shards whose rows all move away."""
-        if self.target is None:
-            return ()
-        return tuple(np.setdiff1d(np.unique(self.members), np.unique(self.target)).tolist())
-
-    @property
-    def joining(self) -> tuple[int, ...]:
-        """The store shards that have no rows before the move."""
-        if self.target is None:
-            return ()
-        return tuple(np.setdiff1d(np.unique(self.target), np.unique(self.members)).tolist())
+    def keeping(self) -> tuple[int, ...]:
+        """The shards that all rows leave, but that keep them until they are left as a whole: with parity, all that are left."""
+        return self.leaving if self.r else ()
 
     @property
     def live(self) -> list[int]:

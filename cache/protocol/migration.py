@@ -1,7 +1,8 @@
 """Rows move to other store shards while their owner trains: a chunk at a time, between two rounds (docs/protocol.md, Rows move).
 
 A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged, deleted where they were; each step tells of itself
-in the hash that it changes (`migrated`). From then on the lane's cursor stands behind it, and rounds go by that.
+in the hash that it changes (`migrated`). From then on the lane's cursor stands behind it, and rounds go by that. With parity, a shard that all rows
+leave keeps them until it is left as a whole: to name each of them would take a slow link longer than all else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreload.cache.client.load import ShardLoad, since, slower
+from foreload.cache.client.load import slower
 from foreload.cache.client.resp import MARKER, MIGRATED, hdel
 from foreload.cache.client.store import COMMAND_ROWS, Command, Read, Store
 from foreload.cache.client.url import StoreUrl, parse_url
@@ -37,9 +38,8 @@ MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less
 _SHARE = 0.125  # of the traffic thread's time, at most: nothing is unprotected meanwhile
 _SHARE_OF_SLOW = 0.5  # where rows leave a shard that is far slower than others: training waits for that the longer the less of the time this has
 FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where that takes longer
-# A shard that rows leave is not read from any more where its answers take so many times as long as others', and so many seconds longer, on average
-# of at least so many exchanges.
-_FAR_SLOWER, _FAR_SLOWER_SECONDS, EXCHANGES = 3.0, 0.01, 8
+# A shard that rows leave is not read from any more where its answers of late take so many times as long as others', and so many seconds longer.
+_FAR_SLOWER, _FAR_SLOWER_SECONDS = 3.0, 0.015
 
 
 def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Migrated) -> list[Command]:
@@ -94,7 +94,7 @@ class Migration(Task):
         self._monitor, self._on_action, self._on_rows, self._on_news = monitor, on_action, on_rows, on_news
         self.term = term
         self._size = AdaptiveSize(min(FIRST_ROWS, COMMAND_ROWS), FEWEST_ROWS, COMMAND_ROWS, CHUNK_SECONDS, MOST_CHUNK_SECONDS)
-        self._loads: dict[int, ShardLoad] = {}  # as they were when they were last looked at
+        self.share = _SHARE
 
     # Any thread but the traffic's.
 
@@ -133,7 +133,7 @@ class Migration(Task):
         first = self._stored.placement.shard_count
         self._stored.placement = placement
         self._shards.place(placement, further)
-        self._loads = self._stored.store.loads
+        self.share = _SHARE
         for shard, why in enumerate(down, first):
             if why:
                 self._rounds.fail(shard, why[0])
@@ -180,6 +180,18 @@ class Migration(Task):
     def _places(self, state: LaneTraffic) -> np.uint64:
         return self._shards.of(state.lane).places.migrated
 
+    def look_at_source(self) -> None:
+        """Between two rounds: where the rows that move all leave one shard that answers far later than others, with parity they are decoded from now
+        on, and so is what training fetches of them.
+        """
+        placement, shards = self._stored.placement, self._shards
+        if not placement.r or shards.avoided is not None or not self.wanted or len(placement.leaving) != 1:
+            return
+        (leaving,) = placement.leaving
+        if slower(leaving, self._stored.store.recent_seconds, _FAR_SLOWER, _FAR_SLOWER_SECONDS) is not None:
+            shards.avoid(leaving)
+            self.share, self._not_before = _SHARE_OF_SLOW, 0.0
+
     def chunk(self) -> None:
         """Move the next rows. Raises RowsLost, RowError, StoreError."""
         for state in self._lanes.all:
@@ -209,8 +221,6 @@ class Migration(Task):
         """Move a lane's next rows."""
         stored, lane, stripes = self._stored, state.lane, state.writes.stripes
         begin = int(self._places(state))
-        self._look_at_source()
-        self.share = _SHARE if self._shards.avoided is None else _SHARE_OF_SLOW
         chunk = self._next(lane, stripes, begin)
         if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating):
             return
@@ -222,9 +232,11 @@ class Migration(Task):
         if chunk.migrating is not None:
             arrive, leave = (np.bincount(which, minlength=shards) for which in (chunk.migrating.target, chunk.migrating.source))
         targets = tuple(np.flatnonzero(arrive).tolist())
+        leftover = np.where(stored.placement.mask(stored.placement.keeping), leave, 0)
+        deleted = leave - leftover
 
         def told(shard: int, copied: bool) -> Migrated:
-            held = (own.held[shard] or 0) + (int(arrive[shard]) if copied else 0) - (0 if copied else int(leave[shard]))
+            held = (own.held[shard] or 0) + (int(arrive[shard]) if copied else 0) - (0 if copied else int(deleted[shard]))
             return Migrated(stored.placement.version, self.term, begin, chunk.end, copied, state.writes.last_batch, held, targets)
 
         if chunk.migrating is not None:
@@ -232,25 +244,10 @@ class Migration(Task):
             self._on_action("rows copied")
         self._delete(state.writes, chunk.migrating, {shard: told(shard, False) for shard in stored.placement.live})
         state.writes.held = state.writes.held + arrive - leave
+        own.leftover = np.where(stored.placement.mask(self._shards.lost), 0, own.leftover + leftover)
         own.places.migrated = np.uint64(chunk.end)
         self._on_action("rows moved")
         self._on_rows(int(arrive.sum()))
-
-    def _look_at_source(self) -> None:
-        """Note where the rows that move all leave one shard that answers far later than others: with parity they are decoded from then on, and so
-        is what training fetches of them.
-        """
-        stored = self._stored
-        if not stored.placement.r or len(stored.placement.leaving) != 1 or self._shards.avoided is not None:
-            return
-        (leaving,) = stored.placement.leaving
-        now = stored.store.loads
-        counted = since(self._loads, now)
-        if leaving not in counted or counted[leaving].exchanges < EXCHANGES:
-            return
-        self._loads = now
-        if slower(leaving, counted, _FAR_SLOWER, _FAR_SLOWER_SECONDS) is not None:
-            self._shards.avoid(leaving)
 
     def _next(self, lane: int, stripes: LaneStripes, begin: int) -> _Chunk:
         """The next rows of a lane that move, at most 2,048 to a shard, of one table."""
@@ -333,7 +330,12 @@ class Migration(Task):
     def _delete(self, lane: LaneWrites, migrating: MigratingRows | None, told: dict[int, Migrated]) -> None:
         """Delete a chunk's rows where they were, and have every shard tell that it is done."""
         stored, own, marker = self._stored, self._shards.of(lane.lane), Marker(lane.last_batch, lane.last_batch)
-        leaving = {} if migrating is None else {shard: migrating.fields[at] for shard, at in _by(migrating.source)}
+        keeping = stored.placement.keeping
+        leaving = (
+            {}
+            if migrating is None
+            else {shard: migrating.fields[at] for shard, at in _by(migrating.source) if shard not in keeping}
+        )
         nothing = np.empty(0, np.uint64)
         commands = {
             shard: deletion(stored.key(lane.lane, shard), leaving.get(shard, nothing), marker, migrated)

@@ -95,15 +95,18 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
                     stored.store.command(shard, "HSET", stored.key(lane, shard), MIGRATED, stamp.stored())
                     own.migrated[shard] = stamp
                 continue
+            if shard in stored.placement.keeping:
+                own.leftover[shard] = max(there.rows - int(expected[lane][shard]), 0)
+            must = int(expected[lane][shard] + own.leftover[shard])
             if there.marked:
-                own.held[shard] = int(expected[lane][shard])
+                own.held[shard] = must
             if there.marker != Marker(last_batches[lane], last_batches[lane]):
                 lose(stored, shard)
-            elif there.rows != expected[lane][shard]:
+            elif there.rows != must:
                 doubtful[shard] = None
             if not stored.placement.r and (shard in stored.shards.lost or shard in doubtful):
                 raise StoreError(
-                    f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {there.rows} of {expected[lane][shard]}, up to write-back "
+                    f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {there.rows} of {must}, up to write-back "
                     f"batch {there.marker} of {last_batches[lane]}; restore it and --resume, or start again with --overwrite"
                 )
     stored.shards.check_covered()

@@ -152,7 +152,8 @@ class ParityRounds(Rounds):
         for writes in (state.writes for state in lanes):
             lane, number = writes.lane, writes.first
             assert number is not None
-            self._log.hold(lane, LoggedBatch.empty(number, writes.last_batch, writes.held))
+            leftover = self._shards.of(lane).leftover
+            self._log.hold(lane, LoggedBatch.empty(number, writes.last_batch, writes.held + leftover))
             self._phase[lane] = [Marker(writes.last_batch, writes.last_batch), Marker(number, number)]
             for shard in self._stored.placement.live:
                 marker = Marker(number, number, self._shards.rebuilding(lane, shard))
@@ -220,8 +221,10 @@ class ParityRounds(Rounds):
             batch.update(self._code)
             with_parity = writes.held + batch.fresh.all_parity_rows
             held = np.stack([writes.held, with_parity, with_parity + batch.fresh.all_rows], axis=1)
+            there = held + self._shards.of(writes.lane).leftover[:, None]
             self._log.hold(
-                writes.lane, LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, held, batch.number - 1)
+                writes.lane,
+                LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, there, batch.number - 1),
             )
             writes.held = held[:, 2]
             self._on_action("batch logged")

@@ -107,7 +107,8 @@ class LaneShards:
 
     epochs: the lane's fence epoch there, 0 where none was set. held: how many rows and parity rows its hash has, if that has a marker; None for
     one that is not there. cursors: uint64 [shards], the shard is live for the lane's stripes (by table and number) below its cursor: for all of
-    them, none, or those rebuilt so far. migrated: the last chunk of a move that its hash tells of. places: where the lane's stripes are.
+    them, none, or those rebuilt so far. migrated: the last chunk of a move that its hash tells of. places: where the lane's stripes are. leftover:
+    int64 [shards], how many rows and parity rows of a shard that all leave have moved away, and are in its hash still.
     """
 
     epochs: list[int]
@@ -115,6 +116,7 @@ class LaneShards:
     cursors: np.ndarray
     migrated: list[Migrated | None]
     places: Places
+    leftover: np.ndarray
 
     def readable(self, shard: int) -> bool:
         """Whether a shard has all rows of the lane."""
@@ -132,6 +134,7 @@ class LaneShards:
         self.held += [None] * count
         self.migrated += [None] * count
         self.cursors = np.concatenate([self.cursors, np.full(count, ALL_STRIPES, np.uint64)])
+        self.leftover = np.concatenate([self.leftover, np.zeros(count, np.int64)])
 
 
 class ShardTable:
@@ -186,7 +189,9 @@ class ShardTable:
             count = len(self.urls)
             cursors = np.full(count, ALL_STRIPES, np.uint64)
             cursors[list(self.lost)] = 0
-            known = self._lanes[lane] = LaneShards([0] * count, [None] * count, cursors, [None] * count, self.placement.places)
+            known = self._lanes[lane] = LaneShards(
+                [0] * count, [None] * count, cursors, [None] * count, self.placement.places, np.zeros(count, np.int64)
+            )
         return known
 
     @property
@@ -273,7 +278,7 @@ class ShardTable:
         self.lost[shard] = why
         self._rebuilt[shard] = 0.0
         for own in self._lanes.values():
-            own.cursors[shard] = 0
+            own.cursors[shard] = own.leftover[shard] = 0
         self._publish()
 
     def bring_back(self, shard: int) -> None:
@@ -303,6 +308,7 @@ class ShardTable:
         for own in self._lanes.values():
             own.extend(len(further))
             own.cursors[list(placement.removed)] = ALL_STRIPES
+            own.leftover[list(placement.removed)] = 0
             own.places.members, own.places.migrated = placement.table, NOT_MIGRATED
         self.note_migrated(0.0 if placement.migrating else 1.0)
 

@@ -145,6 +145,16 @@ class _Taking:
         stripes = stored.lane_stripes(self.lane, self.written)
         self.held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
 
+    def lacking(self, stored: StoredRows) -> list[int]:
+        """The trusted shards that have not as many rows as they must, once these are counted; those that keep what moved away may have more."""
+        own, lacking = stored.shards.of(self.lane), []
+        for shard in self.unfinished.markers:
+            own.leftover[shard] = leftover = self.rows_on(shard) - self.held[shard]
+            if leftover < 0 or (leftover and shard not in stored.placement.keeping):
+                own.leftover[shard] = 0
+                lacking.append(shard)
+        return lacking
+
     def rows_on(self, shard: int) -> int:
         """How many rows and parity rows a shard has that is trusted, once the batch in the log is there."""
         return self.fields[shard] - (self.found[shard].marked or self.unfinished.batch.number > 0)
@@ -152,6 +162,7 @@ class _Taking:
     def distrust(self, stored: StoredRows, shard: int) -> None:
         """Do without what a shard has of the lane. Raises RowsLost where parity does not cover that."""
         self.unfinished.markers.pop(shard, None)
+        stored.shards.of(self.lane).leftover[shard] = 0
         if shard not in stored.shards.lost:
             stored.shards.advance(self.lane, shard, 0)
         stored.shards.survivors(self.lane)
@@ -281,11 +292,11 @@ def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
     never = rows.tag == 0
     taking.written.forget(latest.table[never], latest.ordinal[never])
     taking.count(stored)
-    others = [shard for shard in taking.unfinished.markers if taking.rows_on(shard) != taking.held[shard]]
-    if not others:
+    lacking = taking.lacking(stored)
+    if not lacking:
         return rows
     taking.written.note(latest.table[never], latest.ordinal[never])
-    for shard in others:
+    for shard in lacking:
         if not taking.may_distrust(stored, shard):
             raise CacheError(
                 f"store {stored.shards.urls[shard]}: has {taking.rows_on(shard)} rows and parity rows of lane {taking.lane}, must have "
@@ -301,7 +312,7 @@ def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], on_act
     emptied: dict[int, list[tuple[bytes | str, ...]]] = {}
     for taking in takings:
         own, marker = stored.shards.of(taking.lane), Marker(taking.number, taking.number)
-        log.hold(taking.lane, LoggedBatch.empty(taking.number, taking.unfinished.batch.number, taking.held))
+        log.hold(taking.lane, LoggedBatch.empty(taking.number, taking.unfinished.batch.number, taking.held + own.leftover))
         for shard in taking.found:
             if shard in stored.shards.lost:
                 continue

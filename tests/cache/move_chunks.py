@@ -68,12 +68,23 @@ class Chunks(Rounds):
             return world
         return self._with(world, i, owner._replace(phase="copy", chunk=(owner.at, upto), copies=copies))
 
-    def _moves(self, owner: Owner, copied: bool) -> tuple[Commands, tuple[Migrated | None, ...]]:
+    def _kept(self, world: World, owner: Owner) -> tuple[int, ...]:
+        """By shard, how many rows of the chunk stay where they were, as all rows leave that shard."""
+        scope, b = self.scope, owner.batch
+        assert owner.chunk is not None
+        start, upto = owner.chunk
+        keeping = scope.keeping(world.current, owner.told)
+        return tuple(
+            sum(scope.cells(s, b, b, start)[g] != 0 for g in scope.moving(s, start, upto)[1]) if s in keeping else 0
+            for s in range(scope.shards)
+        )
+
+    def _moves(self, world: World, owner: Owner, copied: bool) -> tuple[Commands, tuple[Migrated | None, ...]]:
         """By shard, the command that copies, or that deletes; and what the shards then say."""
         scope, rules, b = self.scope, self.rules, owner.batch
         assert owner.chunk is not None
         start, upto = owner.chunk
-        targets = tuple(shard for shard, copies in enumerate(owner.copies) if copies)
+        targets, kept = tuple(shard for shard, copies in enumerate(owner.copies) if copies), self._kept(world, owner)
         commands: list[tuple[Command, ...]] = []
         says: list[Migrated | None] = []
         for shard, copies in enumerate(owner.copies):
@@ -87,10 +98,11 @@ class Chunks(Rounds):
             if not copied:
                 here = dict(enumerate(cells)) | dict(copies)
                 cells = tuple(here.values())
-                changed = tuple((g, 0) for g in leaving if cells[g])
+                changed = () if kept[shard] else tuple((g, 0) for g in leaving if cells[g])
                 rows = sum(cell != 0 for cell in cells) - len(changed)
             else:
                 changed, rows, alone = copies, sum(cell != 0 for cell in cells) + len(copies), rules.copied_alone
+            rows += owner.leftover[shard]
             migrated, marker = Migrated(start, upto, not copied, owner.n, rows, owner.term, targets), Marker(owner.n, owner.n)
             command = Command(changed, marker if rules.marked else None, migrated, Contents(cells, marker, owner.migrated[shard]))
             says.append(migrated)
@@ -106,16 +118,16 @@ class Chunks(Rounds):
 
     def _copies(self, world: World, i: int) -> World:
         owner = world.owners[i]
-        copies, migrated = self._moves(owner, copied=True)
+        copies, migrated = self._moves(world, owner, copied=True)
         if self.rules.copies_awaited:
             return self._send(world, i, owner._replace(phase="copied", migrated=migrated), copies)
-        deletions, migrated = self._moves(owner._replace(migrated=migrated), copied=False)
+        deletions, migrated = self._moves(world, owner._replace(migrated=migrated), copied=False)
         both = [(*one, *other) for one, other in zip(copies, deletions, strict=True)]
         return self._send(world, i, owner._replace(phase="delete", migrated=migrated), both)
 
     def _deletes(self, world: World, i: int) -> World:
         owner = world.owners[i]
-        deletions, migrated = self._moves(owner, copied=False)
+        deletions, migrated = self._moves(world, owner, copied=False)
         world = self._send(world, i, owner._replace(phase="delete", migrated=migrated), deletions)
         if self.rules.done_awaited:
             return world
@@ -124,4 +136,8 @@ class Chunks(Rounds):
     def _migrated(self, world: World, i: int) -> World:
         owner = world.owners[i]
         assert owner.chunk is not None
-        return self._with(world, i, owner._replace(phase="idle", at=owner.chunk[1], chunk=None, copies=()))
+        kept = self._kept(world, owner)
+        leftover = tuple(
+            before + kept[s] if owner.views[s] == OK and self.rules.leftover else 0 for s, before in enumerate(owner.leftover)
+        )
+        return self._with(world, i, owner._replace(phase="idle", at=owner.chunk[1], chunk=None, copies=(), leftover=leftover))

@@ -87,8 +87,9 @@ def is_right(model: Model, world: World, shard: int) -> bool:
     """Whether a shard holds, and says, what the last owner takes it to."""
     owner, contents = world.owners[-1], world.shards[shard].contents
     assert contents is not None
-    cells = model.scope.cells(shard, owner.batch, owner.batch, owner.at)
-    return contents.cells == cells and contents.marker == Marker(owner.n, owner.n) and contents.at.upto == owner.at
+    keeps = shard in model.scope.keeping(world.current, world.announced)
+    there = model.scope.as_it_should(shard, contents.cells, owner.batch, owner.at, keeps)
+    return there and contents.marker == Marker(owner.n, owner.n) and contents.at.upto == owner.at
 
 
 @dataclass

@@ -97,7 +97,7 @@ class Judge:
     def joined(self, number: int, at: int, term: int) -> Command:
         """What makes a shard one that has no rows."""
         migrated = Migrated(at, at, True, number, 0, term) if self.rules.joined_moved else None
-        return Command(tuple((stripe, 0) for stripe in range(self.scope.stripes)), Marker(number, number), migrated)
+        return Command((), Marker(number, number), migrated)
 
     def _undone(self, shard: int, one: Contents, chunk: Migrated, term: int) -> tuple[bool, Command | None]:
         """Whether a shard is trusted where a chunk is only copied, and what rolls it back."""
@@ -130,6 +130,20 @@ class Judge:
             return False, None
         left = [(g, 0) for g in leaving if one.cells[g]]
         return True, Command(tuple(left), one.marker, chunk._replace(done=True, held=one.rows - len(left)))
+
+    def leftover(
+        self, found: tuple[Contents | None, ...], judged: Judged, record: Record, versions: tuple[int, int]
+    ) -> tuple[int, ...]:
+        """By shard, how many rows of those that it keeps, as all leave it, have moved away."""
+        counts, arithmetic = [0] * self.scope.shards, self.scope.held(record.batch, judged.at)
+        for shard, command in judged.commands.items():
+            if shard in self.scope.keeping(*versions) and self.rules.leftover:
+                one = found[shard]
+                assert one is not None
+                one = one if command is None else one.after(command)
+                stage = (one.marker.p == record.number) + (one.marker.d == record.number)
+                counts[shard] = one.rows - arithmetic[shard][stage if record.rows else 2]
+        return tuple(counts)
 
     def parity_played(self, record: Record, shard: int, contents: Contents, at: int) -> Command | None:
         """What brings a shard to a record's parity; None if it is there."""
@@ -169,6 +183,7 @@ class Judge:
             for play in (self.parity_played, self.data_played):
                 played = play(record, shard, contents, judged.at)
                 contents = contents if played is None else contents.after(played)
-            if contents.cells != self.scope.cells(shard, record.batch, record.batch, judged.at):
+            keeps = shard in self.scope.keeping(*versions)
+            if not self.scope.as_it_should(shard, contents.cells, record.batch, judged.at, keeps):
                 return Outcome.WRONG, set()
         return Outcome.RIGHT, set(asked - judged.commands.keys())

@@ -5,8 +5,8 @@ owner, `takeover_model` what owners know of each other; here are chunks of a mov
 `move_rounds`, `move_chunks` and `move_owner` say what can come next, `move_judge` what a new owner makes of what it finds, `move_explorer` visits
 every world that can be reached.
 
-Coarser than there: a shard executes and acknowledges a command in one step, an owner's reads are one step, and so is a rebuild's chunk, which is all
-rows of a shard. The log is one a term, and numbers are by term.
+Coarser than there: a shard executes and acknowledges a command in one step, an owner's reads are one step, and so is a rebuild's chunk, which is a
+stripe. The log is one a term, and numbers are by term.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Rules:
     another says done, is not trusted; at_n: nor is one that does not say so where a later batch is in the log; others_left: nor any that says
     something else; versions: which is what one that speaks of an earlier placement does. rolled_back: where only copies are, they are.
     rolled_back_by_term: what is rolled back has a later term than what it undoes; stamped: so has then every shard that is trusted. fewest: what
-    would leave more than r shards not trusted is not so. held: rows are counted by migrated where its n is the marker's. joining: a shard that
-    comes in, and has nothing yet, is whole. Of shards: joined_moved, rebuilt_moved: migrated is written when a shard joins, and at the end of a
-    rebuild. moved_compared: after a broken connection, too. answers_counted: how many fields were new, or deleted, is compared with what the
-    owner knows. told_in_term: only the owner of this term is told of a further move.
+    would leave more than r shards not trusted is not so. held: rows are counted by migrated where its n is the marker's. leftover: what a shard that
+    is left keeps counts, too. joining: a shard that comes in, and has nothing yet, is whole. Of shards: joined_moved, rebuilt_moved: migrated is
+    written when a shard joins, and at the end of a rebuild. moved_compared: after a broken connection, too. answers_counted: how many fields were
+    new, or deleted, is compared with what the owner knows. told_in_term: only the owner of this term is told of a further move.
     """
 
     flushed_first: bool = True
@@ -60,6 +60,7 @@ class Rules:
     stamped: bool = True
     fewest: bool = True
     held: bool = True
+    leftover: bool = True
     joining: bool = True
     joined_moved: bool = True
     rebuilt_moved: bool = True
@@ -172,7 +173,8 @@ class Owner(NamedTuple):
     batches that makes. at: where the cursor is. views: of a shard: "" not fenced yet, "fenced", then OK, LOST or REBUILDING; "none": no
     placement that it knows has it; "joining": new. migrated: what the shards say. out: sent, not yet applied, in order; awaited: acknowledgements.
     told: the version of the placement that rows move to. chunk: from where to where; copies: by shard, what was read for it. record: what
-    a new owner read from the log.
+    a new owner read from the log. rebuilt: of a shard that is being rebuilt, how many stripes are. leftover: by shard, how many rows have moved away
+    and are there still.
     """
 
     term: int
@@ -188,6 +190,8 @@ class Owner(NamedTuple):
     chunk: tuple[int, int] | None = None
     copies: tuple[SomeCells, ...] = ()
     record: Record | None = None
+    rebuilt: int = 0
+    leftover: tuple[int, ...] = ()
 
     @property
     def lost(self) -> set[int]:
@@ -278,6 +282,15 @@ class Scope:
     @cached_property
     def _cells(self) -> dict[tuple[int, int, int, int], Cells]:
         return {}
+
+    def keeping(self, current: int, announced: int) -> frozenset[int]:
+        """The shards that all rows leave, and that keep them until nobody asks them any more; without parity none does."""
+        return self.of_version[current] - self.of_version[announced] if self.r else frozenset()
+
+    def as_it_should(self, shard: int, cells: Cells, batch: int, at: int, keeps: bool) -> bool:
+        """Whether a shard has what it must; one that keeps its rows may have any where it has no place."""
+        pairs = enumerate(zip(cells, self.cells(shard, batch, batch, at), strict=True))
+        return all(cell == must or (keeps and self.place(shard, g, at) is None) for g, (cell, must) in pairs)
 
     def moving(self, shard: int, start: int, upto: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The stripes of a chunk that come to a shard, and that leave it."""

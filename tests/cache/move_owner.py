@@ -75,8 +75,10 @@ class Model(Chunks):
             return self._with(world, i, owner._replace(phase="dead"))
         commands = [judged.commands.get(s) for s in range(scope.shards)]
         said = [None if one is None else one.migrated for one in found]
+        leftover = self.judge.leftover(found, judged, record, versions)
         owner = owner._replace(
             phase="resolve", n=record.number, batch=record.batch, at=judged.at, record=record, told=world.announced,
+            leftover=leftover,
             views=tuple(NONE if s not in asked else OK if s in judged.commands else LOST for s in range(scope.shards)),
             migrated=tuple(one if command is None else command.migrated for command, one in zip(commands, said, strict=True)),
         )  # fmt: skip
@@ -85,10 +87,10 @@ class Model(Chunks):
 
     def _stamps(self, world: World, i: int) -> World:
         """Every shard tells in this owner's name how far the lane is."""
-        owner, scope = world.owners[i], self.scope
+        owner = world.owners[i]
         if not self.rules.stamped or not world.announced:
             return self._with(world, i, owner._replace(phase="stamp"))
-        held = scope.held(owner.batch, owner.at)
+        held = self._held(owner, owner.batch)
         migrated = tuple(Migrated(owner.at, owner.at, True, owner.n, rows, owner.term) for _, _, rows in held)
         commands = [(Command((), None, one),) for one in migrated]
         return self._send(world, i, owner._replace(phase="stamp", migrated=migrated), commands)
@@ -113,7 +115,7 @@ class Model(Chunks):
     def _holds_empty(self, world: World, i: int) -> World:
         owner = world.owners[i]
         number = owner.term * NUMBERS_PER_TERM
-        held = tuple((one[2],) * 3 for one in self.scope.held(owner.batch, owner.at))
+        held = tuple((one[2],) * 3 for one in self._held(owner, owner.batch))
         record = Record(number, owner.n, owner.batch, (), held)
         world = world._replace(logs=put(world.logs, owner.term - 1, record))
         return self._with(world, i, owner._replace(phase="hold", n=number, record=None))

@@ -34,7 +34,9 @@ class Rounds:
         )
         views = tuple(OK if s in there else NONE for s in range(scope.shards))
         record = Record(first, 0, 0, (), scope.held(0, 0))
-        owner = Owner(1, "idle", first, 0, 0, views, (None,) * scope.shards, self.nothing, self.none_awaited)
+        owner = Owner(
+            1, "idle", first, 0, 0, views, (None,) * scope.shards, self.nothing, self.none_awaited, leftover=self.none_awaited
+        )
         return World(shards, (record, *(None,) * scope.owners), (owner,), 0, 0, 0, scope.kills, scope.cuts, scope.wipes)
 
     def valid(self, world: World) -> Record:
@@ -115,19 +117,19 @@ class Rounds:
             return
         (sent,) = self._batch(owner, owner.phase)[shard]
         for contents in server.past:
-            if self._as_it_was(contents, sent):
+            if self._as_it_was(contents, sent, owner.leftover[shard]):
                 again = Shard(contents, owner.term, server.past)
                 out = put(owner.out, shard, (sent._replace(before=None),))
                 resent = owner._replace(out=out, awaited=put(owner.awaited, shard, 1))
                 yield self._with(world._replace(shards=put(world.shards, shard, again)), i, resent)
 
-    def _as_it_was(self, contents: Contents, sent: Command) -> bool:
-        """Whether a shard lacks nothing but a command of a batch that was under way."""
+    def _as_it_was(self, contents: Contents, sent: Command, leftover: int) -> bool:
+        """Whether a shard lacks nothing but a command of a batch that was under way. leftover: rows that it has besides."""
         assert sent.before is not None
         if self.rules.moved_compared and contents.migrated != sent.before.migrated:
             return False
         before = sent.before if contents.marker == sent.before.marker else sent.before.after(sent)
-        return contents.marker == before.marker and contents.rows == before.rows
+        return contents.marker == before.marker and contents.rows == before.rows + leftover
 
     def _given_up(self, world: World, i: int, shard: int) -> Iterator[World]:
         """An owner waits in vain for a shard, and goes on without it; what it sent may still arrive."""
@@ -138,7 +140,8 @@ class Rounds:
     def _lost(self, world: World, i: int, shard: int) -> World:
         owner = world.owners[i]
         views, awaited, migrated = put(owner.views, shard, LOST), put(owner.awaited, shard, 0), put(owner.migrated, shard, None)
-        return self._with(world, i, owner._replace(views=views, awaited=awaited, migrated=migrated))
+        leftover = put(owner.leftover, shard, 0)
+        return self._with(world, i, owner._replace(views=views, awaited=awaited, migrated=migrated, leftover=leftover))
 
     def _fenced(self, world: World, i: int, shard: int) -> World:
         """A shard fenced: what was sent before, and what earlier owners send later, is refused."""
@@ -169,22 +172,30 @@ class Rounds:
         asked = scope.asked(world.current, world.announced)
         fenced = {"old": scope.of_version[world.current], "new": scope.of_version[world.announced]}.get(rules.fenced, asked)
         views = tuple("" if s in fenced else "fenced" if s in asked else NONE for s in range(scope.shards))
-        owner = Owner(len(world.owners) + 1, "fence", 0, 0, 0, views, (None,) * scope.shards, self.nothing, self.none_awaited)
+        term = len(world.owners) + 1
+        nothing = (None,) * scope.shards
+        owner = Owner(term, "fence", 0, 0, 0, views, nothing, self.nothing, self.none_awaited, leftover=self.none_awaited)
         return world._replace(owners=(*world.owners, owner))
 
     def _agreed(self, world: World, i: int) -> Iterator[World]:
         """The last owner is through: the move is over, or another is announced."""
         owner, scope = world.owners[i], self.scope
+        if i < len(world.owners) - 1 and owner.told < world.announced and not self.rules.told_in_term:
+            yield self._told(world, i, world.announced)
         if i < len(world.owners) - 1 or owner.told != world.announced or owner.at != world.announced * scope.stripes:
             return
         if world.current < world.announced:
             views = tuple(view if s in scope.of_version[owner.told] else NONE for s, view in enumerate(owner.views))
             yield self._with(world._replace(current=owner.told), i, owner._replace(views=views))
         elif world.announced + 1 < len(scope.placements):
-            asked = scope.of_version[world.announced + 1]
-            views = tuple(JOINING if view == NONE and s in asked else view for s, view in enumerate(owner.views))
-            told = owner._replace(views=views, told=world.announced + 1)
-            yield self._with(world._replace(announced=told.told), i, told)
+            announced = world.announced + 1
+            yield self._told(world._replace(announced=announced), i, announced)
+
+    def _told(self, world: World, i: int, version: int) -> World:
+        """An owner hears of a further placement."""
+        owner, asked = world.owners[i], self.scope.of_version[version]
+        views = tuple(JOINING if view == NONE and s in asked else view for s, view in enumerate(owner.views))
+        return self._with(world, i, owner._replace(views=views, told=version))
 
     def _joins(self, world: World, i: int) -> Iterator[World]:
         """New shards are fenced, and get a marker."""
@@ -205,9 +216,14 @@ class Rounds:
     def _holds(self, world: World, i: int) -> World:
         owner, scope = world.owners[i], self.scope
         batch = owner.batch + 1
-        record = Record(owner.n + 1, owner.n, batch, scope.batches[owner.batch], scope.held(batch, owner.at))
+        record = Record(owner.n + 1, owner.n, batch, scope.batches[owner.batch], self._held(owner, batch))
         world = world._replace(logs=put(world.logs, owner.term - 1, record))
         return self._with(world, i, owner._replace(phase="held", n=record.number, batch=batch))
+
+    def _held(self, owner: Owner, batch: int) -> tuple[tuple[int, int, int], ...]:
+        """`Scope.held`, with what shards keep."""
+        arithmetic = self.scope.held(batch, owner.at)
+        return tuple((a + more, b + more, c + more) for (a, b, c), more in zip(arithmetic, owner.leftover, strict=True))
 
     def _sends(self, world: World, i: int, phase: str) -> World:
         owner = world.owners[i]
@@ -221,35 +237,38 @@ class Rounds:
             marker = Marker(n, n - ahead, view == REBUILDING)
             here = scope.cells(shard, b - ahead, b - 1, owner.at)
             after = scope.cells(shard, b, b - ahead, owner.at)
-            cells = tuple((g, cell) for g, cell in enumerate(after) if cell != here[g])
-            before = Contents(here, Marker(n - ahead, n - 1), owner.migrated[shard])
-            commands.append((Command((), marker) if view == REBUILDING else Command(cells, marker, None, before),))
+            upto = owner.rebuilt if view == REBUILDING else scope.stripes
+            cells = tuple((g, cell) for g, cell in enumerate(after[:upto]) if cell != here[g])
+            before = None if view == REBUILDING else Contents(here, Marker(n - ahead, n - 1), owner.migrated[shard])
+            commands.append((Command(cells, marker, None, before),))
         return commands
 
     # A rebuild.
 
     def _rebuilds(self, world: World, i: int) -> Iterator[World]:
-        """A shard that was lost is there: fenced and emptied; or one that is being rebuilt gets its rows."""
+        """A shard that was lost is there: fenced and emptied; or one that is being rebuilt gets its rows of the next stripe."""
         owner, scope = world.owners[i], self.scope
         for shard, view in enumerate(owner.views):
             server = world.shards[shard]
-            if view == LOST and scope.rebuilds and server.term <= owner.term:
+            if view == LOST and scope.rebuilds and server.term <= owner.term and REBUILDING not in owner.views:
                 fenced = self._fenced(world, i, shard)
                 emptied = Contents(self.empty.cells, Marker(owner.n, owner.n, rebuilding=True))
                 shards = put(fenced.shards, shard, Shard(emptied, owner.term, server.history))
-                begun = fenced.owners[i]._replace(views=put(owner.views, shard, REBUILDING))
+                begun = fenced.owners[i]._replace(views=put(owner.views, shard, REBUILDING), rebuilt=0)
                 yield self._with(fenced._replace(shards=shards), i, begun)
             if view == REBUILDING:
                 cells = scope.cells(shard, owner.batch, owner.batch, owner.at)
-                rows = tuple((g, cell) for g, cell in enumerate(cells) if cell)
+                rows = tuple((g, cells[g]) for g in (owner.rebuilt,) if cells[g])
                 command = Command(rows, Marker(owner.n, owner.n, rebuilding=True))
                 yield self._send(world, i, owner._replace(phase="rebuild"), put(self.nothing, shard, (command,)))
 
     def _finishes(self, world: World, i: int) -> World:
-        """The last command of a rebuild: the marker says that the shard is whole."""
+        """Another stripe is rebuilt; after the last one the marker says that the shard is whole."""
         owner, scope = world.owners[i], self.scope
         if REBUILDING not in owner.views:
-            return self._with(world, i, owner._replace(phase="idle"))
+            return self._with(world, i, owner._replace(phase="idle", rebuilt=0))
+        if owner.rebuilt + 1 < scope.stripes:
+            return self._with(world, i, owner._replace(phase="idle", rebuilt=owner.rebuilt + 1))
         shard = owner.views.index(REBUILDING)
         rows = sum(cell != 0 for cell in scope.cells(shard, owner.batch, owner.batch, owner.at))
         migrated = Migrated(owner.at, owner.at, True, owner.n, rows, owner.term) if self.rules.rebuilt_moved else None
@@ -259,4 +278,4 @@ class Rounds:
     def _rebuilt(self, world: World, i: int) -> World:
         owner = world.owners[i]
         views = tuple(OK if view == REBUILDING else view for view in owner.views)
-        return self._with(world, i, owner._replace(phase="idle", views=views))
+        return self._with(world, i, owner._replace(phase="idle", views=views, rebuilt=0))

@@ -62,7 +62,6 @@ def slow_source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     slow: bool = request.param
     if slow:
         monkeypatch.setattr(migration, "slower", lambda *given: 10.0)
-        monkeypatch.setattr(migration, "EXCHANGES", 1)
     return slow
 
 
@@ -144,7 +143,9 @@ def finished(owner: Owner, urls: Sequence[str], settled: Placement) -> None:
     with Store(urls, TIMEOUT) as store:
         for lane, shard in product(LANES, settled.removed):
             names = store.command(shard, "HKEYS", lane_key(NAMESPACE, lane, epochs[lane][shard]))
-            assert sorted(names) == [MARKER, MIGRATED], "rows are left where all have moved away"  # type: ignore[call-overload]
+            assert isinstance(names, list)
+            # With parity they stay until the server is left.
+            assert settled.r or sorted(names) == [MARKER, MIGRATED], "rows are left where all have moved away"
 
 
 @pytest.mark.parametrize(("case", "slow_source"), list(product(CASES, (False, True))), ids=str, indirect=["slow_source"])

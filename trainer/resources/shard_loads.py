@@ -53,7 +53,9 @@ def lines(shards: Sequence[Mapping[str, Any]]) -> list[str]:
 def _slow(shard: int, loads: Mapping[int, ShardLoad], steps: int) -> float | None:
     own = loads[shard]
     much = own.exchanges >= _LEAST_EXCHANGES and own.held_up > _SLOW_STEP_SECONDS * steps
-    return slower(shard, loads, _SLOW, _SLOW_SECONDS) if much else None
+    if not much:
+        return None
+    return slower(shard, {other: load.mean for other, load in loads.items() if load.exchanges}, _SLOW, _SLOW_SECONDS)
 
 
 def _hot(shard: int, loads: Mapping[int, ShardLoad]) -> float | None:

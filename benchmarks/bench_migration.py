@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import signal
 import statistics
 import subprocess
@@ -88,6 +89,11 @@ class Runs:
         if done.returncode:
             raise SystemExit(f"foreload {' '.join(words)}: {done.stderr.strip()}")
 
+    def new(self, name: str) -> Path:
+        """The folder of a run that is to begin: what an earlier call left there says nothing of this one."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        return self.folder / name
+
     def start(self, run: Path, *more: str) -> subprocess.Popen[bytes]:
         """Training begins, or goes on."""
         words = [sys.executable, "-m", "foreload.trainer.cli", "train", str(self.schedule), "--run", str(run), "--history", "off"]
@@ -117,7 +123,7 @@ class Runs:
         """A run whose shards are added, removed and moved one after the other, links as they are: of each, the steps meanwhile, and their time, of
         those right before and after. number: of the run.
         """
-        run = self.folder / f"beside-{number}"
+        run = self.new(f"beside-{number}")
         rest = REST_STEPS // 5 if quick else REST_STEPS
         with LocalStores(6, self.folder / f"beside-{number}-servers") as servers:
             store = ",".join(servers.urls[:3])
@@ -147,7 +153,7 @@ class Runs:
 
     def train(self, way: str, megabits: float, quarter: int, number: int = 0, patience: float = math.inf) -> Ending:
         """One run. way: one of WAYS, or "fast link" where it does not drop; number: of the runs of that way; patience: seconds it may take."""
-        run = self.folder / f"{way.replace(' ', '-').replace(',', '')}-{number}"
+        run = self.new(f"{way.replace(' ', '-').replace(',', '')}-{number}")
         with self.servers(f"{run.name}-servers") as urls:
             spare = urls.pop(SPARE)
             self.link.limit(megabits)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from delay_proxy import delayed
 
-from foreload.cache.client.load import ShardLoad, together
+from foreload.cache.client.load import ShardLoad, slower, together
 from foreload.cache.client.store import Store, Write
 from foreload.cache.rows.fields import fields
 from foreload.trainer.resources import shard_loads
@@ -55,3 +55,18 @@ def test_equal_shards_are_never_named() -> None:
     quick = {0: ShardLoad(1000, 0.1, 0.01, 1 << 24), 1: ShardLoad(1000, 0.4, 0.2, 1 << 24)}
     for counted in (loads, quick, together([loads, loads]), {}, {0: ShardLoad(1000, 1.0, 0.0, 1 << 30)}):
         assert shard_loads.lines(shard_loads.told(counted, 1000)) == []
+
+
+def test_answers_of_late_count_also_where_one_shard_alone_is_asked(urls: Sequence[str]) -> None:
+    with delayed(urls[2], 0.05) as slow, Store([*urls[:2], slow]) as store:
+        for _ in range(4):
+            store.exchange([], [Write(shard, b"loads", fields(0, np.arange(1)), np.zeros((1, 4), np.uint8)) for shard in range(2)])
+            store.command(2, "PING")
+        recent = dict(store.recent_seconds)
+        assert 2 not in store.loads  # which is of those that are asked together
+        for shard in range(3):
+            assert (slower(shard, recent, 3.0, 0.015) is not None) == (shard == 2)
+        store.forget_loads()
+        assert not store.recent_seconds
+        store.command(0, "UNLINK", "loads")
+        store.command(1, "UNLINK", "loads")

@@ -49,18 +49,25 @@ from campaign_plan import (  # noqa: E402
     Fault,
     Plan,
 )
+from campaign_servers import Servers  # noqa: E402
 from command_line import Remains, free_port  # noqa: E402
-from tls import KINDS, TlsServer, write_certificates  # noqa: E402
+from tls import write_certificates  # noqa: E402
 
 from foreload.cache.client.local import LocalStores  # noqa: E402
 from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.errors import CacheError  # noqa: E402
+from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.trainer.cluster.control import RunStatus, training_status  # noqa: E402
 from foreload.trainer.errors import TrainerError  # noqa: E402
+from foreload.trainer.run.directory import PLACEMENT  # noqa: E402
 from foreload.trainer.run.event_log import CallEnded, CallFailed, read_events  # noqa: E402
 
 MOST_CALLS = 16
 """Of `foreload train` in an episode; each but the first goes on with the run."""
+NOTICED_SECONDS = 2.0
+"""After which a run has seen what became of a store shard."""
+SPARES = 4
+"""Servers by URL that store shards may move to."""
 DISK_BYTES = 128 << 20
 """Size of the disk that the fault `disk` fills."""
 DEADLINE_SECONDS = 900
@@ -94,47 +101,6 @@ class Started:
         return lines[-1] if lines else ""
 
 
-class Servers:
-    """Servers of an episode that has them by URL; each in a folder of its own, so that one can be started again empty."""
-
-    def __init__(self, folder: Path, count: int, environment: dict[str, str], certificates: Path | None) -> None:
-        self._locals: list[LocalStores] = []
-        self._fronts: list[TlsServer] = []
-        self.urls: list[str] = []
-        before = dict(os.environ)
-        os.environ.update(environment)
-        try:
-            for shard in range(count):
-                place = folder / f"server-{shard}"
-                if certificates is not None:
-                    self._fronts.append(TlsServer(place, certificates, KINDS[1]))
-                    self._locals.append(self._fronts[-1].stores)
-                    self.urls.append(self._fronts[-1].url)
-                else:
-                    port = free_port()
-                    self._locals.append(LocalStores(1, place, settings={"port": str(port), "bind": "127.0.0.1"}).start())
-                    self.urls.append(f"redis://127.0.0.1:{port}")
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-
-    def direct(self, shard: int) -> str:
-        return self._locals[shard].urls[0]
-
-    def pid(self, shard: int) -> int | None:
-        return self._locals[shard].pids[0]
-
-    def restart(self, shard: int) -> None:
-        """Start a dead server again, empty."""
-        self._locals[shard].restart(0)
-
-    def close(self) -> None:
-        for front in self._fronts:
-            front.close()
-        for one in self._locals if not self._fronts else ():
-            one.stop(save=False)
-
-
 class Episode:
     """Runs a plan. Raises Violation."""
 
@@ -155,6 +121,8 @@ class Episode:
         self._calls = 0
         # By term, the trainers that may be lost since that began: whom a further loss meets then, another may not have been taken over yet.
         self._lost_in: dict[int, set[int]] = {}
+        self._hit: dict[int, float] = {}  # by store shard, until when a fault may hold that the run has not told of yet
+        self._changed = False  # there were, or are to be, other store shards than at first
 
     def play(self) -> str:
         """Returns how it ended: "digest", or the line of a refusal."""
@@ -162,7 +130,7 @@ class Episode:
             if self.plan.store != "local":
                 self._servers = Servers(
                     self._folder,
-                    self.plan.shards,
+                    self.plan.shards + (SPARES if self.plan.store != "tls" else 0),
                     self._remains.environment,
                     self._certificates if self.plan.store == "tls" else None,
                 )
@@ -220,10 +188,11 @@ class Episode:
     # -- calls -------------------------------------------------------------------------------------------------------------------
 
     def _start(self, *further: str) -> Started:
-        store = f"local:{self.plan.shards}" if self._servers is None else ",".join(self._servers.urls)
+        store = f"local:{self.plan.shards}" if self._servers is None else ",".join(self._servers.urls[: self.plan.shards])
         trainers = self.plan.trainers[self._calls % len(self.plan.trainers)]
         words = [
-            *f"train {self._schedule} --run {self.run} --store {store} --trainers {trainers} {MODEL}".split(),
+            *f"train {self._schedule} --run {self.run} --trainers {trainers} {MODEL}".split(),
+            *(() if self._changed else ("--store", store)),
             *("--copies", str(self.plan.copies)),
             *(("--store-timeout", "3") if self.plan.members else ()),
             *(() if self.plan.peer_timeout is None else ("--peer-timeout", str(self.plan.peer_timeout))),
@@ -292,10 +261,10 @@ class Episode:
             return told is not None and bool(self._uncovered(told, self._victims(fault, told)))
         if fault.kind not in LOST or not self.plan.losses_covered or fault.target % 10 == 0:
             return False
-        return len(self._not_whole() - {fault.target % self.plan.shards}) >= self.plan.losses_covered
+        return len(self._not_whole() - {self._shard(fault)}) >= self.plan.losses_covered
 
     def _inflict(self, fault: Fault, call: Started, step: int | None) -> None:
-        shard = fault.target % self.plan.shards
+        shard = self._shard(fault)
         if fault.kind in SERVER_FAULTS or fault.kind == "trainer_and_shard":
             if self._server_pid(shard) is None:
                 return
@@ -316,6 +285,7 @@ class Episode:
             # A run that is not training yet may find that its servers are not there.
             self.excuses.append(f"{kind} while starting")
         if kind in LOST or kind == "trainer_and_shard":
+            self._hit[shard] = time.monotonic() + NOTICED_SECONDS
             lost = self._not_whole() - {shard}
             if len(lost) >= self.plan.losses_covered:
                 self.excuses.append(f"{kind} of shard {shard} beside {sorted(lost)}")
@@ -370,9 +340,28 @@ class Episode:
         self._later(fault.lasts, lambda: filling.unlink(missing_ok=True))
         return f"{shutil.disk_usage(disk).free} bytes left"
 
+    def _live(self) -> list[int]:
+        """The numbers of the run's store shards."""
+        with contextlib.suppress(CacheError):
+            return Placement.load(self.run / PLACEMENT).live
+        return list(range(self.plan.shards))
+
+    def _shard(self, fault: Fault) -> int:
+        """The store shard that a fault meets."""
+        live = self._live()
+        return live[fault.target % len(live)]
+
+    def _server(self, shard: int) -> int:
+        """Which of the episode's servers a store shard has. Raises ValueError where it has none."""
+        assert self._servers is not None
+        manifest = _json(self.run / "manifest.json")
+        return shard if manifest is None else self._servers.urls.index(manifest["store_urls"][shard])
+
     def _server_pid(self, shard: int) -> int | None:
         if self._servers is not None:
-            return self._servers.pid(shard)
+            with contextlib.suppress(ValueError, IndexError):
+                return self._servers.pid(self._server(shard))
+            return None
         with contextlib.suppress(CacheError, OSError, IndexError):
             local = LocalStores.find(self.run / "stores")
             return local.pids[shard] if local is not None else None
@@ -380,17 +369,18 @@ class Episode:
 
     def _server_url(self, shard: int) -> str:
         if self._servers is not None:
-            return self._servers.direct(shard)
+            return self._servers.direct(self._server(shard))
         local = LocalStores.find(self.run / "stores")
         assert local is not None
         return local.urls[shard]
 
     def _not_whole(self) -> set[int]:
-        """The store shards that the run itself does not call ok."""
+        """The store shards that the run itself does not call ok, and those that it may not have seen to be so yet."""
         told = None
         with contextlib.suppress(TrainerError):
             told = training_status(self.run)
-        return set() if told is None else set(told.shards.not_whole)
+        hit = {shard for shard, until in self._hit.items() if time.monotonic() < until}
+        return hit | (set() if told is None else set(told.shards.not_whole))
 
     @contextlib.contextmanager
     def _connected(self, shard: int) -> Iterator[Store]:
@@ -418,8 +408,8 @@ class Episode:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         if self._servers is not None:
-            servers = self._servers
-            self._later(fault.lasts, lambda: servers.restart(shard))
+            servers, server = self._servers, self._server(shard)
+            self._later(fault.lasts, lambda: servers.restart(server))
 
     def _stop(self, fault: Fault, call: Started, shard: int) -> None:
         pid = self._server_pid(shard)
@@ -551,6 +541,26 @@ class Episode:
             raise Violation(f"a traceback of the second training: {other.said[-1500:]}")
         return other.last_line
 
+    def _add_shard(self, fault: Fault, call: Started, shard: int) -> str:
+        return self._change("add", *self._spare()) if self._spare() else ""
+
+    def _remove_shard(self, fault: Fault, call: Started, shard: int) -> str:
+        return self._change("remove", shard)
+
+    def _move_shard(self, fault: Fault, call: Started, shard: int) -> str:
+        return self._change("move", shard, *self._spare()) if self._spare() else ""
+
+    def _change(self, what: str, *words: object) -> str:
+        self._changed = True
+        return self._beside("stores", what, self.run, *words)
+
+    def _spare(self) -> list[str]:
+        """A further server, where there is one."""
+        if self._servers is None:
+            return ["local"]
+        manifest = _json(self.run / "manifest.json") or {"store_urls": self._servers.urls[: self.plan.shards]}
+        return [url for url in self._servers.urls[self.plan.shards :] if url not in manifest["store_urls"]][:1]
+
     def _beside(self, *words: object) -> str:
         other = self._command(*words)
         code = self._await(other)
@@ -589,7 +599,7 @@ class Episode:
 
     def _unsaved(self) -> bool:
         stores = self.run / "stores"
-        return any(not (stores / f"shard-{shard}.rdb").exists() for shard in range(self.plan.shards))
+        return any(not (stores / f"shard-{shard}.rdb").exists() for shard in self._live())
 
     def _strangers(self) -> list[str]:
         """Processes of the episode that are no servers."""

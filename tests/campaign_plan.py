@@ -15,6 +15,8 @@ SERVER_FAULTS = (*sorted(LOST), "cut")
 DISK_FAULTS = ("disk",)
 TRAINER_FAULTS = ("kill_trainer", "stop_trainer")
 LAUNCHER_FAULTS = ("kill_launcher", "int", "term", "hup")
+SHARD_CHANGES = ("add_shard", "remove_shard", "move_shard")
+"""What is no fault either: rows move to other store shards, by whatever else happens."""
 LOOKS = ("status", "run_status", "scrub", "second")
 """What is no fault, but meets a run that trains: commands that look at it, and a second training of the same run."""
 MEMBER_FAULTS = (*TRAINER_FAULTS, "kill_two", "trainer_and_shard", "leave", "scale")
@@ -72,6 +74,7 @@ class Plan:
             else (*3 * SERVER_FAULTS, *LAUNCHER_FAULTS, *TRAINER_FAULTS, *LOOKS)
         )
         kinds += DISK_FAULTS if store == "local" else ()
+        kinds += 3 * SHARD_CHANGES if store != "tls" else ()
         faults = _faults(dice, kinds, STEPS, dice.randint(5, 14))
         return cls(number, store, shards, parity, (dice.choice((1, 2)),), faults)
 

@@ -60,7 +60,9 @@ def test_equal_shards_are_never_named() -> None:
 def test_answers_of_late_count_also_where_one_shard_alone_is_asked(urls: Sequence[str]) -> None:
     with delayed(urls[2], 0.05) as slow, Store([*urls[:2], slow]) as store:
         for _ in range(4):
-            store.exchange([], [Write(shard, b"loads", fields(0, np.arange(1)), np.zeros((1, 4), np.uint8)) for shard in range(2)])
+            store.exchange(
+                [], [Write(shard, b"loads", fields(0, np.arange(1)), np.zeros((1, 4), np.uint8)) for shard in range(2)]
+            )
             store.command(2, "PING")
         recent = dict(store.recent_seconds)
         assert 2 not in store.loads  # which is of those that are asked together

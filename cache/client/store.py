@@ -11,9 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from foreload.cache.client.channel import (
-    Channel,
-)
+from foreload.cache.client.channel import Channel
 from foreload.cache.client.connections import Connections
 from foreload.cache.client.load import ShardLoad
 from foreload.cache.client.resp import (

@@ -95,14 +95,13 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
                     stored.store.command(shard, "HSET", stored.key(lane, shard), MIGRATED, stamp.stored())
                     own.migrated[shard] = stamp
                 continue
-            if shard in stored.placement.keeping:
-                own.leftover[shard] = max(there.rows - int(expected[lane][shard]), 0)
+            has_all = own.has_all(shard, there.rows, int(expected[lane][shard]), shard in stored.placement.keeping)
             must = int(expected[lane][shard] + own.leftover[shard])
             if there.marked:
                 own.held[shard] = must
             if there.marker != Marker(last_batches[lane], last_batches[lane]):
                 lose(stored, shard)
-            elif there.rows != must:
+            elif not has_all:
                 doubtful[shard] = None
             if not stored.placement.r and (shard in stored.shards.lost or shard in doubtful):
                 raise StoreError(

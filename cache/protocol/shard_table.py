@@ -128,6 +128,11 @@ class LaneShards:
         mask: np.ndarray = self.cursors != ALL_STRIPES
         return mask
 
+    def has_all(self, shard: int, rows: int, must: int, keeps: bool) -> bool:
+        """Whether a shard has as many rows and parity rows as it must; where it keeps what moved away, there may be more, which is noted."""
+        self.leftover[shard] = max(rows - must, 0) if keeps else 0
+        return bool(rows == must + self.leftover[shard])
+
     def extend(self, count: int) -> None:
         """There are so many shards more, of which nothing is known."""
         self.epochs += [0] * count

@@ -145,16 +145,6 @@ class _Taking:
         stripes = stored.lane_stripes(self.lane, self.written)
         self.held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
 
-    def lacking(self, stored: StoredRows) -> list[int]:
-        """The trusted shards that have not as many rows as they must, once these are counted; those that keep what moved away may have more."""
-        own, lacking = stored.shards.of(self.lane), []
-        for shard in self.unfinished.markers:
-            own.leftover[shard] = leftover = self.rows_on(shard) - self.held[shard]
-            if leftover < 0 or (leftover and shard not in stored.placement.keeping):
-                own.leftover[shard] = 0
-                lacking.append(shard)
-        return lacking
-
     def rows_on(self, shard: int) -> int:
         """How many rows and parity rows a shard has that is trusted, once the batch in the log is there."""
         return self.fields[shard] - (self.found[shard].marked or self.unfinished.batch.number > 0)
@@ -292,11 +282,12 @@ def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
     never = rows.tag == 0
     taking.written.forget(latest.table[never], latest.ordinal[never])
     taking.count(stored)
-    lacking = taking.lacking(stored)
-    if not lacking:
+    own, keeping, trusted = stored.shards.of(taking.lane), stored.placement.keeping, taking.unfinished.markers
+    others = [one for one in trusted if not own.has_all(one, taking.rows_on(one), int(taking.held[one]), one in keeping)]
+    if not others:
         return rows
     taking.written.note(latest.table[never], latest.ordinal[never])
-    for shard in lacking:
+    for shard in others:
         if not taking.may_distrust(stored, shard):
             raise CacheError(
                 f"store {stored.shards.urls[shard]}: has {taking.rows_on(shard)} rows and parity rows of lane {taking.lane}, must have "

@@ -2,7 +2,7 @@
 
 A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged, deleted where they were; each step tells of itself
 in the hash that it changes (`migrated`). From then on the lane's cursor stands behind it, and rounds go by that. With parity, a shard that all rows
-leave keeps them until it is left as a whole: to name each of them would take a slow link longer than all else.
+leave keeps them until it is left as a whole: to name each of them takes time of a link that may be slow.
 """
 
 from __future__ import annotations

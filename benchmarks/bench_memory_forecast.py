@@ -2,12 +2,16 @@
 
 python benchmarks/bench_memory_forecast.py [--quick] [--out DIR]
 
-Used memory is what INFO says, sampled all the time. Which step a sample is of is known to a step, so the prediction of that step, of the one before
-and of the one after are looked at, and the nearest counts. Servers are local ones, started as `--store local:N` starts them, of each kind there is.
+Used memory is what INFO says, sampled all the time, in one go with how many rows each lane has there. That tells which step a sample is of: the store
+is behind the trainers by what is on its way, some steps more or less, and a table that doubles within a few of them is a tenth of what is used. It is
+known to a step, so the prediction of that step, of the one before and of the one after are looked at, and the nearest counts. What comes out by the
+step that the trainers had ended is shown beside it, and so is by how many steps the store was behind. At which step a limit is reached is told by the
+step that the trainers had ended. Servers are local ones, started as `--store local:N` starts them, of each kind there is.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +27,10 @@ from comparison import Cell, Claim, Results, Series, Table, arguments, save, tel
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.servers import available, version_of
 from foreload.cache.client.store import Store
+from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.fence import read_epochs
+from foreload.cache.protocol.namespace import lane_key
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.messages import StepEnded, TrainerEvent
@@ -39,7 +46,7 @@ from foreload.trainer.resources.trainer_memory import LaneLoad, TrainerMemory
 from foreload.trainer.run.job import TrainJob
 
 PARTS = 100
-PAUSE_SECONDS = 0.01
+PAUSE_SECONDS = 0.02
 SHARDS = 3
 LIMITS = 40  # of each shard: what it used at as many moments, as limits that it might have had
 UNCERTAIN = 0.005  # of used memory: how far a prediction is known to be off
@@ -93,14 +100,26 @@ class _Steps(RunObserver):
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """What servers had. at: time.monotonic(); used: of each server; rows: int64 [shards, lanes], with parity rows."""
+
+    at: float
+    used: list[int]
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class StoreCompared:
-    """What was predicted of servers, and measured. predicted, measured: float64 [parts, shards], bytes at each hundredth of the run; steps: of each
-    of these; off: of each limit looked at, by how many of all steps the one at which it is reached was missed; doubling: whether it falls into one.
+    """What was predicted of servers, and measured. predicted, measured: float64 [parts, shards], bytes at each hundredth of the run; steps: that the
+    trainers had ended at each of these; of_step: predicted of that step; behind: by how many steps the store was behind it, of every sample; off: of
+    each limit looked at, by how many of all steps the one at which it is reached was missed; doubling: whether it falls into one.
     """
 
     steps: np.ndarray
     predicted: np.ndarray
+    of_step: np.ndarray
     measured: np.ndarray
+    behind: np.ndarray
     off: np.ndarray
     doubling: np.ndarray
 
@@ -108,6 +127,12 @@ class StoreCompared:
     def errors(self) -> np.ndarray:
         """By how much the prediction is more than what was measured, of that."""
         errors: np.ndarray = self.predicted / self.measured - 1
+        return errors
+
+    @property
+    def errors_of_step(self) -> np.ndarray:
+        """The same by the step that the trainers had ended."""
+        errors: np.ndarray = self.of_step / self.measured - 1
         return errors
 
 
@@ -152,14 +177,12 @@ def compare(one: Training, schedule: Path, folder: Path) -> Compared:
         timeline = RowTimeline(whole, placement, rows, whole.header.first_step - 1, nothing)
         memory = StoreMemory.ask(timeline, store, "bench", one.trainers)
         memory.advance()
-        predicted = np.stack([memory.used(server) for server in memory.servers], axis=1)
-        samples: list[tuple[float, list[int]]] = []
+        samples: list[Sample] = []
         over = threading.Event()
 
         def sample() -> None:
             while not over.wait(PAUSE_SECONDS):
-                used = [int(store.info(shard)["used_memory"]) for shard in range(SHARDS)]
-                samples.append((time.monotonic(), used))
+                samples.extend(_sample(store, job.run_namespace, whole.header.lanes))
 
         sampling = threading.Thread(target=sample)
         steps = _Steps()
@@ -175,23 +198,63 @@ def compare(one: Training, schedule: Path, folder: Path) -> Compared:
     if not one.server:
         return Compared(one, peaks, None)
     ended = np.array([steps.at[step] for step in sorted(steps.at)])
-    return Compared(one, peaks, _stores(timeline.steps - whole.header.first_step, predicted, ended, samples))
+    return Compared(one, peaks, _stores(memory, whole.header.first_step, ended, samples))
 
 
-def _stores(
-    of_moment: np.ndarray, predicted: np.ndarray, ended: np.ndarray, samples: Sequence[tuple[float, list[int]]]
-) -> StoreCompared:
-    """of_moment: step of each line of predicted; ended: when each step did."""
-    times, used = np.array([at for at, _ in samples]), np.array([bytes_used for _, bytes_used in samples], float)
-    # The step that was done when a sample was taken.
+def _sample(store: Store, namespace: str, lanes: int) -> list[Sample]:
+    """What servers have now; nothing where a lane's owner changes."""
+    used, rows = [], []
+    try:
+        for shard in range(SHARDS):
+            keys = [
+                lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(read_epochs(store, shard, namespace, lanes))
+            ]
+            *entries, info = store.commands_at_once(shard, [*(("HLEN", key) for key in keys), ("INFO", "memory")])
+            told = re.search(rb"used_memory:(\d+)", info) if isinstance(info, bytes) else None
+            assert told is not None
+            used.append(int(told[1]))
+            # One of a lane's fields is its marker.
+            rows.append([max(int(str(count)) - 1, 0) for count in entries])
+    except StoreError:
+        return []
+    return [Sample(time.monotonic(), used, np.array(rows))]
+
+
+def _nearest(about: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """Of three predictions, float64 [3, ...], those that are nearest to what was measured."""
+    best = np.abs(about / measured - 1).argmin(axis=0)
+    return np.take_along_axis(about, best[None], 0)[0]
+
+
+def _stores(memory: StoreMemory, first_step: int, ended: np.ndarray, samples: Sequence[Sample]) -> StoreCompared:
+    """memory: as it was before the run; ended: when each step did."""
+    of_moment, last = memory.timeline.steps - first_step, memory.timeline.known - 1
+    predicted = np.stack([memory.used(server) for server in memory.servers], axis=1)
+    times, used = np.array([one.at for one in samples]), np.array([one.used for one in samples], float)
+    # The step that was done when a sample was taken, and that after which each lane's hash was as it was then.
     done = np.minimum(np.searchsorted(ended, times, side="right") - 1, len(ended) - 1)
+    moments = np.searchsorted(of_moment, done)
+    reached = np.array([
+        [memory.reached(server, one.rows[server.shard], int(step) + first_step + 1) for server in memory.servers]
+        for one, step in zip(samples, done, strict=True)
+    ])  # fmt: skip
     marks = np.unique(np.linspace(0, len(ended) - 1, PARTS + 1).astype(int))[1:]
     # The last one before: after the last step all rows in slots are on their way to the servers at once.
     nearest = np.maximum(np.searchsorted(times, ended[marks]) - 1, 0)
-    moments = np.searchsorted(of_moment, done[nearest])
     measured = used[nearest]
-    about = np.stack([predicted[np.clip(moments + beside, 0, len(predicted) - 1)] for beside in (-1, 0, 1)])
-    best = np.abs(about / measured - 1).argmin(axis=0)
+    of_step, by_rows = (
+        np.stack([predicted[np.clip(moments[nearest] + beside, 0, last)] for beside in (-1, 0, 1)]),
+        np.stack([
+            np.stack(
+                [
+                    memory.used_when(server, np.clip(reached[nearest, place] + beside, 0, last))
+                    for place, server in enumerate(memory.servers)
+                ],
+                axis=1,
+            )
+            for beside in (-1, 0, 1)
+        ]),
+    )  # fmt: skip
     while_training = (done >= 0) & (times <= ended[-1])
     off, doubling = zip(
         *(
@@ -200,9 +263,11 @@ def _stores(
         ),
         strict=True,
     )
+    behind = of_moment[moments][:, None, None] - of_moment[reached]
     return StoreCompared(
-        done[nearest], np.take_along_axis(about, best[None], 0)[0], measured, np.concatenate(off), np.concatenate(doubling)
-    )
+        done[nearest], _nearest(by_rows, measured), _nearest(of_step, measured), measured, behind[while_training].ravel(),
+        np.concatenate(off), np.concatenate(doubling),
+    )  # fmt: skip
 
 
 def _missed(
@@ -251,8 +316,10 @@ def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list
             f"{of_stores.predicted[at, 0] / 2**20:.2f} ({of_stores.measured[at, 0] / 2**20:.2f})"
             for at in (0, len(of_stores.steps) // 10 - 1, len(of_stores.steps) // 2 - 1, -1)
         ]
+        by_step, behind = np.abs(of_stores.errors_of_step), of_stores.behind
         stores.append([
-            name, f"{errors.max():.2%}", f"{np.median(errors):.2%}", ", ".join(shown), f"{outside.max():.2%}",
+            name, f"{errors.max():.2%}", f"{np.median(errors):.2%}", f"{by_step.max():.2%}", f"{np.median(by_step):.2%}",
+            f"{np.median(behind):.0f}, {np.percentile(behind, 99):.0f}", ", ".join(shown), f"{outside.max():.2%}",
             f"{len(outside)} of {len(of_stores.off)}",
         ])  # fmt: skip
         worst, moments = float(errors.max()), f"{errors.size} moments."
@@ -274,7 +341,8 @@ def report(compared: Sequence[Compared]) -> tuple[list[Table], list[Claim], list
         Table(
             "Servers",
             [
-                "servers, parity", "worst error", "median", "MiB of shard 0 at 1 %, 10 %, 50 %, 100 % of the run: predicted (measured)",
+                "servers, parity", "worst error", "median", "by the trainers' step: worst", "median",
+                "steps that the store is behind them: median, 99 of 100", "MiB of shard 0 at 1 %, 10 %, 50 %, 100 % of the run: predicted (measured)",
                 "step at which a limit is reached: off at most, of all steps", "limits that fall into no doubling",
             ],
             stores,

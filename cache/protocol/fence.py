@@ -40,8 +40,12 @@ def _parse(stored: object) -> tuple[int, int]:
 
 def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndarray:
     """The fence epochs of lanes 0 .. lanes - 1 on a store shard: int64 [lanes], 0 where none was ever fenced."""
-    stored = store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in range(lanes)])
-    return np.array([_parse(value)[0] for value in stored], np.int64)
+    return np.array(_epochs(store, shard, namespace, range(lanes)), np.int64)
+
+
+def _epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> list[int]:
+    stored = store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in lanes])
+    return [_parse(value)[0] for value in stored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +140,7 @@ def fence_everywhere(
 
 def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:
     """What lanes have on a store shard, by lane, for who does not fence them. Raises StoreError and StoreUnavailable as `Store.command` does."""
-    epochs = [
-        _parse(value)[0] for value in store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in lanes])
-    ]
+    epochs = _epochs(store, shard, namespace, lanes)
     keys = [lane_key(namespace, lane, epoch) for lane, epoch in zip(lanes, epochs, strict=True)]
     answers = store.commands_at_once(shard, [command for key in keys for command in _looks(key)])
     three = zip(answers[::3], answers[1::3], answers[2::3], strict=True)

@@ -16,15 +16,20 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.servers import available
 from foreload.cache.client.store import Store, Write
 from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.fence import fence
+from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import state_after
+from foreload.trainer.cluster.store_watch import StoreWatch
 from foreload.trainer.command_line.training import FULL
 from foreload.trainer.resources.hash_memory import HashMemory, spill_bytes
 from foreload.trainer.resources.row_timeline import RowTimeline, counts_of
 from foreload.trainer.resources.store_memory import counted_bytes, hash_bytes
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import Status
 
 ROWS = 12000
 
@@ -107,6 +112,46 @@ def test_what_a_replication_backlog_is_yet_to_take_is_counted_from_the_beginning
         assert int(info["mem_replication_backlog"]) >= 0.95 * backlog
         assert before >= used
         assert counted_bytes(info) - before == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("server", sorted(available()))
+@pytest.mark.parametrize("behind", [0, 30])
+def test_what_servers_are_seen_to_use_is_told_by_the_rows_that_are_there(
+    server: str, behind: int, schedule: Path, tmp_path: Path
+) -> None:
+    """The store is behind training by what is on its way there: however much that is, a limit is still reached at the step that was foreseen."""
+    whole, trained, shards = Schedule(schedule), 60, 3
+    layouts = [RowLayout(table, one.name, 10, (("weights", 140),)) for table, one in enumerate(whole.header.features.tables)]
+    size, nothing = layouts[0].row_bytes, np.zeros((whole.header.lanes, len(layouts)), np.int64)
+    placement = Placement.spread(shards, 2, 1)
+    timeline = RowTimeline(whole, placement, layouts, whole.header.first_step - 1, nothing)
+    timeline.advance()
+    with (
+        LocalStores(shards, tmp_path / "stores", available()[server], {"maxmemory": "14mb"}) as stores,
+        Store(stores.urls) as store,
+    ):
+        words = {"schedule": str(schedule), "run": str(tmp_path / "run"), "store": ",".join(stores.urls), "parity": "2+1"}
+        job = TrainJob.of({**words, "until_full": True})
+        watch = StoreWatch(job, store, whole, placement, layouts, Status("training", whole.header.first_step - 1))
+        foreseen = {one.shard: one.step for one in watch.shortages}
+        assert set(foreseen) == set(range(shards))
+        there = timeline.stored[trained - behind].sum(axis=-1)
+        for lane in range(whole.header.lanes):
+            for shard in range(shards):
+                epoch = fence(store, shard, job.run_namespace, lane, 1).epoch
+                rows = np.zeros((int(there[lane, shard]), size), np.uint8)
+                key = lane_key(job.run_namespace, lane, epoch)
+                for first in range(0, len(rows), 500):
+                    some = rows[first : first + 500]
+                    store.exchange([], [Write(shard, key, fields(0, first + np.arange(len(some))), some)])
+        watch.step = int(timeline.steps[trained])
+        watch.begin(stores.urls)
+        watch.close()
+        for _ in range(3):
+            watch.look()
+        for one in watch.shortages:
+            assert one.step is not None
+            assert one.step == pytest.approx(foreseen[one.shard], abs=3), one
 
 
 def test_training_stops_before_a_server_is_full_and_goes_on_with_more(schedule: Path, tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import numpy as np
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.fence import look_at
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import StoreTooSmall
 from foreload.trainer.resources.row_timeline import RowTimeline
-from foreload.trainer.resources.store_memory import Shortage, StoreMemory, counted_bytes, remedy, shortage_text
+from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, counted_bytes, remedy, shortage_text
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
@@ -119,7 +120,7 @@ class StoreWatch:
 
     def look(self) -> None:
         """Ask the servers what they use, and reckon anew. Raises CacheError, ScheduleError."""
-        placement, step = self._placement, self.step
+        placement, lanes = self._placement, range(self._schedule.header.lanes)
         anew = placement is not self._known
         if placement.migrating or (self._memory is None and not anew):
             return
@@ -131,26 +132,31 @@ class StoreWatch:
                 self._conclude()
                 return
             memory.advance()
-            infos = {server.shard: store.info(server.shard) for server in memory.servers if server.shard not in store.down}
-        moment = min(int(np.searchsorted(memory.timeline.steps, step)), memory.timeline.known - 1)
-        for server in memory.servers:
-            if (info := infos.get(server.shard)) is None or moment < 0:
-                continue
+            up = [server for server in memory.servers if server.shard not in store.down]
+            found = {server.shard: look_at(store, server.shard, self._job.run_namespace, lanes) for server in up}
+            infos = {server.shard: store.info(server.shard) for server in up}
+        for server in up if memory.timeline.known else ():
+            info = infos[server.shard]
             server.limit_bytes = int(info.get("maxmemory", 0)) or None
-            if anew:
-                # Its rows of now are in what it uses.
-                server.used_bytes += counted_bytes(info) - float(memory.used(server)[moment])
-            beyond = counted_bytes(info) - float(memory.used(server)[moment]) + server.correction_bytes
-            seen = self._seen.setdefault(server.shard, deque(maxlen=_LOOKS))
-            seen.append(beyond)
-            if len(seen) == _LOOKS:
-                server.correction_bytes = min(seen)
+            rows = np.array([found[server.shard][lane].rows for lane in lanes])
+            self._correct(memory, server, rows, counted_bytes(info), anew)
         self._conclude()
         for shortage in self.shortages:
             if shortage.shard not in self._told:
                 self._told.add(shortage.shard)
                 then = f"; training stops after step {self.stop_by:,}" if self._job.until_full else ""
                 sys.stderr.write(f"foreload: warning: {shortage_text(shortage)}{then}\n")
+
+    def _correct(self, memory: StoreMemory, server: ShardServer, rows: np.ndarray, used_bytes: int, anew: bool) -> None:
+        """A server uses so much, with so many rows of each lane (int64 [lanes]). anew: what it has beside them is not known yet."""
+        expected = float(memory.used_when(server, memory.reached(server, rows, self.step)))
+        if anew:
+            server.used_bytes += used_bytes - expected
+            expected = used_bytes
+        looks = self._seen.setdefault(server.shard, deque(maxlen=_LOOKS))
+        looks.append(used_bytes - expected + server.correction_bytes)
+        if len(looks) == _LOOKS:
+            server.correction_bytes = min(looks)
 
     def _conclude(self) -> None:
         memory = self._memory

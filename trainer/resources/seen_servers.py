@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.fence import read_epochs
-from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.fence import look_at
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
@@ -37,22 +35,19 @@ def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
     try:
         with Store([url], _TIMEOUT, _CONNECT) as store:
             info = store.info(0)
-            epochs = read_epochs(store, 0, namespace, lanes)
-            keys = [lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(epochs)]
-            # Of the fields of a lane's hash one is the marker, and one may say how far rows that move are.
-            counts = [(int(str(store.command(0, "HLEN", key))), store.command(0, "HEXISTS", key, MIGRATED)) for key in keys]
-            fields = [max(count - 1 - int(str(migrates)), 0) for count, migrates in counts]
+            found = look_at(store, 0, namespace, range(lanes))
+            keys = [lane_key(namespace, lane, one.epoch) for lane, one in found.items()]
             sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
-            markers = [store.command(0, "HGET", key, MARKER) for key in keys]
+            rows = [one.rows for one in found.values()]
             return {
                 "url": str(store.urls[0]),
                 "state": "up",
                 "version": server_version(info),
                 "allocator": info.get("mem_allocator", ""),
-                "entries": sum(fields),
-                "lane_entries": fields,
+                "entries": sum(rows),
+                "lane_entries": rows,
                 "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
-                "markers": [str(Marker.parse(marker if isinstance(marker, bytes) else None)) for marker in markers],
+                "markers": [str(one.marker) for one in found.values()],
                 "memory_bytes": int(info["used_memory"]),
                 "counted_bytes": counted_bytes(info),
                 "limit_bytes": int(info.get("maxmemory", 0)) or None,

@@ -79,8 +79,8 @@ class StoreMemory:
     timeline: RowTimeline
     servers: Sequence[ShardServer]
     trainers: int
-    _stored: dict[int, np.ndarray] = field(default_factory=dict)  # by shard: what its rows take while training goes on, [known]
-    _given: dict[int, np.ndarray] = field(default_factory=dict)  # and the most they take on the way to a clean stop
+    _stored: dict[int, np.ndarray] = field(default_factory=dict)  # by shard: bytes of its rows meanwhile, [known, lanes]
+    _given: dict[int, np.ndarray] = field(default_factory=dict)  # and the most on the way to a clean stop, [known]
 
     @classmethod
     def ask(cls, timeline: RowTimeline, store: Store, namespace: str, trainers: int) -> StoreMemory:
@@ -121,27 +121,49 @@ class StoreMemory:
 
     def used(self, server: ShardServer) -> np.ndarray:
         """What a server uses while training goes on, after each step that is known (`timeline.steps`): float64 [known]."""
+        lanes = self.timeline.stored.shape[1]
+        return self.used_when(server, np.repeat(np.arange(self.timeline.known)[:, None], lanes, axis=1))
+
+    def used_when(self, server: ShardServer, moments: np.ndarray) -> np.ndarray:
+        """What it uses when each lane's hash there is as after a step of its own: float64 [...]. moments: int64 [..., lanes], places in
+        `timeline.steps`.
+        """
         if server.shard not in self._stored:
             self._stored[server.shard] = self._of_rows(server, self.timeline.stored, exact=True)
+        lanes = np.arange(moments.shape[-1])
         buffer = _VALKEY_BUFFER_BYTES if server.hashes.growth.buckets else _BUFFER_BYTES
-        buffers = np.where(self.timeline.stored[: self.timeline.known, :, server.shard].any(axis=(1, 2)), buffer, 0)
-        return self._stored[server.shard] + server.used_bytes + server.correction_bytes + self.trainers * (CLIENT_BYTES + buffers)
+        buffers = np.where(self.timeline.stored[moments, lanes, server.shard].any(axis=(-1, -2)), buffer, 0)
+        of_rows: np.ndarray = self._stored[server.shard][moments, lanes].sum(axis=-1)
+        return of_rows + server.used_bytes + server.correction_bytes + self.trainers * (CLIENT_BYTES + buffers)
+
+    def reached(self, server: ShardServer, rows: np.ndarray, step: int) -> np.ndarray:
+        """As after which step each lane's hash on a server is, by the rows that it has: int64 [lanes], places in `timeline.steps`, of which one must
+        be known. rows: int64 [lanes], with parity rows; step: the last one trained. The store is behind it by what is on its way there.
+        """
+        timeline = self.timeline
+        last = min(int(np.searchsorted(timeline.steps, step)), timeline.known - 1)
+        stored = timeline.stored[: last + 1, :, server.shard].sum(axis=-1)
+        after = [int(np.searchsorted(own, there, side="right")) for own, there in zip(stored.T, rows, strict=True)]
+        return np.maximum(np.array(after) - 1, 0)
 
     def at_stop(self, server: ShardServer) -> np.ndarray:
         """The most that a server has used once training has stopped after a step, every row written back: float64 [known]."""
         if server.shard not in self._given:
-            grown = self._of_rows(server, self.timeline.given, exact=False)
+            grown = self._of_rows(server, self.timeline.given, exact=False).sum(axis=1)
             # While a table moves it takes more than a little later.
             self._given[server.shard] = np.maximum.accumulate(grown) * (1 + _UNCERTAIN)
         return self._given[server.shard] + server.used_bytes + max(server.correction_bytes, 0.0) + self.headroom_bytes
 
     def _of_rows(self, server: ShardServer, counts: np.ndarray, exact: bool) -> np.ndarray:
-        """What a shard's hashes take: float64 [known]. exact: tables move with what is read and written, too; else with what is added alone."""
-        known, total = self.timeline.known, np.zeros(self.timeline.known)
-        for lane in range(counts.shape[1]):
-            own = counts[:known, lane, server.shard]
-            total += hash_bytes(server.hashes, own, self._share_moved(server, lane, own) if exact else None)
-        return total
+        """What each lane's hash on a shard takes: float64 [known, lanes]. exact: tables move with what is read and written, too; else with what is
+        added alone.
+        """
+        own = counts[: self.timeline.known, :, server.shard]
+        of_lanes = (
+            hash_bytes(server.hashes, own[:, lane], self._share_moved(server, lane, own[:, lane]) if exact else None)
+            for lane in range(own.shape[1])
+        )
+        return np.stack(list(of_lanes), axis=1)
 
     def _share_moved(self, server: ShardServer, lane: int, own: np.ndarray) -> np.ndarray:
         """How much of the table before a lane's hash has moved, after each step that is known: float64 [known]; from 1 on all has."""
@@ -186,15 +208,6 @@ class StoreMemory:
         if fitting == self.timeline.known:
             return None
         return int(self.timeline.steps[fitting - 1]) if fitting else self.timeline.start_step
-
-    def observe(self, step: int, used: Mapping[int, float]) -> None:
-        """Servers were seen to use so much, by shard, after a step: what is expected is corrected by that."""
-        moment = min(int(np.searchsorted(self.timeline.steps, step)), self.timeline.known - 1)
-        if moment < 0:
-            return
-        for server in self.servers:
-            if server.shard in used:
-                server.correction_bytes += used[server.shard] - float(self.used(server)[moment])
 
 
 def counted_bytes(info: Mapping[str, str]) -> int:

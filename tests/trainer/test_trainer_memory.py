@@ -18,9 +18,9 @@ SETUP = Setup(trainers=2, threads=1, copies=1, shards=3, k=1, r=0, lanes=4, dens
 def test_it_is_the_base_and_what_its_lanes_take() -> None:
     nothing = replace(SETUP, lanes=0, shards=0, dense=0)
     assert MEMORY.peak_bytes(LOAD, nothing) == BASE_BYTES + MEMORY.mapped_bytes
-    # A row of 33 float32 and who it is, in a slot and at the end on its way out.
+    # A row of 33 float32 and who it is, in a slot and at the end on its way out; and batches of these rows, as they are made and sent.
     least = 2 * 8_000 * (2 * 4 * 33 + 26)
-    assert least < MEMORY.peak_bytes(LOAD, SETUP) - BASE_BYTES - MEMORY.mapped_bytes < 2 * least
+    assert least < MEMORY.peak_bytes(LOAD, SETUP) - BASE_BYTES - MEMORY.mapped_bytes < 4 * least
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,14 @@ def _folder() -> Iterator[tuple[Path, int]]:
 
 
 def _end_with_parent() -> None:
-    """Between fork and exec: have this process asked to stop, as by a user, when its parent is gone. On Linux; elsewhere it runs to its end."""
+    """Between fork and exec: have this process asked to stop, as by a user, when its parent is gone. On Linux; elsewhere it runs to its end.
+
+    A parent that is killed ends thread by thread, and its child is handed from one to the next, with the signal each time: SIGHUP counts once. It is
+    heeded also where the parent is under nohup.
+    """
     if _LIBRARY is not None:
-        _LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        _LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
 
 
 def _stop_after_steps(process: subprocess.Popen[bytes], metrics: Path) -> None:

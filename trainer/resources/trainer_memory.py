@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from foreload.cache.protocol.batches import BATCH_ROWS
 from foreload.cache.rows.layout import RowLayout, slot_columns
-from foreload.pipelines.planning.sizing import OCCUPANT_BYTES, slot_bytes, staging_rows
+from foreload.pipelines.planning.sizing import OCCUPANT_BYTES, slot_bytes, staging_rows, stored_bytes
 from foreload.pipelines.schedule.format import Segment
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.resources.features import StepCounts
@@ -21,6 +22,12 @@ _DENSE_COPIES = 5  # of a parameter: itself, its gradient, the sum of all traine
 _OF_AVERAGE = 2  # a moving average, and what is added to it
 _SHARD_BYTES = (1 << 17) + (1 << 18)  # buffers of a connection to a store shard
 _STEPS_ARRIVING, _STEPS_LEAVING = 8, 4  # whose rows are staged at most, on their way in and out
+# How often what comes and goes is there, as it is made, sent and kept for the next of its kind; by measurement of 34 jobs (docs/measurements.md).
+# While training goes on: rows of a copy; rows of a step, and those staged. At the end: the latter; rows that leave their slots; those of a write-back
+# batch, and how often more with parity.
+_OF_COPY, _OF_STEP = 1.7, 2.0
+_STEP_AT_END, _OF_LEAVING, _OF_BATCH, _OF_PARITY_BATCH = 1.1, 0.9, 2.5, 6.0
+_LANE_WITH_PARITY_BYTES, _END_BYTES = 3 << 20, 7 << 20  # of each lane while training goes on; of the base, what comes at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +92,21 @@ class TrainerMemory:
         copies, with_base = lanes * (setup.copies - 1), setup.r > 0
         plain, protected = slot_bytes(self.columns, False), slot_bytes(self.columns, with_base)
         # Of slots that no row ever sits in, nothing is resident.
+        held = (lanes * protected + (_OF_COPY * copies + snapshots * lanes) * plain) * load.occupied
         staged = staging_rows(load.slots)
         arriving = min(staged, _STEPS_ARRIVING * load.arrived + self.batch_size)
         leaving = min(staged, _STEPS_LEAVING * load.ended + self.batch_size)
-        lane = protected * (load.occupied + leaving) + plain * (self.evaluation_slots + arriving)
-        # At the end all rows are on their way to the store at once, out of their slots: a copy is told of them, too.
-        at_end = 4 * self.columns * load.occupied * (lanes + copies) * (1 + with_base)
         # Local rows of a step: their weights in a block, gradients, and what can be undone of them.
         block = 4 * (4 * self.columns + OCCUPANT_BYTES) * load.used
-        held = lanes * (lane + block) + copies * (plain * load.occupied + block) + snapshots * lanes * plain * load.occupied
+        a_step = lanes * (protected * leaving + plain * (self.evaluation_slots + arriving) + block) + copies * block
+        training = _OF_STEP * a_step + with_base * lanes * _LANE_WITH_PARITY_BYTES - _END_BYTES
+        # All rows are on their way to the store at once, out of their slots.
+        leave = 4 * self.columns * (1 + with_base) * load.occupied
+        batch = stored_bytes(self.columns) * min(BATCH_ROWS * setup.shards, load.occupied)
+        of_lane = _OF_LEAVING * leave + (_OF_BATCH + _OF_PARITY_BATCH * with_base) * batch
+        at_end = _STEP_AT_END * a_step + lanes * of_lane
         dense = 4 * (_DENSE_COPIES + _OF_AVERAGE * self.averaged) * setup.dense
-        return self.base_bytes + round(held + at_end) + dense + setup.shards * _SHARD_BYTES + self.mapped_bytes
+        return self.base_bytes + round(held + max(training, at_end)) + dense + setup.shards * _SHARD_BYTES + self.mapped_bytes
 
 
 def _mapped_bytes(schedule: Schedule) -> int:

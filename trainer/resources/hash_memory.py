@@ -25,7 +25,7 @@ _BUCKET_BYTES, _BUCKET_ENTRIES, _FURTHER_ENTRIES = (
 )  # of Valkey's: a bucket that overflows gives a place up for the way to the next
 _POINTER_BYTES = 8
 _TOGETHER_BYTES = 128  # Valkey keeps field and value of up to so many in one piece
-_SPILL_BYTES, _LONG_SPILL_BYTES = 0.5, 1.5  # see `spill_bytes`; measured
+_SPILL_BYTES, _SHORT_SPILL_BYTES, _LONG_SPILL_BYTES = 1.2, 0.5, 1.5  # see `spill_bytes`; measured: Redis', Valkey's
 _HISTOGRAM_BYTES = 24_688  # of how long a command takes: Redis 7 and newer, and Valkey, have one for each that was ever used
 _COMMANDS = frozenset(b"exists get hget hlen hmget hset info memory|usage multi exec ping rename set unlink watch".split())
 
@@ -172,7 +172,9 @@ def spill_bytes(growth: Growth, allocator: str, row_bytes: int) -> float:
     """
     if allocator.startswith("jemalloc"):
         return 0.0
-    return _LONG_SPILL_BYTES if growth.buckets and sum(_strings(row_bytes)) > _TOGETHER_BYTES else _SPILL_BYTES
+    if not growth.buckets:
+        return _SPILL_BYTES
+    return _SHORT_SPILL_BYTES if sum(_strings(row_bytes)) <= _TOGETHER_BYTES else _LONG_SPILL_BYTES
 
 
 def _entry_bytes(growth: Growth, allocator: str, row_bytes: int) -> int:

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from command_line import DEADLINE_SECONDS, SMALL, Clicks, Command
 
+from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.compiler.other_slots import LaneUses
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cli import main
 from foreload.trainer.commands.plan import slot_counts
 from foreload.trainer.resources import history
 from foreload.trainer.resources.choices import GIB, Choice, choose, front
-from foreload.trainer.resources.job_shape import machine, settings_of_job
+from foreload.trainer.resources.job_shape import cores, machine, settings_of_job
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.job import TrainJob
 
@@ -127,6 +128,14 @@ def test_a_plan_tells_its_front_its_choice_and_the_commands(
     assert shlex.split(other["commands"][1])[2] == f"{clicks.schedule}-{other['slots']}"
 
 
+def test_with_nothing_said_of_a_pool_it_is_this_machine_s(clicks: Clicks, tmp_path: Path) -> None:
+    known, told = tmp_path / "history.sqlite", tmp_path / "plan.json"
+    profiles(known, clicks.schedule)
+    assert main(["plan", str(clicks.schedule), *SMALL, "--history", str(known), "--json", str(told)]) == 0
+    pool = json.loads(told.read_text())["pool"]
+    assert (pool["cores"], pool["memory_bytes"], pool["stores"]) == (cores(), total_bytes(), 5)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -135,6 +144,7 @@ def test_a_plan_tells_its_front_its_choice_and_the_commands(
         (("--budget", "-1"), "--budget: must be a number above 0"),
         (("--pool", "cpus=3"), "--pool: must be cores=N"),
         (("--pool", ","), "--pool: must be cores=N"),
+        (("--pool", ""), "--pool: must be cores=N"),
         (("--pool", "cores=2,cores=3"), "--pool: must give cores once"),
         (("--pool", "memory=1MiB"), "--pool: memory must be at least"),
         (("--pool", "stores=2", "--parity", "2+1"), "--pool: stores must be at least 3"),

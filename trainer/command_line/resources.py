@@ -54,7 +54,6 @@ def add_to(commands: Any) -> None:
     group.add_argument(
         "--pool",
         metavar="cores=N,memory=SIZE,stores=N",
-        default="",
         help="what may be used; by default this machine's, and up to 5 store shards",
     )
     group.add_argument("--deadline", metavar="TIME", help="the cheapest that ends within this time, such as 90s, 10m or 2h")
@@ -140,13 +139,13 @@ def _positive(flag: str, text: str, zero: bool = False) -> float:
     return value
 
 
-def _pool(text: str) -> tuple[int, int, int]:
-    """Cores, bytes of memory, store shards."""
+def _pool(text: str | None) -> tuple[int, int, int]:
+    """Cores, bytes of memory, store shards. None: this machine's."""
     from foreload.trainer.resources.job_shape import cores
 
     pool = {"cores": cores(), "memory": total_bytes(), "stores": 5}
     given: set[str] = set()
-    for part in text.split(","):
+    for part in () if text is None else text.split(","):
         name, _, value = part.partition("=")
         if name in given:
             raise SettingError(f"--pool: must give {name} once; got {text!r}")

@@ -254,7 +254,7 @@ def test_a_run_goes_on_with_its_own_store_shards_in_their_order_only(clicks: Cli
         assert command.end()[0] == 130
         resume = ("train", clicks.schedule, "--run", run, "--resume", "--store")
         assert "is shard 1 of 2 of namespace run, not 0 of 2" in refused(*resume, f"{other.url},{server.url}")
-        assert "is shard 0 of 2 of namespace run, not 0 of 1" in refused(*resume, server.url)
+        assert f"what the run was started with, {server.url},{other.url}; got {server.url}" in refused(*resume, server.url)
         other.command("FLUSHALL")
         assert "has no namespace run" in refused(*resume, f"{server.url},{other.url}")
     assert "cannot be reached" in refused(*resume, f"{server.url},{other.url}")

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, SMALL, Clicks, Command, Remains, done, fill, flip, reached, refused, run_here, write_log
+from command_line import ROOT, SMALL, Clicks, Remains, done, fill, flip, refused, run_here, write_log
 from small_job import summary
 from warm import Warm
 
@@ -363,19 +363,6 @@ def test_a_full_disk_is_told_and_nothing_is_left_there(case: Case, small_disk: P
     (small_disk / "ballast").unlink()
     done("checkpoint", "save", case.run, "--to", small_disk / "saved")
     assert done("digest", small_disk / "saved" / case.checkpoint.name) == case.digest
-
-
-@pytest.mark.full
-def test_a_run_that_trains_is_refused(case: Case, tmp_path: Path, launched: Callable[..., Command]) -> None:
-    run = tmp_path / "run"
-    training = launched("train", case.clicks.schedule, *SMALL, "--run", run, "--store", "local:1")
-    training.until(reached(run, 3))
-    (worker,) = training.workers
-    worker.suspend()
-    assert "is being trained, and a checkpoint is of a run that rests" in refused("checkpoint", "save", run)
-    worker.resume()
-    status, _, err = training.end()
-    assert status == 0, err
 
 
 def test_a_run_without_a_model_has_no_checkpoint(case: Case, tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ STEPS = 80
 LAST = STEPS - 1
 
 
+MODEL = (*SMALL, "--dense-ema", "0.9")  # as `train_undisturbed` has it
+
+
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An epoch of STEPS in two lanes."""
@@ -42,7 +45,7 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str
 
 def drilled(schedule: Path, run: Path, *further: str) -> dict[str, Any]:
     """The run's summary after a drill that must succeed; its figures of the drill stand under "drill"."""
-    assert main(["drill", "lost-shard", str(schedule), "--run", str(run), *SMALL, *further]) == 0
+    assert main(["drill", "lost-shard", str(schedule), "--run", str(run), *MODEL, *further]) == 0
     return summary(run)
 
 
@@ -140,7 +143,7 @@ def test_a_killed_trainer_s_lanes_are_taken_over_and_the_model_is_that_of_an_und
     further: list[str],
 ) -> None:
     run = tmp_path / "run"
-    words = ["drill", "lost-trainer", str(schedule), "--run", str(run), *SMALL, "--digest", "--no-restart"]
+    words = ["drill", "lost-trainer", str(schedule), "--run", str(run), *MODEL, "--digest", "--no-restart"]
     assert main([*words, "--at", str(at), "--trainer", str(trainer), *further]) == 0
     told = summary(run)
     figures = told["drill"]
@@ -167,7 +170,7 @@ def test_copies_are_whole_again_after_a_trainer_of_three_was_killed(tmp_path: Pa
         str(clicks),
         "--run",
         str(run),
-        *SMALL,
+        *MODEL,
         "--trainers",
         "3",
         "--at",
